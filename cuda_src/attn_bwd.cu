@@ -10,7 +10,8 @@
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
-// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh).
+// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh), else it may fill with zeros what no step
+// stores of dS (variant/store/ds_stored_filled.cuh).
 // Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
@@ -25,7 +26,8 @@
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
-//   ds_empty[s]          one lane per warp of those     each consumer            the same until written again
+//   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again (by whom TMA
+//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ahead/in_ds.cuh)
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq
@@ -33,7 +35,7 @@
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
                        // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, Store,
-                       // Order, Steps
+                       // DsStore, Elements, Order, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -65,6 +67,7 @@ struct Smem {
     KvWorkTile work[2];
     Turn::Seen seen[cfg::dq_stages][cfg::dq_chains];
     Walk::Board board;
+    Elements::Board elements;
 };
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
 // A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
@@ -82,11 +85,12 @@ template struct KvSchedulerOption<Scheduler>;
 template struct GroupOption<Group>;
 template struct RowsStoreOption<DkvRows>;
 template struct DqStoreOption<Store>;
-static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders <= 3);
+template struct DsStoreOption<DsStore, Smem>;
+static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
-// One lane: takes the parts of dq of its chain, or of every other step, to their sums.
+// One lane: takes the parts of dq of its chain, or of every other step, to their sums. The first of a step stores dS, where DsStore does.
 struct Writer {
     const Args& args;
     Smem& smem;
@@ -102,6 +106,7 @@ struct Writer {
             float4* part = smem.dq[t][chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
             const u32 parity = step.parity(cfg::dq_stages);
+            if (chain == 0) DsStore::store(args, rows, work, smem, at.head, at.tile, step);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
             Store::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
@@ -287,7 +292,7 @@ struct Consumer {
         start_s();
         start_dp();
         tell_dq();
-        const auto logits = logits_transposed<SMma::accumulators, Mask>(score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
+        const auto logits = Elements::logits<SMma::accumulators>(*this, score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
         const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
         const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();
@@ -335,15 +340,15 @@ __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
     smem.kv_full.init(1), smem.kv_empty.init(readers);
     for (int i = 0; i < 2; ++i) {
-        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders);
+        smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders + DsStore::fillers);
         smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         smem.do_full[i].init(1), smem.do_empty[i].init(readers);
-        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts);
+        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts + DsStore::readers);
     }
     for (int i = 0; i < cfg::dq_stages; ++i)
         for (int c = 0; c < cfg::dq_chains; ++c)
             smem.dq_full[i][c].init(4 * parts_in_chain), smem.dq_empty[i][c].init(1), smem.dq_sum[i][c].init(1);
-    smem.board.init(readers + writers);
+    smem.board.init(readers + writers), smem.elements.init();
     ptx::fence_mbarrier_init();
 }
 
@@ -360,7 +365,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     if (threadIdx.x >= 128) return consume(args, smem);
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
-    if (warp == 0) KvProducer<Smem>{args, smem}.run();
+    if (warp == 0) KvProducer<Smem, Elements::Beside>{args, smem}.run();
     else if (warp <= writers) write(args, smem, warp - 1);
-    else if (warp == 3) Walk::find_turns(args, smem);
+    else if (warp == 3) Walk::find_turns(args, smem), DsStore::fill(args, smem);
 }

@@ -9,7 +9,8 @@
 //   work_empty[i]      one lane per consumer warp      producer          smem.work[i] until written again
 //   q_full[s]          TMA (bytes of Q)                each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
-//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V; what the option Walk tells of a tile, with K
+//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V; what the option Walk tells of a tile, and what
+//                      the option Ahead brings of a score's array, with K
 //   the option Order may have named barriers between the consumers, and the option Walk barriers between warps of the producer
 //
 // The option Walk says which key tiles these are, and whether a second warp finds them. A warpgroup may need fewer than its block
@@ -68,6 +69,11 @@ struct Producer {
     __device__ void await_k() const { smem.k_empty[kv.stage].wait(kv.parity ^ 1); }
     template <class At>
     __device__ void load_k(const Kv& source, At tile) const { source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], tile); }
+    template <class At>
+    __device__ void load_k(const Kv& source, At tile, const Ahead::Source& elements) const {
+        elements.load(smem.ahead, kv.stage, smem.k_full[kv.stage], tile);
+        load_k(source, tile);
+    }
     __device__ void load_q(const Rows& rows, const WorkTile& work) const {
         smem.q_empty[q.stage].wait(q.parity ^ 1);
         smem.q_full[q.stage].arrive_expect(QTile::bytes);
@@ -205,14 +211,15 @@ struct Consumer {
 
     // The first tile of this warpgroup: its maximum is sought.
     __device__ void first_step(Work& work, KeyTile tile) {
-        ahead.come(work.score, work.row, tile.index);
+        ahead.come(work.score, work.row, tile.index, kv.stage);
         start_qk();
         order.pass_turn();
         const auto kept = kept_of(work, tile);
         ptx::wgmma_wait<0>();
-        release(smem.k_empty[kv.stage]);
+        Ahead::multiplied([&] { release(smem.k_empty[kv.stage]); });
         kv.advance();
         weigh(work, tile, kept, [] {});
+        Ahead::weighed([&] { release(smem.k_empty[kv.previous().stage]); });
         pack_p();
     }
 
@@ -246,7 +253,7 @@ struct Consumer {
         order.pass_turn();
         const KeyTile tile = arrive();
         const auto kept = kept_of(work, tile);
-        ahead.come(work.score, work.row, tile.index);
+        ahead.come(work.score, work.row, tile.index, kv.stage);
         ptx::wgmma_wait<pending>();
         const bool moved = weigh(work, tile, kept, [&] { multiply_qk_again(); });
         release(smem.k_empty[kv.stage]);

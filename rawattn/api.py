@@ -15,7 +15,7 @@ from . import arrays, driver, functions
 from .arrays import Array
 from .device import Device
 from .eager import eager
-from .errors import ProblemError
+from .errors import ProblemError, brief
 from .operation import Backward, Forward, Operation, from_json
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
 from .program import Program
@@ -308,7 +308,10 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
 def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
     """Operations, or those of a file. Raises ProblemError where a line of it is no operation."""
     if not isinstance(given, (str, os.PathLike)):
-        return list(given)
+        found = list(given) if isinstance(given, Iterable) else [given]
+        if wrong := [x for x in found if not isinstance(x, Operation)]:
+            raise ProblemError(f"operations has {brief(wrong[0])}; it must have operations such as rawattn.Forward.")
+        return found
     return [_from_line(line) for line in pathlib.Path(given).read_text(encoding="utf-8").splitlines()]
 
 
@@ -316,7 +319,8 @@ def _from_line(line: str) -> Operation:
     try:
         return from_json(json.loads(line))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({error}).") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ProblemError(f"operations has the line {line[:80]!r}, which is no operation ({reason}).") from None
 
 
 @dataclasses.dataclass(frozen=True)

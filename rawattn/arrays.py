@@ -221,9 +221,9 @@ def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
 
 
 def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The signature of each array but for its address, of arrays that functions captured; None where one has none."""
+    """The signature of each array with its address modulo 16, of arrays that functions captured; None where one has none."""
     found = signatures(captured)
-    return None if found is None else tuple([each[1:] for each in found])
+    return None if found is None else tuple([(x[0] % 16, x[1:]) if x else x for x in found])
 
 
 def forms_and_places(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:

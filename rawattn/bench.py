@@ -271,6 +271,8 @@ def new_figure(path: pathlib.Path) -> Any:
         figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
     except ImportError as error:
         raise ProblemError(f"--plot needs matplotlib ({error}): pip install matplotlib.") from None
+    if not path.parent.is_dir():
+        raise ProblemError(f"--plot is {path}, but there is no folder {path.parent}; make it first.")
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ProblemError(f"--plot is {path}; it must end with one of {', '.join(f'.{name}' for name in sorted(formats))}.")

@@ -54,7 +54,8 @@ def save_bundle(
         UnsupportedError: no kernel computes one of the operations on one of the architectures, or a kernel has to be compiled
             and there is no NVRTC.
     """
-    found, devices = operations_of(operations), [device for arch in archs for device in _devices(arch)]
+    found = [each for op in operations_of(operations) for each in op.lying()]
+    devices = [device for arch in archs for device in _devices(arch)]
     if not found or not devices:
         raise ProblemError(f"{'archs' if found else 'operations'} is empty; a bundle needs one at least.")
     sources: dict[str, Source] = {}

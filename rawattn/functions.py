@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from . import arrays, trace
 from .arrays import Array
 from .eager import eager
 from .errors import ProblemError
-from .operand import Operand, check_contiguous, describe
+from .operand import Layout, Operand, check_contiguous, describe
+from .tma import begins_box, tma_unsupported_reason
 from .trace import Traced
 from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
@@ -29,12 +30,16 @@ from .trace.capture import ELEMENTS
 from .trace.classes import classify
 from .trace.conditions import compare, logical, rebuilt
 from .trace.expressions import KV, Q, const, make, nodes, var
+from .trace.pair_axes import PairAxes
 from .trace.proofs import Limits
 from .trace.recognition import may_be
 from .variant import Option
 from .variant.mask import Both, Full
 from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from .variant.score import Scale, number
+
+if TYPE_CHECKING:
+    from .spec import Spec
 
 ROLES = ("mask", "score")
 ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
@@ -479,6 +484,43 @@ def operands(*options: Any) -> tuple[Operand, ...]:
             words = title(role, getattr(each, "label", "") or each.name)
             found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
     return tuple(found)
+
+
+def with_captured(
+    layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None
+) -> Layout:  # fmt: skip
+    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
+    whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
+    share an element. Where rows have offsets there are none: these are run-time numbers, and a box begins at a multiple of 16
+    bytes."""
+    axes = getattr(spec.score, "pair_axes", {}) if spec.offsets is None else {}
+    found = list[str]()
+    for i in sorted({j for j, _ in axes.values()}):
+        array = given.get(f"score_{i}")
+        own = [each for j, each in axes.values() if j == i]
+        if array is None or array.dtype not in ("bf16", "fp16") or 0 in array.shape:  # boxes are of 16-bit formats
+            continue
+        found += [f"score_{i}"] * _moves_tiles(array, own)
+        if alone is None or any(each.is_shared(*alone) for each in own):
+            continue
+        found += [f"dscore_{i}"] * _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own)
+    return layout._replace(tma_captured=tuple(found)) if found else layout
+
+
+def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
+    """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
+    side."""
+    none = layout._replace(tma_captured=())
+    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(spec.score, "arrays", ())}
+    return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
+
+
+def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
+    """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
+    views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
+    return all(begins_box(axes.first_kv, 2) for axes in every) and all(
+        tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views
+    )
 
 
 # ---- on the host

@@ -84,7 +84,7 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
     """The number under the first of the names that is there."""
     found = next((config[name] for name in names if config.get(name) is not None), default)
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ProblemError(f"has no number of one of the names {', '.join(names)}, but {found!r}.")
+        raise ProblemError(f"has {found!r} under {' or '.join(names)}; it must be an int >= 1.")
     return found
 
 

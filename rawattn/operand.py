@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .arrays import CPU, DTYPES, Array, contiguous_strides
 from .errors import ProblemError
@@ -15,10 +15,21 @@ from .variant.element import KV_ELEMENTS
 
 class Layout(NamedTuple):
     """The facts that kernels may ask about how arrays lie in memory: why TMA cannot read them, and why threads cannot read them
-    16 bytes at a time; None where they can."""
+    16 bytes at a time; None where they can. ``tma_captured`` are the arrays that a score captured of which TMA reads tiles of
+    queries and keys, and the gradients of such to which it writes them."""
 
     tma_unsupported: str | None = None
     unaligned: str | None = None
+    tma_captured: tuple[str, ...] = ()
+
+    def to_json(self) -> list[Any]:
+        """The facts as JSON can hold them."""
+        return [*self[:2], *[list(self.tma_captured)] * bool(self.tma_captured)]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> Layout:
+        """The inverse of ``to_json``."""
+        return cls(*fields[:2], *map(tuple, fields[2:]))
 
 
 PLAIN = Layout()

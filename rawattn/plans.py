@@ -71,10 +71,11 @@ class Plan:
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
         self._calls: dict[Any, GpuCall] = {}
-        self._captured, self._loaded = len(op.captured), list[_Loaded]()
+        self._captured, self._loaded, self._tiled = len(op.captured), list[_Loaded](), frozenset[str]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op.to_lower, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
+            self._tiled = frozenset(fill.operand for each in self._loaded for fill, _ in each.maps)
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
@@ -150,9 +151,16 @@ class Plan:
         if arrays.requires_grad(*given):
             raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
-            reason = self._kernel.layout_reason(self.op.layout_of(found))
+            layout = self.op.layout_of(found)
+            reason = self._kernel.layout_reason(layout)
             if reason is not None:
                 raise ProblemError(f"{reason}.")
+            for operand in self.op.captured:
+                if operand.name in self._tiled and operand.name not in layout.tma_captured:
+                    raise ProblemError(
+                        f"{operand.title} lies otherwise than when the plan was made, which reads tiles of it by TMA: its "
+                        "address and its strides must be multiples of 16 bytes; copy it, or make another plan."
+                    )
         return found
 
     def __repr__(self) -> str:
@@ -622,14 +630,15 @@ class GpuCall(_Call):
                 write(args, offset, self._of_input(fill))
 
     def _take_lengths(self) -> None:
-        """Fills in the inputs' lengths, and finds what makes their tensor maps."""
+        """Fills in the inputs' lengths, and finds what makes tensor maps, also those of results."""
         self._maps: list[list[_Map]] = []
+        every = {**self._given, **self._made}
         for args, loaded in zip(self._args, self._plan._loaded, strict=True):
             for fill, write, offset in loaded.lengths:
                 write(args, offset, self._of_input(fill))
             maps = []
             for fill, offset in loaded.maps:
-                name, encode, rest = _map(fill, self._given)
+                name, encode, rest = _map(fill, every)
                 args[offset + 128 : offset + 128 + len(rest)] = rest
                 maps.append((name, offset, encode))
             self._maps.append(maps)
@@ -643,7 +652,8 @@ class GpuCall(_Call):
             if maps:
                 with driver.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
-                        args[offset : offset + 128] = encode(self._given[name].pointer)
+                        if name in self._given:
+                            args[offset : offset + 128] = encode(self._given[name].pointer)
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
@@ -657,8 +667,8 @@ class GpuCall(_Call):
 
 
 def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], bytes], bytes]:
-    """The tensor map of an input: the array that it is of, the function that makes it for an address, and what follows it. One of
-    an empty array, which is never read, is of another array, as it must be of something."""
+    """A tensor map: the array that it is of, the function that makes it for an address, and what follows it. One of an empty
+    array, which is never read, is of another array, as it must be of something."""
     name, array, rest = fill.operand, given[fill.operand], bytes(8)
     if 0 in array.shape:
         name, like = next((name, x) for name, x in given.items() if x.dtype == array.dtype and 0 not in x.shape)
@@ -668,7 +678,10 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
     size, read_once = KV_ELEMENTS[array.dtype].itemsize, False
     shape: Any
     if isinstance(fill, TensorMap):
-        shape = tma.geometry(array.shape, array.strides, size, fill.box_rows)
+        lies = array.shape, array.strides
+        if fill.axes and name == fill.operand:
+            lies = fill.axes.view(*lies, given[fill.rows_of].shape[-3] if fill.rows_of else None)
+        shape = tma.geometry(*lies, size, fill.box_rows)
         rest = struct.pack("<2i", shape.head_step, shape.batch_step)
     elif isinstance(fill, PageRows):
         shape = tma.page_rows_geometry(fill.operand, array.shape, array.strides, size, fill.box_rows)
@@ -700,8 +713,9 @@ def _form(fill: Any, array: Array) -> int | bytes:
     size = arrays.DTYPES[array.dtype].itemsize
     if type(fill) is Pages:
         return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
-    batch = array.strides[-4] if len(array.strides) == 4 else 0
-    return struct.pack("<4q", 0, batch * size, array.strides[-3] * size, array.strides[-2] * size)
+    strides = fill.axes.view(array.shape, array.strides)[1] if fill.axes else array.strides
+    batch = strides[-4] if len(strides) == 4 else 0
+    return struct.pack("<4q", 0, batch * size, strides[-3] * size, strides[-2] * size)
 
 
 def _part(o: Array, lse: Array) -> bytes:
@@ -792,7 +806,8 @@ def read_outputs(
             )
         if is_written:
             size = arrays.DTYPES[operand.element].itemsize
-            check_output(name, array, size if operand.contiguous else max(size, plan._kernel.alignment), apart)
+            is_plain = operand.contiguous and operand.name not in plan._tiled
+            check_output(name, array, size if is_plain else max(size, plan._kernel.alignment), apart)
         apart.append((name, array))
     return found
 

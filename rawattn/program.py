@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from .compiler import Source
+    from .trace.pair_axes import PairAxes
 
 # Fills are dataclasses: tuples of different types are equal where their parts are, as Value() and Counter() would be.
 
@@ -51,17 +52,22 @@ class AxisStride:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """A StridedTensor of an operand: its address, and its strides in bytes."""
+    """A StridedTensor of an operand: its address, and its strides in bytes. ``axes`` are as of a ``TensorMap``."""
 
     operand: str
+    axes: PairAxes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns."""
+    """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns. ``axes`` are those of an array that a score
+    captured, or of its gradient: its rows are of queries, its columns of keys. ``rows_of`` is the operand with as many rows as
+    there are queries, where no others may be read."""
 
     operand: str
     box_rows: int
+    axes: PairAxes | None = None
+    rows_of: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ CAPTURED = (  # what elements of captured arrays are in C++
 # C++ type -> (bytes, alignment, format of the struct module). Args is laid out as the compiler does it; Facts.args_bytes agrees.
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
+    "TmaTensorOnce": (192, 64, "192s"),
     "StridedTensor": (32, 8, "32s"),
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
@@ -55,6 +56,7 @@ ELEMENT_AXES = ("Element", "QElement", "KvElement", "OElement")  # of products' 
 _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
+    "TmaTensorOnce": "tile/tma_tensor.cuh",
     "StridedTensor": "tile/strided_tensor.cuh",
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",

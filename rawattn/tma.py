@@ -25,6 +25,12 @@ _RAGGED_ROWS, _RAGGED_EXTENT = (
 )  # the extent is that of the two shifting dimensions: see tile/tma_tensor.cuh
 
 
+def begins_box(column: int, itemsize: int) -> bool:
+    """Says whether a box of swizzled panels may begin at this column, which must be at a multiple of 16 bytes: an H200 answered
+    loads and stores of others with "an illegal instruction was encountered" (perf/notes/functions.md)."""
+    return column * itemsize % ALIGNMENT == 0
+
+
 class Geometry(NamedTuple):
     """A tensor map but for its pointer, and the factors on the head and batch coordinates (0 where the stride is 0)."""
 

@@ -18,7 +18,7 @@ import pytest
 
 from rawattn import render, tma
 from rawattn.compiler import Source
-from rawattn.program import Counter, Dim, Launch, PageRows, TensorMap, Value, View
+from rawattn.program import AxisStride, Counter, Dim, Launch, PageRows, TensorMap, Value, View
 from tests.emulator import built, precompiled
 
 BASE = r"""
@@ -117,6 +117,7 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 #define __ldg(pointer) (*(pointer))
+template <class T> void __stcs(T* to, T x) { *to = x; }
 #define __fsqrt_rn sqrtf
 inline i32 __popc(u32 x) { return __builtin_popcount(x); }
 inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
@@ -232,7 +233,9 @@ TMA = r"""
 #include "ptx/mbarrier.cuh"
 struct alignas(64) TensorMap { u64 data, sizes[5], strides[5], box_rows; };  // fits CUtensorMap's 128 bytes
 namespace ptx {
+inline void check_box(i32 c0) { if (c0 % 8) host_fail("a box does not begin at a multiple of 16 bytes"); }
 inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
+    check_box(c0);
     const u64 start[5] = {u64(c0), u64(c1), u64(c2), u64(c3), u64(c4)};
     for (u64 r = 0; r < map.box_rows; ++r)
         for (u64 c = 0; c < 64; ++c) {
@@ -246,6 +249,22 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
             std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
         }
     full.complete(map.box_rows * 128);
+}
+inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
+    tma_load(to, map, full, c0, c1, c2, c3);
+}
+inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
+    check_box(c0);
+    const u64 start[4] = {u64(c0), u64(c1), u64(c2), u64(c3)};
+    for (u64 r = 0; r < map.box_rows; ++r)
+        for (u64 c = 0; c < 64; ++c) {
+            const u64 at[4] = {start[0] + c, start[1] + r, start[2], start[3]};
+            u64 address = map.data;
+            bool inside = true;
+            for (int i = 0; i < 4; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
+            const u32 place = smem_address(from) + r * 128 + c * 2;
+            if (inside) std::memcpy(reinterpret_cast<void*>(address), host_block->raw + (place ^ (place >> 7 & 7) << 4), 2);
+        }
 }
 inline void prefetch(const TensorMap&) {}
 }
@@ -263,6 +282,32 @@ inline void stmatrix_transposed(u32 address, const u32* words) {
                 const u16 x = u16(words[m] >> 16 * e);
                 std::memcpy(host_block->raw + of(8 * m + host_lane() % 4 * 2 + e).address + host_lane() / 4 * 2, &x, 2);
             }
+        return 0;
+    });
+}
+}
+"""
+PREFETCH = '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { inline void prefetch_to_l2(const void*) {} }\n'
+FP16 = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
+inline u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
+}
+"""
+LDMATRIX = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline void ldmatrix_transposed(u32 (&d)[4], u32 address) {
+    host_exchange(address, [&](auto of) {
+        for (u32 m = 0; m < 4; ++m) {
+            u16 x[2];
+            for (u32 e = 0; e < 2; ++e)
+                std::memcpy(&x[e], host_block->raw + of(8 * m + host_lane() % 4 * 2 + e) + host_lane() / 4 * 2, 2);
+            d[m] = x[0] | u32(x[1]) << 16;
+        }
         return 0;
     });
 }
@@ -365,12 +410,16 @@ extern "C" void launch(const Args* args, int blocks, int together) {
                 });
         }
         for (auto& thread : threads) thread.join();
+        for (auto& block : made)
+            for (auto& p : block->phases)
+                if (p.expected >= 0 && (p.pending != p.expected || p.bytes)) host_fail("a barrier's last phase is not complete");
     }
 }
 """
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
-    "ptx/stmatrix.cuh": STMATRIX, "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
+    "ptx/stmatrix.cuh": STMATRIX, "ptx/ldmatrix.cuh": LDMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16,
+    "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip
 
@@ -410,12 +459,13 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     return built(command, own, files)
 
 
-def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows) -> bytes:
+def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows, queries: int | None = None) -> bytes:
     """A TmaTensor or a TmaPageRows, as the stub of ptx/tma.cuh reads it."""
-    strides = tuple(step // 2 for step in x.strides)
+    shape, strides = x.shape, tuple(step // 2 for step in x.strides)
     made: Any
     if isinstance(fill, TensorMap):
-        made = tma.geometry(x.shape, strides, 2, fill.box_rows)
+        view = (shape, strides) if fill.axes is None else fill.axes.view(shape, strides, queries)
+        made = tma.geometry(*view, 2, fill.box_rows)
         rest = [made.head_step, made.batch_step]
     else:
         made = tma.page_rows_geometry(fill.operand, x.shape, strides, 2, fill.box_rows)
@@ -440,12 +490,16 @@ def run(
         fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
         name = getattr(fill, "name", None) or getattr(fill, "operand", "counter")
         if isinstance(fill, (TensorMap, PageRows)):
-            data = tensor_map(memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"], fill)
+            given = memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"]
+            data = tensor_map(given, fill, memory["q"].shape[-3] if getattr(fill, "rows_of", "") else None)
         elif isinstance(fill, View):
             steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
+            steps = fill.axes.view(memory[name].shape, steps)[1] if fill.axes else steps
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         elif isinstance(fill, Dim):
             data = struct.pack(form, memory[name].shape[fill.axis])
+        elif isinstance(fill, AxisStride):
+            data = struct.pack(form, memory[name].strides[fill.axis] // memory[name].itemsize)
         else:
             data = struct.pack(form, launch.values[field.name] if isinstance(fill, Value) else memory[name].ctypes.data)
         space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)

@@ -18,6 +18,10 @@ struct Mbarrier {
     __device__ void arrive_expect(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(this)), "r"(bytes) : "memory");
     }
+    // Announces more bytes of a phase that still waits for an arrival.
+    __device__ void expect(u32 bytes) {
+        asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(this)), "r"(bytes) : "memory");
+    }
     __device__ void wait(u32 parity) {
         u32 done = 0;
         while (!done)

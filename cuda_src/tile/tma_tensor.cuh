@@ -1,5 +1,5 @@
 #pragma once
-// A tensor that TMA reads. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
+// A tensor that TMA reads, or writes. A dimension that repeats one row (stride 0) has size 1 in the map and step 0 here.
 #include "ptx/tma.cuh"
 #include "tile/sequence.cuh"
 
@@ -19,6 +19,17 @@ struct TmaTensor {
     __device__ void load(void* to, ptx::Mbarrier& full, RowSpan at, i32 column, i32 row, i32 head) const {
         constexpr i32 bound = 1 << 30;
         ptx::tma_load(to, map, full, column, bound - at.length + row, head * head_step, bound, at.first + at.length);
+    }
+};
+
+// The same, whose elements are read once, or written: L2 keeps others rather than them.
+struct TmaTensorOnce : TmaTensor {
+    __device__ void load(void* to, ptx::Mbarrier& full, BatchEntry at, i32 column, i32 row, i32 head) const {
+        ptx::tma_load_evict_first(to, map, full, column, row, head * head_step, at.index * batch_step);
+    }
+    // Starts the copy of such a panel to the tensor; rows and columns past its ends are not written.
+    __device__ void store(const void* from, BatchEntry at, i32 column, i32 row, i32 head) const {
+        ptx::tma_store_evict_first(map, from, column, row, head * head_step, at.index * batch_step);
     }
 };
 

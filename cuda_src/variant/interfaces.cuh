@@ -80,8 +80,13 @@ template <class A, class Score> struct AheadOption : Given {
     static typename A::Board& board;
     static const Score& score;
     static_assert(requires { A(board); }, "Ahead: Board in shared memory, Ahead(board), by consumers");
-    static_assert(requires { a.begin(score, i), a.come(score, i, i); }, "Ahead: begin(score, row), come(score, row, tile): other rows follow; the tile that is weighed next");
+    static_assert(requires { a.begin(score, i), a.come(score, i, i, u32(i)); }, "Ahead: begin(score, row), come(score, row, tile, stage): other rows follow; the tile that is weighed next");
     static_assert(requires { a.placed(score, i, i).score; }, "Ahead: placed(score, row, first): as a PlacedScore");
+    static typename A::Source& source;
+    static ptx::Mbarrier& full;
+    static void tell();
+    static_assert(requires { (typename A::Source(args, rows, work)), source.load(board, u32(i), full, i); }, "Ahead: Source(args, rows, work), by the producer: load(board, stage, full, tile), before the copies of a tile of K start");
+    static_assert(requires { A::multiplied(tell), A::weighed(tell); }, "Ahead: multiplied(tell), weighed(tell): one of them tells that a stage of K was read");
 };
 // softmax: what else is in the sum of a row ...
 template <class S> struct SumOption : Given {

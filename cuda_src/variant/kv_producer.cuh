@@ -8,8 +8,14 @@
 #include "variant/pair_elements.cuh"
 #include "variant/interfaces_bwd.cuh"
 
-// The first warp: takes works and loads their tiles.
-template <class Smem>
+// What else a step loads.
+struct NothingBeside {
+    __device__ static void begin(const KvWorkTile&) {}
+    template <class Smem>
+    __device__ static void load(const Args&, Smem&, i32, i32, Step) {}
+};
+// The first warp: takes works and loads their tiles, and what is Beside those of a step.
+template <class Smem, class Beside = NothingBeside>
 struct KvProducer {
     static constexpr u32 row_bytes = cfg::tile_q * sizeof(float);  // of lse, and of delta
     const Args& args;
@@ -17,6 +23,7 @@ struct KvProducer {
     Step step{};
     Ring<1> kv{};
     Walk::Place place{};
+    Beside beside{};
 
     __device__ void run() {
         Scheduler scheduler(args);
@@ -42,6 +49,7 @@ struct KvProducer {
         smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
         load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
         load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
+        beside.begin(work);
     }
     // ... and of each step Q with lse and dO with delta.
     __device__ void load_step(const Rows& rows, i32 head, i32 tile) {
@@ -55,6 +63,7 @@ struct KvProducer {
         smem.do_full[s].arrive_expect(sizeof(smem.d_o[s]) + row_bytes);
         load_tile(args.d_o, smem.d_o[s], smem.do_full[s], rows.q, tile * cfg::tile_q, head);
         ptx::bulk_load(smem.delta[s], args.delta + first, row_bytes, smem.do_full[s]);
+        beside.load(args, smem, head, tile, step);
         ++step.count;
     }
 };

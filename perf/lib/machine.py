@@ -37,7 +37,7 @@ def gpu(tool: str) -> Device:
     """The first GPU. Raises SystemExit where there is none."""
     if driver.device_count():
         return driver.device(0)
-    raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; perf.sass, perf.plot and perf.tune --dry need none.")
+    raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; plot, sass, occupancy, mutate, tune --dry and host --dry need none.")
 
 
 def source_hash() -> str:

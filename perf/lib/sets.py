@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.functions import FLOATS
+from rawattn.arrays import made
+from rawattn.functions import FLOATS, with_captured
 from rawattn.operation import Backward, Forward
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
@@ -40,8 +41,10 @@ class FunctionCase(Case):
     @property
     def op(self) -> Forward:
         op, role = super().op, functions.FUNCTIONS[self.function].role
-        spec: Any = dataclasses.replace(op.spec, **{role: functions.option(self.function, self)})
-        return dataclasses.replace(op, spec=spec)
+        option: Any = functions.option(self.function, self)
+        spec: Any = dataclasses.replace(op.spec, **{role: option})
+        captured = {each.name: made(each.shape, each.element) for each in option.arrays}
+        return dataclasses.replace(op, spec=spec, layout=with_captured(op.layout, spec, captured))
 
     @property
     def built_in(self) -> Case | None:
@@ -243,4 +246,7 @@ def pick(text: str) -> Case:
     if text.lstrip().startswith("{"):
         return from_json(json.loads(text))
     name, _, index = text.partition("/")
+    if name not in SETS or not (index or "0").isdecimal() or int(index or 0) >= len(SETS[name]):
+        sizes = ", ".join(f"{each} ({len(cases)})" for each, cases in SETS.items())
+        raise SystemExit(f"{text!r} is no case; give a set and a number in it, of {sizes}.")
     return SETS[name][int(index or 0)]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import api, serving, torch_op
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError, UnsupportedError, brief
 from ..plans import one_or_all
 from ..serving import api as caches
 
@@ -46,7 +46,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_func`` of kv, (batch, kv_len, 2, kv_heads, head_dim)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, "batch, length, 2, kv_heads, head_dim")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -57,7 +57,7 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_func`` of qkv, (batch, length, 3, heads, head_dim)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = unpacked("qkv", qkv, "batch, length, 3, heads, head_dim")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -82,7 +82,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_varlen_func`` of kv, (total_k, 2, kv_heads, head_dim)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, "total_k, 2, kv_heads, head_dim")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -95,7 +95,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = unpacked("qkv", qkv, "total, 3, heads, head_dim")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -172,6 +172,14 @@ def _without_step(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
+def unpacked(name: str, packed: Any, axes: str) -> tuple[Any, ...]:
+    """The tensors that are packed along the last axis but two, whose length is a number in ``axes``."""
+    each, shape = axes.split(", "), tuple(getattr(packed, "shape", ()))
+    if len(shape) != len(each) or shape[-3] != int(each[-3]):
+        raise ProblemError(f"{name} is a {type(packed).__name__} of shape {shape}; it must be a tensor, ({axes}).")
+    return tuple(packed.unbind(-3))
+
+
 def with_kvcache(
     q: Any, pools: tuple[Any, Any], new: tuple[Any, Any], rotary: tuple[Any, Any, bool], places: tuple[Any, ...],
     options: dict[str, Any], return_lse: bool, starts: Any = None, longest: int | None = None,
@@ -199,6 +207,8 @@ def with_kvcache(
     batch = q.shape[0] if starts is None else starts.shape[0] - 1
     capacity = cache.page_size * (1 if table is None else table.shape[1])
     if not isinstance(lens, torch.Tensor):
+        if not (lens is None or hasattr(lens, "__index__")):
+            raise ProblemError(f"cache_seqlens is {brief(lens)}; it must be an int32 tensor of shape (batch,), or an int.")
         lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
     if k is not None:  # rawattn counts the new rows too
         lens = lens + (k.shape[1] if starts is None else torch.diff(starts))

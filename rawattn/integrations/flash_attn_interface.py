@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import api
 from ..errors import ProblemError, UnsupportedError
-from .flash_attn import Window, ignore, options_of, refuse, varlen, with_kvcache
+from .flash_attn import Window, ignore, options_of, refuse, unpacked, varlen, with_kvcache
 
 __version__ = "3.0.0+rawattn"
 
@@ -40,7 +40,7 @@ def flash_attn_qkvpacked_func(
     """Computes ``flash_attn_func`` of qkv, (batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads + 2
     kv_heads, head_dim)."""
     if num_heads_q is None:
-        q, k, v = qkv.unbind(-3)
+        q, k, v = unpacked("qkv", qkv, "batch, length, 3, heads, head_dim")
     elif qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
         raise ProblemError(f"qkv has shape {tuple(qkv.shape)}; with num_heads_q its third must be heads + 2 kv_heads.")
     else:

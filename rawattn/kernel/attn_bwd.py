@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from ..compiler import Source
@@ -11,14 +12,18 @@ from ..operand import Layout
 from ..operation import Backward, Forward
 from ..program import Buffer, Fields, Launch, Program
 from ..render import wgmma
+from ..trace.expressions import nodes
+from ..trace.pair_axes import PairAxes
 from ..variant import Option, clear, order, statistics, steps, store
+from ..variant.ahead import ElementsInDs, TransposedElements
 from ..variant.element import FP32
+from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DQ
+from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QListWalk, lists
-from . import backward, group, tiling
+from . import attn_bwd_captured, backward, group, tiling
 from .backward import BackwardKernel, FirstPass, LastPass
 
 WIDEST = 128  # columns
@@ -44,7 +49,9 @@ class Config:
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
     step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
     "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
-    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
+    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest); the captured array
+    whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements, one for each pair, TMA brings
+    tiles to the place of dS ("" for none)."""
 
     consumers: int = 2
     tile_q: int = 64
@@ -60,6 +67,8 @@ class Config:
     steps: str = "together"
     parts: int = 0
     walk: str = ""
+    gradient: str = ""
+    elements: str = ""
 
     @property
     def tile_kv(self) -> int:
@@ -149,6 +158,37 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
 
 
+def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
+    """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
+    knows where queries end; "" and None where there is none."""
+    score = op.score
+    if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens):
+        return "", None
+    found = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
+    if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:
+        return "", None
+    return f"score_{found[0][0]}", found[0][1]
+
+
+def _wrong_tiles(config: Config, op: Backward) -> str | None:
+    """The reason why tiles of dS and of elements cannot be moved so; None where they can."""
+    own, read = [*attn_bwd_captured.of_ds(op)], elements_by_tma(op.forward, op.layout)[0]
+    if config.gradient not in ("", *own):
+        return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {own}"
+    if config.elements not in ("", read):
+        return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
+    return None
+
+
+def _with_tiles(op: Backward, config: Config) -> Config:
+    """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
+    heads have those of other scores."""
+    gradient, elements = next(iter(attn_bwd_captured.of_ds(op)), ""), elements_by_tma(op.forward, op.layout)[0]
+    if elements and (config.producer_registers, config.consumer_registers) == (24, 240):
+        config = dataclasses.replace(config, producer_registers=40, consumer_registers=232)
+    return dataclasses.replace(config, gradient=gradient, elements=elements)
+
+
 class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
@@ -198,6 +238,8 @@ class AttnBwd(BackwardKernel):
             return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if reason := _wrong_tiles(config, op):
+            return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -232,7 +274,7 @@ class AttnBwd(BackwardKernel):
             found = list_configs_of(forward)
         else:
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
-        return [each for each in found if self.legal(each, op, device) is None]
+        return [each for each in map(functools.partial(_with_tiles, op), found) if self.legal(each, op, device) is None]
 
     def cost(self, config: Config, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
@@ -255,7 +297,15 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        own = [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, _main)]
+        axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
+        store_of_ds = DsStored if isinstance(forward.mask, Full) or lists(forward.mask) else DsStoredFilled
+        ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
+        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
+        read = elements_by_tma(forward, op.layout)[1] if config.elements else None
+        once = config.gradient == config.elements
+        ahead = ElementsInDs(config.elements, read, config.tile_q, once) if read else TransposedElements()
+        main = functools.partial(_main, ds, ahead)
+        own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
         own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -265,7 +315,7 @@ class AttnBwd(BackwardKernel):
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
         clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
         first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
+        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient)
 
 
 def _of_dq(config: Config) -> dict[str, int]:
@@ -277,7 +327,7 @@ def _list(config: Config) -> QListWalk:
     return QListWalk(ordered=config.store != "unordered", finishes=config.store == "final")
 
 
-def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
@@ -293,7 +343,8 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else group.WALKS[config.walk],
-        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], Order=ORDERS[config.order][0],
+        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        Order=ORDERS[config.order][0],
         Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)

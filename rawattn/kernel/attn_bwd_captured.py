@@ -17,13 +17,15 @@ from ..compiler import Source
 from ..device import Device
 from ..operation import Backward, Forward
 from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
-from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices
+from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices, slope
+from ..trace.pair_axes import PairAxes
 from ..variant import Option
 from ..variant.function import Captured, FunctionGradient, FunctionScore
 from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
 from ..variant.item import Item
 from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
+from ..variant.walk import lists
 from . import backward, tiling
 
 THREADS = 256  # of the passes before and behind
@@ -50,13 +52,44 @@ def score_of(op: Forward) -> FunctionScore:
     return op.score
 
 
-def launches(own: Any, op: Backward, device: Device, first: backward.FirstPass) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for the arrays in ``op.wrt``, and their scratch memory; ``own`` is the kernel that they follow, and ``first``
-    its first pass."""
+def of_ds(op: Backward) -> dict[str, PairAxes]:
+    """The arrays in ``op.wrt`` whose gradient is that of the scaled dot product itself, dS, in the call's own format: a logit
+    changes with their one element as it does with s, each pair has an element of its own, and TMA writes tiles of them. It
+    depends on no length."""
+    score, found = op.forward.score, dict[str, PairAxes]()
+    if not op.wrt or not isinstance(score, FunctionScore):
+        return found
+    reads, of_s = by_elements(score.code), slope(score.code.root)
+    for i, array in enumerate(score.arrays):
+        every = [each for each in reads if each.array == i]
+        if array.name not in op.wrt or f"d{array.name}" not in op.layout.tma_captured or len(every) != 1:
+            continue
+        _, axes = score.pair_axes.get(every[0].node, (i, None))
+        if axes is not None and array.element == op.forward.element.name and every[0].derivative is of_s:
+            found[array.name] = axes
+    return found
+
+
+def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
+    """The launch that clears the gradient of such an array, where lengths or a mask whose tiles are a list leave some of its
+    tiles out."""
+    array = next(each for each in score_of(op.forward).arrays if each.name == name)
+    if _is_of_pairs(op.forward, count := math.prod(array.shape)) and not lists(op.forward.mask):
+        return []
+    if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
+        return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
+    return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
+
+
+def launches(
+    own: Any, op: Backward, device: Device, first: backward.FirstPass, stored: str = ""
+) -> tuple[list[Launch], list[Buffer]]:
+    """The launches for the arrays in ``op.wrt`` but ``stored``, and their scratch memory; ``own`` is the kernel that they follow,
+    and ``first`` its first pass."""
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
-        if array.name in op.wrt and 0 not in array.shape:
+        if array.name in op.wrt and array.name != stored and 0 not in array.shape:
             each, buffer = _of_array(own, op, device, first, i, array)
             found += each
             buffers += buffer
@@ -103,8 +136,13 @@ def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
 
 def _are_all_pairs(forward: Forward, count: int) -> bool:
     """Says whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
-    is_whole = isinstance(forward.mask, Full) and not forward.varlen and not any(forward.lens)
-    return is_whole and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
+    return isinstance(forward.mask, Full) and _is_of_pairs(forward, count)
+
+
+def _is_of_pairs(forward: Forward, count: int) -> bool:
+    """Says whether an array of so many elements, of which each pair has one of its own, has no others."""
+    is_dense = not forward.varlen and not any(forward.lens)
+    return is_dense and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
 
 
 def _clear(own: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:

@@ -15,7 +15,7 @@ from ..operation import Forward
 from ..program import Field, Fields, PageRows, TensorMap
 from ..render import config_header, source, wgmma
 from ..variant import Option, kv, order, rows, softmax, store
-from ..variant.ahead import ahead_of, bytes_in_smem
+from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -60,6 +60,11 @@ def registers(config: Config, op: Forward) -> tuple[int, int]:
     return {1: (56, 256), 2: (40, 232), 3: (32, 160) if wide else (40, 152), 4: (32, 112)}[config.consumers]
 
 
+def ahead_of(op: Forward, config: Config) -> Option:
+    """The option for what comes of the score's arrays before it is asked for."""
+    return ahead_by_tiles(op.score, op.layout, config.tile_q, config.tile_kv)
+
+
 def panels(columns: int) -> int:
     """Panels of 64 columns that a tile row takes in shared memory."""
     return -(-columns // 64)
@@ -70,7 +75,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
     tiles = 128 * (q + kv_rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    ahead = bytes_in_smem(op.score, config.tile_q, config.tile_kv)
+    ahead = bytes_in_smem(ahead_of(op, config), config.tile_q, config.tile_kv, config.stages)
     barriers = 8 * (2 * config.q_stages + 4 * config.stages + 4) + 24
     columns = kv_rows * getattr(op.mask, "column_bytes", 0)
     return -(-(tiles + ahead + columns + barriers) // 1024) * 1024
@@ -216,8 +221,8 @@ class AttnFwd(OneLaunch):
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
-            op, Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out, Order=self.order(op, config),
-            Walk=walk, Ahead=ahead_of(op.score, rows_are_queries=True), **own,
+            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out,
+            Order=self.order(op, config), Walk=walk, **own,
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:

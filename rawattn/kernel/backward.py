@@ -256,10 +256,11 @@ class BackwardKernel(Kernel[Backward]):
         return tuple(self.lower(op, each, device) for each in every)
 
     def program(
-        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = ()
-    ) -> Program:
+        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = (),
+        stored: str = "",
+    ) -> Program:  # fmt: skip
         """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, and the
-        sinks. ``scratch`` is what they need besides the statistics."""
+        sinks. ``scratch`` is what they need besides the statistics; ``stored`` is the captured array whose gradient is ready."""
         forward, size = op.forward, first.q_block
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
@@ -272,7 +273,7 @@ class BackwardKernel(Kernel[Backward]):
             found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
         from . import attn_bwd_captured  # it imports this module
 
-        more, sums = attn_bwd_captured.launches(self, op, device, first)
+        more, sums = attn_bwd_captured.launches(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
         return pyramid.before(program, forward.mask, device)

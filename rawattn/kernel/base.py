@@ -219,4 +219,5 @@ class OneLaunch(Kernel[Forward]):
 
     def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
         """``render`` and ``fields``, made once for each kind."""
-        return self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, config)))
+        key = op.kind, op.layout.tma_captured, config, arch
+        return self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))

@@ -108,8 +108,17 @@ class Backward(Operation):
         return self.forward.captured
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        """The facts of do, q, k, v and o."""
-        return layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
+        """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
+        found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
+        return functions.with_captured(found, self.forward.spec, arrays, self._alone)
+
+    @property
+    def _alone(self) -> tuple[bool, bool]:
+        return self.forward.batch == 1, self.forward.heads == 1
+
+    def lying(self) -> tuple[Backward, ...]:
+        """As of the forward."""
+        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.spec, self._alone))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """As the forward does."""
@@ -180,13 +189,13 @@ class Backward(Operation):
     def to_json(self) -> dict[str, Any]:
         """The fields that are not the defaults, as JSON can hold them."""
         own = ({"dlse": True} if self.dlse else {}) | ({"wrt": list(self.wrt)} if self.wrt else {})
-        return {"operation": "Backward", "forward": self.forward.to_json(), **own, "layout": list(self.layout)}
+        return {"operation": "Backward", "forward": self.forward.to_json(), **own, "layout": self.layout.to_json()}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Backward:
         """The inverse of ``to_json``."""
         forward, wrt = Forward.from_json(fields["forward"]), tuple(fields.get("wrt", ()))
-        return cls(forward, fields.get("dlse", False), Layout(*fields["layout"]), wrt)
+        return cls(forward, fields.get("dlse", False), Layout.from_json(fields["layout"]), wrt)
 
     def __str__(self) -> str:
         return f"Backward of {self.forward}{', dlse' if self.dlse else ''}{''.join(f', d{name}' for name in self.wrt)}"

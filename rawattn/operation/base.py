@@ -104,6 +104,10 @@ class Operation(abc.ABC):
         """The facts of those inputs whose strides are free and matter."""
         return PLAIN
 
+    def lying(self) -> tuple[Operation, ...]:
+        """The operation, and what it is on captured arrays that lie otherwise: all of it that may need kernels of its own."""
+        return (self,)
+
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where NumPy arrays, by name, hold numbers that make no operation. On a GPU nobody can see that
         without waiting."""

@@ -97,7 +97,7 @@ class Forward(OverKeys):
             q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
         return cls(
             ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
-            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else _layout(arrays, spec),
             "q_lens" in arrays, "kv_lens" in arrays,
         )  # fmt: skip
 
@@ -177,8 +177,12 @@ class Forward(OverKeys):
         return Limits(self.batch, self.heads, q_len + q_offset, kv_len + kv_offset, *(rows if self.varlen else (0, 0)))
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        """The facts of q, k and v."""
-        return layout_of((name, arrays[name]) for name in "qkv")
+        """The facts of q, k and v, and of what the score captured."""
+        return _layout(arrays, self.spec)
+
+    def lying(self) -> tuple[Forward, ...]:
+        """The operation on arrays that the score captured, whatever may matter of how they lie."""
+        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
@@ -415,7 +419,7 @@ class Forward(OverKeys):
             value = getattr(self, field.name)
             if field.name not in ("layout", "spec") and value != field.default:
                 found[field.name] = value.name if isinstance(value, Element) else value
-        return {**found, "spec": self.spec.to_json(), "layout": list(self.layout)}
+        return {**found, "spec": self.spec.to_json(), "layout": self.layout.to_json()}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Forward:
@@ -424,7 +428,7 @@ class Forward(OverKeys):
         own |= {
             "element": ELEMENTS[fields["element"]],
             "spec": Spec.from_json(fields["spec"]),
-            "layout": Layout(*fields["layout"]),
+            "layout": Layout.from_json(fields["layout"]),
         }
         return cls(**own)
 
@@ -437,6 +441,10 @@ class Forward(OverKeys):
             f"Forward {self.element.name} batch {self.batch}, length {length},{packed} heads {heads}, head_dim {dim}, {self.spec}"
             f"{', sinks' if self.sinks else ''}{', q_lens' if self.q_lens else ''}{', kv_lens' if self.kv_lens else ''}"
         )
+
+
+def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
+    return functions.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:

@@ -330,7 +330,7 @@ def to_json(op: Any) -> dict[str, Any]:
     for field in dataclasses.fields(op):
         value = getattr(op, field.name)
         if field.name == "layout":
-            found["layout"] = list(value)
+            found["layout"] = value.to_json()
         elif field.name != "spec" and value != field.default:
             found[field.name] = value.name if isinstance(value, Element) else value
     return found
@@ -340,4 +340,4 @@ def from_json(fields: dict[str, Any]) -> dict[str, Any]:
     """The inverse of ``to_json``."""
     found = {name: value for name, value in fields.items() if name not in ("operation", "spec")}
     found |= {name: KV_ELEMENTS[fields[name]] for name in ("element", "kv_element", "angles") if fields.get(name)}
-    return found | ({"layout": Layout(*fields["layout"])} if "layout" in fields else {})
+    return found | ({"layout": Layout.from_json(fields["layout"])} if "layout" in fields else {})

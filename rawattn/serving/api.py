@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .. import arrays, driver, functions, memory
 from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
 from ..operand import check_output
@@ -489,6 +489,8 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
     """
     given: list[Any] = []
+    if not hasattr(parts, "__iter__"):
+        raise ProblemError(f"parts is {brief(parts)}; it must be pairs (o, lse).")
     for i, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")

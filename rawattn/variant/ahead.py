@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ..operand import Layout
+from ..program import Field, Fields, TensorMap
+from ..trace.pair_axes import PairAxes
 from . import Option
+
+PANEL = 64  # keys of a tile's row that are a span of the swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +55,84 @@ class DiagonalsAhead(Option):
     source: ClassVar[str] = "variant/ahead/diagonals.cuh"
 
 
-def ahead_of(score: object, rows_are_queries: bool = False) -> Option:
-    """The option for a score; ``rows_are_queries``: rows of a tile that follow each other are queries that do. Elements of four
-    bytes fill a warp's pieces of shared memory at a cost that loads of them have not (perf/notes/functions.md)."""
-    if rows_are_queries and getattr(score, "has_diagonals", False):
-        return DiagonalsAhead()
+@dataclasses.dataclass(frozen=True)
+class TilesAhead(Option):
+    """Elements of ``bytes`` bytes of a captured array with this name and these axes come to shared memory with the tiles of keys,
+    in boxes of ``box_rows`` rows that TMA brings."""
+
+    bytes: int
+    operand: str
+    axes: PairAxes
+    box_rows: int
+    type: ClassVar[str] = "TilesAhead"
+    source: ClassVar[str] = "variant/ahead/tiles.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ahead_bytes": self.bytes, "ahead_first_q": self.axes.first_q, "ahead_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransposedElements(Option):
+    """Elements in the backward, of whose logits a row is a key: threads read them when they need them, or all before."""
+
+    type: ClassVar[str] = "TransposedElements"
+    source: ClassVar[str] = "variant/ahead/transposed.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementsInDs(Option):
+    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings: ``once``, where
+    each pair has an element of its own, whose gradient takes as much room in L2 (perf/notes/functions.md)."""
+
+    operand: str
+    axes: PairAxes
+    box_rows: int
+    once: bool
+    type: ClassVar[str] = "ElementsInDs"
+    source: ClassVar[str] = "variant/ahead/in_ds.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"elements_first_q": self.axes.first_q, "elements_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        ctype = "TmaTensorOnce" if self.once else "TmaTensor"
+        return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q")),)
+
+
+def ahead_of(score: object) -> Option:
+    """The option for a score, in a kernel that brings no tiles of elements. Elements of four bytes fill a warp's pieces of shared
+    memory at a cost that loads of them have not (perf/notes/functions.md)."""
     found = getattr(score, "ahead_bytes", 0)
     if not found:
         return NothingAhead()
     return ElementsAhead(found) if found == 2 else PrefetchedElements(found)
 
 
-def bytes_in_smem(score: object, tile_q: int, tile_kv: int) -> int:
-    """The most bytes that come to shared memory for a tile."""
-    found = ahead_of(score, rows_are_queries=True)
-    if isinstance(found, DiagonalsAhead):
-        return tile_q // 16 * (16 + tile_kv) * 4
-    return 2 * tile_q * tile_kv * found.bytes if isinstance(found, ElementsAhead) else 0
+def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Option:
+    """The option for a score in a kernel whose rows are queries that follow each other, and whose tiles of keys TMA brings: so it
+    does its elements, if their array lies so and a tile has whole panels of 64 keys (perf/notes/functions.md)."""
+    if getattr(score, "has_diagonals", False):
+        return DiagonalsAhead()
+    other = ahead_of(score)
+    if not isinstance(other, ElementsAhead) or tile_kv % PANEL or len(score.pair_axes) != 1:
+        return other
+    ((array, axes),) = score.pair_axes.values()
+    name = f"{score.role}_{array}"
+    if name not in layout.tma_captured:
+        return other
+    return TilesAhead(other.bytes, name, axes, tile_q)
+
+
+def bytes_in_smem(ahead: Option, tile_q: int, tile_kv: int, stages: int) -> int:
+    """The bytes of a block's elements in shared memory, at most."""
+    if isinstance(ahead, DiagonalsAhead):
+        return 4 * (tile_q // 16) * (tile_kv + 16)
+    tiles = {ElementsAhead: 2, TilesAhead: stages}.get(type(ahead), 0)
+    return tiles * tile_q * tile_kv * getattr(ahead, "bytes", 0)

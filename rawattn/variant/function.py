@@ -19,6 +19,7 @@ from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import nodes
 from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix, infix_of
+from ..trace.pair_axes import PairAxes, pair_axes
 from ..trace.proofs import Limits, checked_indices, holds_for, intervals
 from . import Option
 
@@ -201,6 +202,17 @@ class FunctionScore(Captures):
     def reads_pairs(self) -> bool:
         """Says whether it reads an element for each pair of a query and a key."""
         return any(node.op == "load" and {"q", "kv"} <= node.deps for node in nodes(self.code.root))
+
+    @functools.cached_property
+    def pair_axes(self) -> dict[int, tuple[int, PairAxes]]:
+        """Of each element that pairs have of their own, by its number among the code's nodes: the number of its array, and the
+        axes of this."""
+        found = {}
+        for i, node in enumerate(nodes(self.code.root)):
+            axes = pair_axes(node, [axis for at, axis in self.checked if at == i]) if node.op == "load" else None
+            if axes is not None:
+                found[i] = node.args[0], axes
+        return found
 
     def logit(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,

@@ -36,6 +36,11 @@ def _axes(name: str, array: Any, allowed: tuple[int, ...], shape: str) -> int:
     return count
 
 
+def _format(array: Any) -> str:
+    """The name of an array's dtype, the same for all libraries."""
+    return str(getattr(array, "dtype", "")).rpartition(".")[2]
+
+
 def _size(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
         raise ProblemError(f"{name} is {value!r}; it must be an int >= {least}.")
@@ -72,7 +77,8 @@ class Prefix(Ready):
     """A causal mask whose first keys every query keeps: ``lengths`` (batch,) says how many, or an int for all sequences."""
 
     def __init__(self, lengths: Any) -> None:
-        self.by_batch = hasattr(lengths, "shape") and _axes("lengths", lengths, (0, 1), "of (batch,), or an int") == 1
+        is_int = hasattr(lengths, "__index__") and not hasattr(lengths, "shape")
+        self.by_batch = not is_int and _axes("lengths", lengths, (0, 1), "of (batch,), or an int") == 1
         self.lengths = lengths
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -93,6 +99,8 @@ class Tree(Ready):
         self.ancestors, self.nodes = ancestors, int(ancestors.shape[-1])
         if ancestors.shape[-2] != self.nodes:
             raise ProblemError(f"ancestors has shape {tuple(ancestors.shape)}; its last two dimensions must be the same, nodes.")
+        if "float" in _format(ancestors):
+            raise ProblemError(f"ancestors is of {_format(ancestors)}; it must be of bools.")
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
         row, column = q + self.nodes - q_len, kv + self.nodes - kv_len
@@ -225,11 +233,13 @@ class Biased(Ready):
     def __init__(self, cap: float | None = None, slopes: Any = None, bias: Any = None) -> None:
         self.cap, self.slopes, self.bias = cap, slopes, bias
         self.by_batch = slopes is not None and _axes("alibi", slopes, (1, 2), "of (heads,) or (batch, heads)") == 2
+        if slopes is not None and "float" not in _format(slopes):
+            raise ProblemError(f"alibi is of {_format(slopes)}; it must be of floats.")
         self.own: tuple[bool, ...] = ()  # the axes along which the bias has numbers of its own
         if bias is not None:
             _axes("bias", bias, (0, 1, 2, 3, 4), "that broadcasts to (batch, heads, q_len, kv_len)")
             self.own = tuple(int(n) > 1 for n in bias.shape)
-            if str(getattr(bias, "dtype", "")).rpartition(".")[2] == "bool":
+            if _format(bias) == "bool":
                 raise ProblemError("bias is of bool; give it as mask, or as a function that reads it.")
 
     def __call__(self, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:

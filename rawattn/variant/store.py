@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Scratch, Stride, View
+from ..program import Field, Fields, Pointer, Scratch, Stride, TensorMap, View
+from ..trace.pair_axes import PairAxes
 from . import Option
 
 
@@ -86,6 +87,45 @@ class DqUnordered(Option):
     @property
     def fields(self) -> Fields:
         return (DQ_SUM,)
+
+
+@dataclasses.dataclass(frozen=True)
+class DsKept(Option):
+    """Nothing of dS: it is for dq alone."""
+
+    type: ClassVar[str] = "DsKept"
+    source: ClassVar[str] = "variant/store/ds_kept.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class DsStored(DsKept):
+    """dS as the gradient of a captured array with this name and these axes, in boxes of ``box_rows`` rows."""
+
+    operand: str
+    axes: PairAxes
+    box_rows: int
+    type: ClassVar[str] = "DsStored"
+    source: ClassVar[str] = "variant/store/ds_stored.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ds_first_q": self.axes.first_q, "ds_first_kv": self.axes.first_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("ds", "TmaTensorOnce", TensorMap(f"d{self.operand}", self.box_rows, self.axes)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class DsStoredFilled(DsStored):
+    """The same, and zeros where a mask leaves out all queries of a tile, for key tiles whose query tiles lie side by side."""
+
+    type: ClassVar[str] = "DsStoredFilled"
+    source: ClassVar[str] = "variant/store/ds_stored_filled.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, Field("ds_rows", "StridedOutput", View(f"d{self.operand}", self.axes)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,9 +104,9 @@ def test_layers(config: dict[str, Any], layers: list[Layer], tmp_path: pathlib.P
     [
         ("no", "is no config.json of a transformers model"),
         ("[]", "is no config.json of a transformers model"),
-        ("{}", "has no number of one of the names num_attention_heads, n_head, .*, but None"),
-        ('{"num_attention_heads": [8, 16]}', r"has no number .*, but \[8, 16\]"),
-        ('{"num_attention_heads": 8}', "has no number of one of the names hidden_size, n_embd, d_model, but None"),
+        ("{}", "has None under num_attention_heads or n_head or .*; it must be an int >= 1"),
+        ('{"num_attention_heads": [8, 16]}', r"has \[8, 16\] under .*; it must be an int"),
+        ('{"num_attention_heads": 8}', "has None under hidden_size or n_embd or d_model; it"),
         ('{"n_head": 8, "n_embd": 512, "layer_types": ["chunked_attention"]}', "has layers of the kind chunked; full and"),
     ],
 )  # fmt: skip
@@ -206,6 +206,8 @@ def test_plot(torch: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
         command_line.main(["bench", "--plot"])
     assert command_line.main(["bench", "--plot", str(tmp_path / "a.txt")]) == 1
     assert re.search(r"--plot is .*a\.txt; it must end with one of .*\.png.*\.svg", capsys.readouterr().err)
+    assert command_line.main(["bench", "--plot", str(tmp_path / "none" / "a.svg")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_what_is_drawn() -> None:

@@ -17,6 +17,7 @@ from tests.emulator.gpu import stand_in
 torch = pytest.importorskip("torch")
 
 FWD, THREE, WIDE_KV = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2), attn_fwd.Config(128, 96, 2, 1)
+TILES, WIDE_TILES = attn_fwd.Config(192, 64, 2, 1), attn_fwd.Config(128, 128, 2, 1)
 MMA = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)
 RNG = np.random.default_rng(0)
 IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
@@ -24,6 +25,7 @@ WIDER = torch.stack([IDS, IDS.flip(0)]).long() << 32
 SLOPES = torch.tensor([0.3, -0.1, 0.2, 0.05])
 BIAS = torch.randn(2, 4, 200, 400, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
 TABLE = torch.from_numpy(RNG.random((2, 4, 9)) < 0.5)
+SHARED = BIAS[:1]
 ODD, EVEN, WIDE = BIAS[..., 1:], BIAS[..., 2:].float()[..., 1:], BIAS[:, 0, 3].float()
 
 
@@ -52,6 +54,14 @@ def bias(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s * 0.5 + BIAS[b, h, q, kv]
 
 
+def bias_shared(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + SHARED[0, h, q + 2, kv + 8]
+
+
+def bias_within_16_bytes(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + BIAS[b, h, q, kv + 5]
+
+
 def bias_unaligned(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + ODD[b, h, q, kv]
 
@@ -76,8 +86,12 @@ CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", WIDE_KV, 70, 250, 2, 1, {"mask": blocks}),
     ("attn_fwd", FWD, 70, 200, 2, 1, {"score": alibi, "q_offset": 90, "kv_offset": 7}),
     ("attn_fwd", FWD, 130, 262, 2, 2, {"score": bias}),
-    ("attn_fwd", FWD, 70, 261, 1, 1, {"score": bias}),
+    ("attn_fwd", TILES, 70, 261, 1, 1, {"score": bias_within_16_bytes}),
+    ("attn_fwd", TILES, 70, 261, 1, 1, {"score": bias, "q_offset": 90, "kv_offset": 8}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_unaligned}),
+    ("attn_fwd", TILES, 199, 261, 2, 2, {"score": bias, "causal": True}),
+    ("attn_fwd", TILES, 70, 230, 1, 1, {"score": bias_shared, "mask": documents}),
+    ("attn_fwd", WIDE_TILES, 130, 262, 2, 1, {"score": bias}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_words, "mask": documents}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),
     ("attn_fwd", FWD, 83, 135, 1, 1, {"score": table, "q_offset": 60, "kv_offset": 7}),

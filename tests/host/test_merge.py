@@ -132,6 +132,7 @@ HALF, SUMS, READ_ONLY = OUT.astype(np.float16), OUT.copy(), OUT.copy()
 READ_ONLY.flags.writeable = False
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("none", [], {}, "parts is empty; it must have at least one pair (o, lse)."),
+    ("no parts", 3, {}, "parts is 3; it must be pairs (o, lse)."),
     ("no pair", [OUT], {}, "part 0 is ndarray; it must be a pair (o, lse)."),
     ("rank", [(OUT[0, 0], LSE)], {}, "o of part 0 is fp32 of shape (4, 8); it must be bf16, fp16, fp32"),
     ("shape", [(OUT, LSE), (OUT[:1], LSE)], {}, "o of part 1 is fp32 of shape (1, 3, 4, 8); it must be fp32 of shape (2, 3, 4,"),

@@ -720,6 +720,8 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
         assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
 
     elsewhere = tmp_path / "elsewhere.jsonl"
+    with pytest.raises(ProblemError, match=r"operations has None; it must have operations such as rawattn\.Forward"):
+        rawattn.warm_up(None)
     monkeypatch.setenv("RAWATTN_LOG", str(elsewhere))
     forget()
     rawattn.attention(**tensors())

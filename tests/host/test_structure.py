@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 29700,
-    "perf": 5820,
-    "cuda_src": 12300,
-    "tests": 37552,
+    "rawattn": 30150,
+    "perf": 5825,
+    "cuda_src": 12600,
+    "tests": 38150,
 }
 FUNCTION_LINES = 60
 

@@ -111,6 +111,9 @@ def test_grouped_qkvpacked() -> None:
     check([o], formula(qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:], causal=True)[:1])
     with pytest.raises(ProblemError, match=r"heads \+ 2 kv_heads"):
         fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=3)
+    for door in (fa2, fa3):
+        with pytest.raises(ProblemError, match=r"qkv is a Tensor of shape \(2, 20, 8, 32\); it must be a tensor, \(batch"):
+            door.flash_attn_qkvpacked_func(qkv)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -280,6 +283,8 @@ def test_refusals() -> None:
             door.flash_attn_func(q, q, q, window_size=None)
     with pytest.raises(ProblemError, match="k was given without cache_seqlens"):
         fa2.flash_attn_with_kvcache(q, q, q, q, q)
+    with pytest.raises(ProblemError, match="cache_seqlens is '3'; it must be an int32 tensor"):
+        fa2.flash_attn_with_kvcache(q, q, q, cache_seqlens="3")
     with pytest.raises(ProblemError, match="cache_batch_idx was given beside"):
         ints = torch.zeros(1, dtype=torch.int32)
         fa2.flash_attn_with_kvcache(q, q, q, cache_batch_idx=ints, block_table=ints[None])

@@ -34,7 +34,7 @@ def on_gpu(name: str, n: int, m: int, dtype: Any = None) -> Any:
     return moved(getattr(zoo, name)(np.random.default_rng(0), n, m), move)
 
 
-def check(case: Case, score: Any, kernel: str | None = None, **options: Any) -> tuple[Any, ...]:
+def check(case: Case, score: Any, kernel: str | None = None, config: Any = None, **options: Any) -> tuple[Any, ...]:
     """Compares with the formula, where all new memory is NaN, and asks for the same bits once more."""
     inputs, (do, dlse), wrt = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda"), floats(score)
     q, k, v, *starts = inputs
@@ -44,7 +44,7 @@ def check(case: Case, score: Any, kernel: str | None = None, **options: Any) -> 
         call = rawattn.attention_varlen if starts else rawattn.attention
         o, lse = call(q, k, v, **options, **sinks, score=score, return_lse=True)
         case.poison((do, q, o), (k, v), (lse, dlse))
-        given = {"dlse": dlse, "score": score, "wrt": wrt, "kernel": kernel, **options, **sinks}
+        given = {"dlse": dlse, "score": score, "wrt": wrt, "kernel": kernel, "config": config, **options, **sinks}
         found, again = (rawattn.attention_backward(do, q, k, v, o, lse, **given)[3 + len(sinks) :] for _ in range(2))
     expect(do, q, k, v, o, lse, wrt, dlse=dlse, score=score, **options).check(found)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "the same bits"
@@ -116,6 +116,97 @@ def test_elements_of_one_pair_each(dtype: str) -> None:
         case = Case("bf16", 2, n, m, 4, 2, 128, 128)
         check(case, lambda s, b, h, q, kv, bias=bias: s + bias[b, h, q, kv], **options)
         check(dataclasses.replace(case, dtype="fp16"), lambda s, b, h, q, kv, bias=bias: s + bias[b, h, q, kv], None, **options)
+
+
+def config_of(case: Case, score: Any, **options: Any) -> Any:
+    """The configuration of the backward of attn_bwd for these, and of what the score captured."""
+    q, k, v = case.inputs("torch", "cuda")
+    o, lse = torch.empty_like(q), torch.empty(case.batch, case.heads, case.q_len, device="cuda")
+    return rawattn.explain_backward(o, q, k, v, o, lse, score=score, wrt=floats(score), **options).selection.config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_tiles_by_tma(head_dim: int, dtype: str) -> None:
+    """Elements come by TMA, and their gradient is stored so: with what masks leave out, lengths within tiles, arrays that are
+    longer or have an axis of 1, grouped heads, dropout, a negative scale, and a score whose derivative is no 1."""
+    element = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
+    case = Case(dtype, 2, 200, 328, 4, 2, head_dim, head_dim)
+    bias, longer = (torch.randn(2, 4, n, m, device="cuda").to(element) for n, m in ((200, 328), (211, 336)))
+    one, short = torch.randn(2, 4, 1, 200, 328, device="cuda").to(element), torch.randn(2, 4, 201, 336, device="cuda").to(element)
+    longer[:, :, 200:] = longer[..., 328:] = float("nan")  # what belongs to no pair is not read
+    doc = torch.arange(400, device="cuda", dtype=torch.int32) // 90
+    plain, of_short = (lambda s, b, h, q, kv, x=x: s + x[b, h, q, kv] for x in (bias, short))
+    for score, options in (
+        (plain, {}),
+        (plain, {"causal": True}),
+        (plain, {"mask": lambda b, h, q, kv: doc[q] == doc[kv]}),
+        (plain, {"dropout": 0.2, "seed": torch.tensor([5], device="cuda"), "window": (60, 100)}),
+        (lambda s, b, h, q, kv: s + longer[b, h, q, kv], {"causal": True}),
+        (lambda s, b, h, q, kv: 5 * torch.tanh((s + one[b, h, 0, q, kv]) / 5), {}),
+        (lambda s, b, h, q, kv: s + short[b, h, q + 1, kv + 8], {"mask": lambda b, h, q, kv: (doc[q] <= doc[kv]) & (q < 190)}),
+    ):
+        config = config_of(case, score, **options)
+        assert (config.gradient, config.elements) == ("score_0", "score_0")
+        check(case, score, "attn_bwd", config, **options)
+        other = dataclasses.replace(config, store="final" if config.store == "ordered" else "ordered")
+        if "mask" not in options:
+            check(case, score, "attn_bwd", other, **options)
+    negative, shifted = dataclasses.replace(case, scale=-0.2), lambda s, b, h, q, kv: s + short[b, h, q, kv + 1]
+    check(negative, plain, "attn_bwd", scale=-0.2)
+    offsets = {"q_offset": 1, "kv_offset": 8}  # run-time numbers
+    for score, options in ((shifted, {}), (of_short, offsets)):
+        config = config_of(case, score, **options)
+        assert (config.gradient, config.elements) == ("", "")
+        check(dataclasses.replace(case, **options), score, "attn_bwd", **options)
+
+
+@pytest.mark.gpu
+def test_tiles_of_many_steps() -> None:
+    """As many steps as a block of a long call has, which the old way gives, too, but for rounding."""
+    case = Case("bf16", 2, 2048, 2048, 8, 8, 128, 128)
+    bias = torch.randn(2, 8, 2048, 2048, device="cuda").bfloat16()
+    score = lambda s, b, h, q, kv: s + bias[b, h, q, kv]  # noqa: E731
+    q, k, v = case.inputs("torch", "cuda")
+    (do, _), config = case.output_gradients("torch", "cuda"), config_of(case, score)
+    for causal in (False, True):
+        o, lse = rawattn.attention(q, k, v, score=score, causal=causal, return_lse=True)
+        given = {"score": score, "causal": causal, "wrt": (bias,), "kernel": "attn_bwd"}
+        with poisoned_memory():
+            ways = [dataclasses.replace(config, gradient=g, elements=e) for g in ("", "score_0") for e in ("", "score_0")]
+            old, *new = (rawattn.attention_backward(do, q, k, v, o, lse, **given, config=way) for way in ways)
+        for found in new:
+            for x, y in zip(found, old, strict=True):
+                torch.testing.assert_close(x, y, rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_where_no_tiles_are_moved() -> None:
+    """Arrays that lie otherwise, in a call that was kept for such as lay well; outputs of the caller."""
+    case, room = Case("bf16", 1, 100, 136, 2, 2, 64, 64), torch.randn(2 * 100 * 136 + 8, device="cuda").bfloat16()
+    q, k, v = case.inputs("torch", "cuda")
+    do, _ = case.output_gradients("torch", "cuda")
+    bias = room[:-8].view(1, 2, 100, 136)
+    score = lambda s, b, h, q, kv: s + bias[b, h, q, kv]  # noqa: E731
+    for begin in (0, 8, 1, 0):
+        bias = room[begin : begin + 2 * 100 * 136].view(1, 2, 100, 136)
+        assert config_of(case, score).elements == ("" if begin == 1 else "score_0")
+        o, lse = rawattn.attention(q, k, v, score=score, return_lse=True)
+        found = rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(bias,))[3]
+        expect(do, q, k, v, o, lse, (bias,), score=score).check([found])
+        plan = rawattn.plan_backward(do, q, k, v, o, lse, score=score, wrt=(bias,)) if begin == 8 else None
+        if plan is not None:
+            assert torch.equal(plan.run(do, q, k, v, o, lse, bias)[3], found)
+            with pytest.raises(rawattn.ProblemError, match=r"lies otherwise than when the plan was made.*multiples of 16 bytes"):
+                plan.run(do, q, k, v, o, lse, room[1:-7].view(1, 2, 100, 136))
+        out = torch.empty_like(room)[begin : begin + bias.numel()].view(bias.shape)
+        if begin != 1:
+            rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(bias,), out=(None, None, None, out))
+            assert torch.equal(out, found)
+    wrong = torch.empty_like(room)[1:-7].view(bias.shape)
+    with pytest.raises(rawattn.ProblemError, match=r"dscore_0.* no multiple of 16 bytes"):
+        rawattn.attention_backward(do, q, k, v, o, lse, score=score, wrt=(bias,), out=(None, None, None, wrong))
 
 
 @pytest.mark.parametrize("n, m", [(0, 5), (5, 0), (0, 0)])

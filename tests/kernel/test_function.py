@@ -75,6 +75,35 @@ def test_elements_for_each_pair_wherever_rows_begin(begin: int, dtype: str) -> N
     check(CASE, ATTN_FWD, score=score, mask=lambda q, kv: (ids[q] == ids[kv]) | (kv < 2))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(192, 64, 3, 1), Config(128, 128, 2, 1)], ids=lambda c: f"{c.tile_kv}")
+def test_tiles_of_elements(config: Any) -> None:
+    """By TMA, of arrays that all sequences or heads share, too; where a later one does not lie so, by threads."""
+    case = dataclasses.replace(CASE, head_dim=128, head_dim_v=128)
+    every = torch.randn(2, 2, 2, 340, 480, device="cuda", dtype=torch.bfloat16)
+    ids = torch.arange(480, device="cuda", dtype=torch.int32) // 150
+    for bias in (every[0], every[1], every.as_strided(every[0].shape, every[0].stride(), 1)):
+        score = lambda s, b, h, q, kv, bias=bias: s + bias[b, h, q, kv]  # noqa: E731
+        check(case, ATTN_FWD, config=config, score=score)
+        plan = rawattn.plan(*case.inputs("torch", "cuda"), kernel="attn_fwd", config=config, score=score)
+        assert ("ahead" in [field.name for field in plan.program.launches[0].fields]) == (bias.data_ptr() % 16 == 0)
+        check(case, ATTN_FWD, config=config, score=score, causal=True)
+        check(case, ATTN_FWD, config=config, score=score, mask=lambda q, kv: (ids[q] == ids[kv]) | (kv < 2))
+    check(case, ATTN_FWD, config=config, score=lambda s, h, q, kv: s + every[0, 0, h, q, kv])
+    shared = lambda s, b, h, q, kv: s + every[0, 0, 0, q + 3, kv + 8]  # noqa: E731
+    odd = lambda s, b, h, q, kv: s + every[0, 0, 0, q + 3, kv + 1]  # noqa: E731
+    for score, options in (
+        (shared, {}),
+        (odd, {}),
+        (shared, {"q_offset": 2, "kv_offset": 8}),
+        (odd, {"q_offset": 2, "kv_offset": 1}),
+    ):
+        own = dataclasses.replace(case, kv_len=460, **options)
+        check(own, ATTN_FWD, config=config, score=score, **options)
+        plan = rawattn.plan(*own.inputs("torch", "cuda"), kernel="attn_fwd", config=config, score=score, **options)
+        assert ("ahead" in [field.name for field in plan.program.launches[0].fields]) == (score is shared and not options)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name: str, kernel: Any) -> None:

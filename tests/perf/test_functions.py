@@ -60,8 +60,9 @@ def test_every_contender_computes_it(name: str) -> None:
 @pytest.mark.parametrize("name", functions.FUNCTIONS)
 def test_what_is_compiled_ahead_is_what_runs(name: str) -> None:
     task = Task.make(CASES[name], device="cpu")
-    op = rawattn.explain(task.q, task.k, task.v, **task.functions).op
-    assert op == sets.operation(CASES[name])
+    op, found = rawattn.explain(task.q, task.k, task.v, **task.functions).op, sets.operation(CASES[name])
+    assert op == dataclasses.replace(found, layout=op.layout), "but for what a GPU asks"
+    assert (found.layout.tma_captured != ()) == (name == "pair_bias")
     assert hasattr(getattr(op, functions.FUNCTIONS[name].role), "code"), "a function, and not what it was recognised as"
 
 

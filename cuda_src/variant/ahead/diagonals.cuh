@@ -6,6 +6,7 @@
 // A thread's lower row, eight below the upper one, shares the diagonals of the block of eight keys before. So it reads two for each block,
 // and two besides. The lanes of a warp read 14 that follow each other: no bank has two.
 #include "tile/softmax.cuh"
+#include "variant/ahead/alone.cuh"
 
 struct WarpDiagonals {
     static constexpr i32 count = cfg::tile_kv + 15;
@@ -42,7 +43,7 @@ struct ScoreOnDiagonals : PlacedScore<S> {
     }
 };
 
-struct DiagonalsAhead {
+struct DiagonalsAhead : ComesAlone {
     struct Board { alignas(16) WarpDiagonals warps[4 * cfg::consumers]; };
 
     WarpDiagonals& diagonals;
@@ -53,7 +54,7 @@ struct DiagonalsAhead {
     __device__ static void begin(const S&, i32) {}
     // Each is computed from the pair of the upmost row and the first key that it has in the tile: these are there if any pair's are.
     template <class S>
-    __device__ void come(const S& score, i32 row, i32 index) {
+    __device__ void come(const S& score, i32 row, i32 index, u32) {
         constexpr int each = (WarpDiagonals::count + 31) / 32;
         const i32 lane = threadIdx.x % 32, upmost = row - lane / 4, first = index * cfg::tile_kv;
         float found[each];

@@ -8,8 +8,8 @@
 // piece: neither what writes eight pieces of a row, nor what reads a piece of eight rows, meets a bank twice.
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
-#include "tile/softmax.cuh"
-#include "variant/function/element.cuh"
+#include "variant/ahead/alone.cuh"
+#include "variant/ahead/score.cuh"
 
 struct WarpElements {
     static constexpr i32 row_bytes = cfg::tile_kv * cfg::ahead_bytes;
@@ -41,6 +41,10 @@ struct WarpElements {
             *reinterpret_cast<u16*>(to) = count > 0 ? __ldg(reinterpret_cast<const u16*>(source)) : 0;
         });
     }
+    __device__ static void await() {
+        ptx::cp_async_wait<1>();
+        __syncwarp();
+    }
     // This thread's elements in two pieces, two by two: of its upper and its lower row, and so on where each has more of them.
     template <class T>
         requires(sizeof(T) == 2)
@@ -63,41 +67,7 @@ struct WarpElements {
     }
 };
 
-// A score with its elements, which a warp's threads have copied.
-template <class S>
-struct ScoreAhead : PlacedScore<S> {
-    const WarpElements& elements;
-
-    template <int n>
-    __device__ void logits(float (&s)[n]) const {
-        map(this->score.row(this->row, this->first), this->score.row(this->row + 8, this->first), s);
-    }
-    template <int n>
-    __device__ void exponents(float (&s)[n], const float (&less)[rows_each]) const {
-        map(this->score.exponents(this->row, this->first, less[0]), this->score.exponents(this->row + 8, this->first, less[1]), s);
-    }
-    template <class Row, int n>
-    __device__ void map(const Row& upper, const Row& lower, float (&s)[n]) const {
-        using T = decltype(upper.element());
-        constexpr int each = 8 / sizeof(T);
-        ptx::cp_async_wait<1>();
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < n; i += 2 * each) {
-            function::Two<T> two[each];
-            elements.read(two, i / (2 * each));
-#pragma unroll
-            for (int j = 0; j < each; ++j) {
-                const Row& own = j % 2 ? lower : upper;
-                float& x = s[i + 2 * j];
-                float& y = s[i + 2 * j + 1];
-                x = own.template value_of<0>(x, fragment_column(i + 2 * j), two[j]), y = own.template value_of<1>(y, fragment_column(i + 2 * j + 1), two[j]);
-            }
-        }
-    }
-};
-
-struct ElementsAhead {
+struct ElementsAhead : ComesAlone {
     struct Board { alignas(128) WarpElements places[4 * cfg::consumers][2]; };
 
     WarpElements (&places)[2];
@@ -117,7 +87,7 @@ struct ElementsAhead {
     }
     // Tile `index` is weighed next.
     template <class S>
-    __device__ void come(const S& score, i32 row, i32 index) {
+    __device__ void come(const S& score, i32 row, i32 index, u32) {
         at ^= 1;
         if (tile != index) ptx::cp_async_wait<0>();
         __syncwarp();  // the other place has been read
@@ -127,7 +97,7 @@ struct ElementsAhead {
         ptx::cp_async_commit();
     }
     template <class S>
-    __device__ ScoreAhead<S> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, places[at]}; }
+    __device__ ScoreAhead<S, const WarpElements&> placed(const S& score, i32 row, i32 first) const { return {{score, row, first}, places[at]}; }
 
     template <class S>
     __device__ void copy(const S& score, i32 row, i32 index, WarpElements& to) const {

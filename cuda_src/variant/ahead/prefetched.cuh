@@ -3,8 +3,9 @@
 // one before.
 #include "ptx/prefetch.cuh"
 #include "tile/softmax.cuh"
+#include "variant/ahead/alone.cuh"
 
-struct PrefetchedElements {
+struct PrefetchedElements : ComesAlone {
     struct Board {};
 
     __device__ explicit PrefetchedElements(Board&) {}
@@ -13,7 +14,7 @@ struct PrefetchedElements {
 
     // Each lane asks for every second piece of a row of the warp.
     template <class S>
-    __device__ static void come(const S& score, i32 row, i32 index) {
+    __device__ static void come(const S& score, i32 row, i32 index, u32) {
         constexpr i32 each = 32 / cfg::ahead_bytes;  // elements that are asked for at once
         const i32 lane = threadIdx.x % 32;
         if (index == 0) return;

@@ -23,9 +23,10 @@ struct IntervalWalk {
             const Rows rows(producer.args, work.batch);
             const TileRange tiles = tiles_of(Mask(producer.args, rows, work), rows, work.q_begin, cfg::tile_q);
             const Kv source(producer.args, rows, work);
+            const Ahead::Source elements(producer.args, rows, work);
             for (i32 tile = tiles.end - 1; tile >= tiles.begin; --tile, producer.kv.advance()) {
                 producer.await_k();
-                producer.load_k(source, tile);
+                producer.load_k(source, tile, elements);
                 if (tile == tiles.end - 1) producer.load_q(rows, work), producer.q.advance();
                 else producer.load_v(source, tile + 1);
             }

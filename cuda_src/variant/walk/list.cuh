@@ -140,6 +140,7 @@ struct ListWalk {
     __device__ static void load(Producer& producer, Reader& reader, const WorkTile& work, Visit at) {
         const Rows rows(producer.args, work.batch);
         const Kv source(producer.args, rows, work);
+        const Ahead::Source elements(producer.args, rows, work);
         const Mask mask(producer.args, rows, work);
         i32 before = -1;
         while (at.classes) {
@@ -149,7 +150,7 @@ struct ListWalk {
             columns.leave(producer.smem.board.columns[producer.kv.stage]);
             if (threadIdx.x == 0) {
                 producer.smem.board.entry[producer.kv.stage] = {at.tile, after.classes};
-                producer.load_k(source, at.tile);
+                producer.load_k(source, at.tile, elements);
                 if (before < 0) producer.load_q(rows, work);
                 else producer.load_v(source, before);
             }

@@ -80,6 +80,8 @@ using Mask = Both<Causal, Window>;
 using Score = Softcap;
 #include "variant/weight/identity.cuh"
 using Weight = Identity;
+#include "variant/ahead/nothing.cuh"
+using Ahead = NothingAhead;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"
@@ -93,5 +95,3 @@ using Store = StoreOLse;
 using Order = Unordered;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;
-#include "variant/ahead/nothing.cuh"
-using Ahead = NothingAhead;

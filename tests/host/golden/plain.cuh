@@ -74,6 +74,8 @@ using Mask = Full;
 using Score = Scale;
 #include "variant/weight/identity.cuh"
 using Weight = Identity;
+#include "variant/ahead/nothing.cuh"
+using Ahead = NothingAhead;
 #include "variant/softmax/speculative_max.cuh"
 using Softmax = SpeculativeMax;
 #include "variant/kv/tma.cuh"
@@ -87,5 +89,3 @@ using Store = StoreO;
 using Order = PingPong;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;
-#include "variant/ahead/nothing.cuh"
-using Ahead = NothingAhead;

@@ -1,0 +1,62 @@
+"""Elements of which each query and key of a head has one of its own: where their array has the queries, and where the keys.
+
+Of such an array TMA moves tiles of queries and keys (``tma.py``), if it lies as that needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from .expressions import Expr
+
+
+class PairAxes(NamedTuple):
+    """The axes of an array along which sequences, queries, heads and keys are counted, None where it has none for them: all
+    sequences, or all heads, share it then. The element of query q and key kv is at ``first_q + q`` and ``first_kv + kv``."""
+
+    batch: int | None
+    query: int
+    head: int | None
+    key: int
+    first_q: int = 0
+    first_kv: int = 0
+
+    def is_shared(self, one_sequence: bool, one_head: bool) -> bool:
+        """Says whether several sequences or heads share an element."""
+        return (self.batch is None and not one_sequence) or (self.head is None and not one_head)
+
+    def view(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], queries: int | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the array as (batch, rows, heads, columns), up to the row of the last one of so many queries."""
+        sizes, steps = zip(*((1, 0) if i is None else (shape[i], strides[i]) for i in self[:4]), strict=True)
+        rows = sizes[1] if queries is None else min(sizes[1], self.first_q + queries)
+        return (sizes[0], rows, *sizes[2:]), steps
+
+
+def pair_axes(load: Expr, checked: Collection[int] = ()) -> PairAxes | None:
+    """The axes of an element; None where it is none of pairs, or its indices are not the variables themselves, in any order but
+    for the key, which is last. A constant may be added to the query and to the key, and other indices are 0. ``checked`` are the
+    axes whose index is brought into the array."""
+    found: dict[str, int] = {}
+    first = {"q": 0, "kv": 0}
+    indices = load.args[2:]
+    for axis, index in enumerate(indices):
+        if index.op == "const" and index.args[0] == 0:
+            continue
+        name, more = _variable(index)
+        if name not in ("b", "h", "q", "kv") or name in found or axis in checked or (more and name not in first):
+            return None
+        found[name] = axis
+        first |= {name: more} if more else {}
+    if "q" not in found or found.get("kv") != len(indices) - 1:
+        return None
+    return PairAxes(found.get("b"), found["q"], found.get("h"), found["kv"], first["q"], first["kv"])
+
+
+def _variable(index: Expr) -> tuple[str | None, int]:
+    """The variable that an index is, and the constant that is added to it; None for any other index."""
+    more, atom = 0, index
+    if index.op == "lin" and len(index.args[1]) == 1 and index.args[1][0][1] == 1:
+        more, atom = index.args[0], index.args[1][0][0]
+    return (atom.args[0], more) if atom.op == "var" else (None, 0)
