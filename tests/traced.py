@@ -63,6 +63,14 @@ void by_pair(const R& own, const Number* s, i32 offset, i32* pairs, i32* wrong) 
         ++*pairs, *wrong += x != own.value(s[0], offset) || y != own.value(s[1], offset + 1);
     }}
 }}
+template <class S, class R>
+void on_diagonal(const S& score, const R& own, Number s, i32 q, i32 above, i32 first, i32 offset, i32* pairs, i32* wrong) {{
+    if constexpr (requires {{ own.value_on(s, 0, s); }}) {{  // of the first pair of a diagonal of 16 rows and `step` keys
+        const i32 back = min(above, offset);
+        const Number shared = score.row(q - back, first + offset - back).diagonal(0);
+        ++*pairs, *wrong += own.value_on(s, offset, shared) != own.value(s, offset);
+    }}
+}}
 extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 step, const Number* s, Number* value,
                           Number* slope, Number* exponent, i32* pairs, i32* wrong) {{
     const FunctionScore score(*args, *rows, {{b, h, 0, 0}});
@@ -75,6 +83,8 @@ extern "C" void score_{i}(const Args* args, const Rows* rows, i32 b, i32 h, i32 
             *exponent++ = exponents.value(*s, kv + rows->kv_offset - first) - less;
             if (kv % 2 == 0) by_pair(row, s, kv + rows->kv_offset - first, pairs, wrong);
             if (kv % 2 == 0) by_pair(exponents, s, kv + rows->kv_offset - first, pairs, wrong);
+            on_diagonal(score, row, *s, q + rows->q_offset, q % 16, first, kv % step, pairs + 1, wrong + 1);
+            on_diagonal(score, exponents, *s, q + rows->q_offset, q % 16, first, kv % step, pairs + 1, wrong + 1);
             *value++ = row.value(*s, kv + rows->kv_offset - first), *slope++ = row.slope(*s, kv + rows->kv_offset - first);
         }}
 }}
@@ -184,7 +194,8 @@ class Library:
         value, slope, exponent = np.empty_like(given), np.empty_like(given), np.empty_like(given)
         args, rows = self._asked(option, arrays, (s.shape[0], s.shape[1]), offsets, scale)
         pointers = (x.ctypes.data_as(ctypes.c_void_p) for x in (given, value, slope, exponent))
-        self.pairs, wrong = ctypes.c_int(), ctypes.c_int()  # how many pairs of keys were computed together
-        getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers, ctypes.byref(self.pairs), ctypes.byref(wrong))
-        assert wrong.value == 0, "two keys together are not what they are one by one"
+        self.pairs, wrong = (ctypes.c_int * 2)(), (ctypes.c_int * 2)()  # how many were computed by twos, and by diagonals
+        getattr(self._library, f"score_{i}")(args, rows, b, h, step, *pointers, self.pairs, wrong)
+        assert wrong[0] == 0, "two keys together are not what they are one by one"
+        assert wrong[1] == 0, "pairs of a diagonal do not share what they are said to share"
         return value, slope, exponent

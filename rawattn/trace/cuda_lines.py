@@ -110,6 +110,7 @@ class Writer:
         """Another writer of elements, with the same head and rows."""
         found = copy.copy(self)
         found.prefix, found.lines = prefix, {**self.lines, "element": []}
+        found.neighbours, found.pairwise = [], {}
         found._names = {x: name for x, name in self._names.items() if self.place(x) < ELEMENT}
         return found
 

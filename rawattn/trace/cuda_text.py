@@ -17,6 +17,7 @@ from .classes import by_blocks, strengthened
 from .columns import column_bytes, columns, of_queries
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
+from .diagonals import diagonal
 from .expressions import Expr, nodes
 from .fields import What
 from .gradients import by_elements, slope
@@ -25,14 +26,15 @@ from .placement import LESS, Lowering, positioned
 
 class Written(NamedTuple):
     """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
-    captured array has a pyramid, the bytes of a mask's columns, of each key, and those of an element of the one array that is
-    read for each pair, or 0."""
+    captured array has a pyramid, the bytes of a mask's columns, of each key, those of an element of the one array that is
+    read for each pair, or 0, and whether pairs of a diagonal share part of a score."""
 
     text: str
     fields: tuple[tuple[str, str, What], ...]
     pyramids: tuple[int, ...]
     column_bytes: int = 0
     ahead_bytes: int = 0
+    has_diagonals: bool = False
 
 
 _HEAD = """\
@@ -138,7 +140,7 @@ struct FunctionScoreRow : FunctionScoreHead {{
     }}
     __device__ Number value(Number s, i32 offset) const {{{inside}{element}
         return {result};
-    }}{pairs}
+    }}{pairs}{diagonal}
     __device__ Number slope(Number s, i32 offset) const {{{inside}{slope_element}
         return {slope};
     }}
@@ -154,7 +156,7 @@ struct FunctionScoreExponents : FunctionScoreHead {{
     }}
     __device__ Number value(Number s, i32 offset) const {{{inside}{exponent_element}
         return {exponent};
-    }}{exponent_pairs}
+    }}{exponent_pairs}{exponent_diagonal}
 }};
 struct FunctionScore : FunctionScoreHead {{
     static constexpr Number scale_log2 = Number(1.4426950408889634);
@@ -169,6 +171,16 @@ struct FunctionScore : FunctionScoreHead {{
     __device__ Number derivative(Number s, i32 q, i32 kv) const {{ return row(q, kv).slope(s, 0); }}
 }};
 """
+_DIAGONAL = """
+    // What all pairs of a diagonal share, from one whose query and key are there if any pair's are.
+    __device__ Number diagonal(i32 offset) const {{{inside}{lines}
+        return {value};
+    }}"""
+_ON_DIAGONAL = """
+    // The same value of a pair, with what its diagonal shares.
+    __device__ Number value_on(Number s, i32 offset, Number diagonal) const {{{inside}{lines}
+        return {result};
+    }}"""
 _GRADIENT_STRUCT = """\
 // One query, and keys from `first` on; both are positions.
 struct FunctionGradientRow : FunctionGradientHead {{
@@ -300,12 +312,16 @@ def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tupl
 def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
     value = Writer(code, "Number")
     lowering = Lowering(value.place)
-    result = value.add(*lowering(*positioned(code.root, checked)))
+    root, moved = positioned(code.root, checked)
+    logit = lowering(root, moved)
+    result = value.add(*logit)
     derivative = Writer(code, "Number", prefix="d", fields=value.fields)
     slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
     exponents = Writer(code, "Number", prefix="e", fields=value.fields)
-    root, moved = positioned(code.root, checked)
-    exponent = exponents.add(*lowering(add(mul(root, 1 / math.log(2)), LESS), moved))
+    power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
+    exponent = exponents.add(*power)
+    shared = diagonal(value.place, logit[0], power[0])
+    on_diagonal, exponent_diagonal = _diagonal(value, shared, *logit), _on_diagonal(exponents, shared, *power)
     parts = (value, derivative, exponents)
     head = _HEAD.format(
         role="score", code=code, name="FunctionScore", includes=_include(*_INCLUDES),
@@ -316,9 +332,30 @@ def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
         inside=_inside([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
         slope_element=derivative.body(), slope=slope_result, exponent_members=exponents.members("row"),
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
-        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent),
+        pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent), diagonal=on_diagonal,
+        exponent_diagonal=exponent_diagonal,
     )  # fmt: skip
-    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays), ahead_bytes=value.ahead_bytes)
+    fields, pyramids = _sorted(value.fields), (0,) * len(code.arrays)
+    return Written(head + body, fields, pyramids, ahead_bytes=value.ahead_bytes, has_diagonals=shared is not None)
+
+
+def _diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
+    """The members of a row that make what a diagonal shares, and values with it; nothing where it shares nothing."""
+    if x is None:
+        return ""
+    own = whole.inner("g")
+    value = own.add(x, checked)
+    found = _DIAGONAL.format(inside=_inside(own.lines["element"]), lines=own.body(), value=value)
+    return found + _on_diagonal(whole, x, root, checked)
+
+
+def _on_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
+    if x is None:
+        return ""
+    rest = whole.inner("k")
+    rest.name(x, "diagonal")
+    result = rest.add(root, checked)
+    return _ON_DIAGONAL.format(inside=_inside(rest.lines["element"]), lines=rest.body(), result=result)
 
 
 @functools.lru_cache(maxsize=256)

@@ -48,6 +48,14 @@ class PrefetchedElements(Option):
 
 
 @dataclasses.dataclass(frozen=True)
+class DiagonalsAhead(Option):
+    """What a score makes of a pair's distance alone comes to shared memory, once for each distance of a warp's tile."""
+
+    type: ClassVar[str] = "DiagonalsAhead"
+    source: ClassVar[str] = "variant/ahead/diagonals.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class TilesAhead(Option):
     """Elements of ``bytes`` bytes of a captured array with this name and these axes come to shared memory with the tiles of keys,
     in boxes of ``box_rows`` rows that TMA brings."""
@@ -108,8 +116,10 @@ def ahead_of(score: object) -> Option:
 
 
 def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Option:
-    """The option for a score in a kernel whose tiles of keys are loaded by TMA: so are its elements, if their array lies so and a
-    tile has whole panels of 64 keys (perf/notes/functions.md)."""
+    """The option for a score in a kernel whose rows are queries that follow each other, and whose tiles of keys TMA brings: so it
+    does its elements, if their array lies so and a tile has whole panels of 64 keys (perf/notes/functions.md)."""
+    if getattr(score, "has_diagonals", False):
+        return DiagonalsAhead()
     other = ahead_of(score)
     if not isinstance(other, ElementsAhead) or tile_kv % PANEL or len(score.pair_axes) != 1:
         return other
@@ -122,5 +132,7 @@ def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Opt
 
 def bytes_in_smem(ahead: Option, tile_q: int, tile_kv: int, stages: int) -> int:
     """The bytes of a block's elements in shared memory, at most."""
+    if isinstance(ahead, DiagonalsAhead):
+        return 4 * (tile_q // 16) * (tile_kv + 16)
     tiles = {ElementsAhead: 2, TilesAhead: stages}.get(type(ahead), 0)
     return tiles * tile_q * tile_kv * getattr(ahead, "bytes", 0)

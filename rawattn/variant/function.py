@@ -193,6 +193,11 @@ class FunctionScore(Captures):
         """The bytes of an element of the one array that is read for each pair of a query and a key, or 0."""
         return self._written.ahead_bytes
 
+    @property
+    def has_diagonals(self) -> bool:
+        """Says whether part of it is decided by a pair's distance alone, and worth being made once for each distance."""
+        return self._written.has_diagonals
+
     @functools.cached_property
     def reads_pairs(self) -> bool:
         """Says whether it reads an element for each pair of a query and a key."""

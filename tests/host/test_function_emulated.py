@@ -74,6 +74,10 @@ def bias_of_keys(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return s + WIDE[b, kv + 2]
 
 
+def table(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return s + WIDE[b, (kv - q).clamp(-70, 60) + 70]
+
+
 CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", FWD, 140, 2150, 1, 1, {"mask": documents}),
     ("attn_fwd", THREE, 250, 1300, 1, 1, {"mask": documents, "score": alibi}),
@@ -90,6 +94,8 @@ CASES = [  # kernel, config, q_len, kv_len, heads, kv_heads, options
     ("attn_fwd", WIDE_TILES, 130, 262, 2, 1, {"score": bias}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_words, "mask": documents}),
     ("attn_fwd", FWD, 40, 230, 1, 1, {"score": bias_of_keys}),
+    ("attn_fwd", FWD, 83, 135, 1, 1, {"score": table, "q_offset": 60, "kv_offset": 7}),
+    ("attn_fwd", THREE, 70, 230, 1, 1, {"score": table, "mask": documents}),
     ("attn_fwd_mma", MMA, 40, 200, 2, 1, {"score": alibi, "causal": True}),
     ("attn_fwd_mma", None, 5, 300, 4, 1, {"score": alibi}),
 ]

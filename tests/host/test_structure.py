@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30020,
+    "rawattn": 30145,
     "perf": 5825,
-    "cuda_src": 12520,
-    "tests": 38090,
+    "cuda_src": 12600,
+    "tests": 38175,
 }
 FUNCTION_LINES = 60
 

@@ -457,6 +457,34 @@ def test_recognised_score(f: Any, expected: Any) -> None:
     assert isinstance(found, FunctionScore) if expected is None else found == expected
 
 
+TABLE, PAIRS = np.zeros(64, np.float32), np.zeros((8, 8), np.float32)
+DIAGONALS: list[tuple[Any, bool]] = [
+    (lambda s, q, kv: s + TABLE[kv - q + 20], True),
+    (lambda s, q, kv: s * TABLE[TABLE[abs(q - kv)].int()], True),
+    (lambda s, q, kv: TABLE[2 * q - 2 * kv], True),
+    (lambda s, q, kv, kv_len: np.tanh(s - np.log(kv_len + abs(kv - q))), True),
+    (lambda s, q, kv: s - 0.5 * abs(kv - q), True),
+    (lambda s, q, kv: s + TABLE[np.where(kv > q, 8, 0) + np.minimum(abs(kv - q), 7)], True),
+    (lambda s, q, kv: s + TABLE[np.where(kv > 2 * q, 8, 0) + np.minimum(abs(kv - q), 7)], False),
+    (lambda s, q, kv: s + 0.5 * (kv - q), False),  # a multiply-add by a constant
+    (lambda s, q, kv: s + np.where(kv > q, 0.5, 0.0), False),  # too little
+    (lambda s, q, kv: np.where(TABLE[kv - q] > 0, s, -s), False),  # no float
+    (lambda s, q, kv: s + TABLE[2 * kv - q], False),
+    (lambda s, q, kv: s + TABLE[kv - q // 2], False),
+    (lambda s, q, kv: s + TABLE[kv] + TABLE[q], False),
+    (lambda s, q, kv: s + TABLE[kv - q + TABLE[q].int()], False),
+    (lambda s, q, kv: s + TABLE[kv - q + s.int()], False),
+    (lambda s, q, kv: s + TABLE[kv - q] + PAIRS[q, kv], False),  # elements of pairs have a way of their own
+    (lambda s, q, kv: s * TABLE[kv - q] + TABLE[q - kv], False),  # two parts
+]
+
+
+@pytest.mark.parametrize("place", range(len(DIAGONALS)))
+def test_what_pairs_of_a_diagonal_share(place: int) -> None:
+    f, expected = DIAGONALS[place]
+    assert option(f, "score").has_diagonals == expected
+
+
 def test_equal_functions_are_one_kernel() -> None:
     doc, other, bias = DOC, DOC.copy(), np.zeros((2, 8), np.float32)
     same: list[Callable[..., Any]] = [

@@ -11,10 +11,16 @@ import pytest
 import rawattn
 from rawattn import compiler, driver
 from rawattn.errors import UnsupportedError
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.functions import taken
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.operation import Forward
+from rawattn.plans import Plan
+from rawattn.select import Selection
 from rawattn.testing import Case, expect, expect_backward
+from rawattn.variant import Option
+from rawattn.variant.ahead import DiagonalsAhead, NothingAhead
 from tests import zoo
 from tests.calls import poisoned_memory
 from tests.captures import moved
@@ -103,6 +109,29 @@ def test_tiles_of_elements(config: Any) -> None:
 def test_scores(name: str, kernel: Any) -> None:
     for n, m in LENGTHS:
         check(dataclasses.replace(CASE, q_len=n, kv_len=m), kernel, score=on_gpu(name, n, m))
+
+
+class EachPair(AttnFwd):
+    """Computes of every pair what its diagonal shares."""
+
+    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+        return {**super().options(op, config), "Ahead": NothingAhead()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [Config(192, 64, 3, 2), Config(128, 96, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", ["t5_table", "t5_buckets", "kerple"])
+def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: Config) -> None:
+    """Rows and keys end inside of tiles, lists have holes, and there are parts of longer sequences."""
+    inputs, device = CASE.inputs("torch", "cuda"), driver.device(0)
+    score, mask = on_gpu(name, 333, 470), on_gpu("documents", 333, 470)
+    for options in ({}, {"causal": True}, {"mask": mask}, {"q_offset": 100, "kv_offset": 37}):
+        op = rawattn.explain(*inputs, score=score, **options, return_lse=True, kernel="attn_fwd").op
+        assert ATTN_FWD.options(op, config)["Ahead"] == DiagonalsAhead()
+        captured = taken({"mask": options.get("mask"), "score": score})[1]
+        plans = [Plan(op, device, Selection(kernel, config, ""), "torch") for kernel in (ATTN_FWD, EachPair())]
+        found, wanted = (plan.run(*inputs, *captured) for plan in plans)
+        assert all(torch.equal(x, y) and not x.isnan().any() for x, y in zip(found, wanted, strict=True))
 
 
 REST = [  # of the zoo, some in one kernel, since compilation is the cost
