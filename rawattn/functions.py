@@ -486,9 +486,7 @@ def operands(*options: Any) -> tuple[Operand, ...]:
     return tuple(found)
 
 
-def with_captured(
-    layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None
-) -> Layout:  # fmt: skip
+def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None) -> Layout:
     """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
     share an element. Where rows have offsets there are none: these are run-time numbers, and a box begins at a multiple of 16

@@ -19,10 +19,7 @@ ROW_LIMIT = 1 << 32  # bytes, of a row stride that threads compute with
 BOX_COLUMNS = 64  # one 128-byte swizzle span of a 16-bit format
 SWIZZLE_ROWS = 8  # after which a swizzle repeats
 RAGGED_STRIDE_LIMIT = 1 << 34  # bytes; times the rows, 2^30, it wraps around 64 bits
-_RAGGED_ROWS, _RAGGED_EXTENT = (
-    1 << 30,
-    (1 << 31) - 1,
-)  # the extent is that of the two shifting dimensions: see tile/tma_tensor.cuh
+_RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # of rows; of the two shifting dimensions (tile/tma_tensor.cuh)
 
 
 def begins_box(column: int, itemsize: int) -> bool:
@@ -97,7 +94,6 @@ def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...]
 
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int) -> Geometry:
     """Returns how TMA reads a (batch, rows, heads, columns) or packed (rows, heads, columns) array that fits it."""
-
     columns, (heads, head_bytes, head_step) = shape[-1], _axis(shape[-2], strides[-2], itemsize)
     box = (BOX_COLUMNS, box_rows, 1, 1)
     rows, row_bytes, _ = _axis(shape[-3], strides[-3], itemsize)

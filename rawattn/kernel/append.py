@@ -11,17 +11,18 @@ from ..operation import Append
 from ..program import Field, Fields, Launch, Program, View, Violations
 from ..render import config_header, source
 from ..variant import Option, launch
+from ..variant.kv import PAGES
 from ..variant.lengths import KvLens, PageListLens
-from ..variant.place import InPages, OnePage, PageList, PageTable, Slots
+from ..variant.place import InPages, Slots
 from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
 from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, Rotary
 from ..variant.scale import scales
 from ..variant.storage import QuantizedStorage, SameStorage
 from ..variant.tokens import PackedTokens, SameTokens
 from .base import Kernel
+from .paging import page_shift
 
 FILE = "append.cu"
-WHOLE = 30  # page_shift of sequences with one page of any size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,6 @@ class AppendKernel(Kernel[Append]):
     def options(self, op: Append, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         lengths: Option = PageListLens() if op.lengths == "indptr" else KvLens()
-        pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
         rotary: Option = NoRotary()
         if op.angles is not None:
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
@@ -80,7 +80,7 @@ class AppendKernel(Kernel[Append]):
             "KvElement": op.kv_element,
             "Storage": storage,
             "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
-            "Destination": Slots() if op.form == "slots" else InPages(lengths, pages[op.form]),
+            "Destination": Slots() if op.form == "slots" else InPages(lengths, PAGES[op.form]),
             "Rotary": rotary,
             "Queries": NoQueries() if not op.heads else QueriesInPlace() if op.in_place else QueriesApart(),
             "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
@@ -103,9 +103,8 @@ class AppendKernel(Kernel[Append]):
 
     def values(self, op: Append) -> dict[str, float]:
         """The run-time numbers of struct Args."""
-        shift = WHOLE if op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
         found: dict[str, float] = {"kv_heads": op.kv_heads, "v_heads": op.kv_heads * op.v, "heads": op.heads, "pages": op.pages}
-        found |= {"page_size": op.page_size, "page_shift": shift, "indices_count": op.table, "max_kv_len": op.kv_len}
+        found |= {"page_size": op.page_size, "page_shift": page_shift(op), "indices_count": op.table, "max_kv_len": op.kv_len}
         found |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
         found |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
         return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}

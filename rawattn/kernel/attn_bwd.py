@@ -75,11 +75,6 @@ class Config:
         return 64 * self.consumers
 
 
-def widest(op: Forward) -> int:
-    """The larger head size."""
-    return max(op.head_dim, op.head_dim_v)
-
-
 def config_of(op: Forward, store: str = "ordered") -> Config:
     """The configuration for the head sizes, found by compiling."""
     if lists(op.mask):
@@ -95,14 +90,13 @@ def _has_two_loops(op: Forward, config: Config) -> bool:
         return False
     if op.varlen and config.consumers == 3:
         return False
-    return isinstance(op.mask, (Causal, Window, Both)) or (isinstance(op.mask, Full) and widest(op) <= 64)
+    return isinstance(op.mask, (Causal, Window, Both)) or (isinstance(op.mask, Full) and op.widest <= 64)
 
 
 def _registers_of(op: Forward, store: str) -> Config:
-    """The same, of one loop. Three warpgroups have no register to spare for a cap under a
-    window, to make dq themselves, for dropout, or for a score that reads elements of pairs; nor for a window or a score where
-    sequences use a part of their rows."""
-    size, is_cut = widest(op), any(op.lens)
+    """The same, of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves, for
+    dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows."""
+    size, is_cut = op.widest, any(op.lens)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
@@ -122,7 +116,7 @@ def list_configs_of(op: Forward) -> list[Config]:
     warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
     finish dq only if whole tiles have a loop of their own."""
     plain = Config(dq_parts=2, dq_columns=64) if op.head_dim > 96 else Config(dq_columns=op.head_dim)
-    if (size := widest(op)) > 96:
+    if (size := op.widest) > 96:
         plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
         found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
         return [*found, dataclasses.replace(plain, order="step_later"), plain]
@@ -199,7 +193,7 @@ class AttnBwd(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        return self.runs_on(device) and widest(op.forward) <= WIDEST and op.forward.element != FP32
+        return self.runs_on(device) and op.forward.widest <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward
@@ -261,7 +255,7 @@ class AttnBwd(BackwardKernel):
 
     def small_spill(self, op: Backward) -> int:
         """Of wide heads, what a work needs between its steps, and one or two words of a step."""
-        return SMALL_SPILL if widest(op.forward) > 96 else 0
+        return SMALL_SPILL if op.forward.widest > 96 else 0
 
     def counts_spills(self, launch: Launch) -> bool:
         """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
@@ -288,7 +282,7 @@ class AttnBwd(BackwardKernel):
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else 1.0)
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[widest(forward) <= 64] else 1.05)
+        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
 
     def lower(self, op: Backward, config: Config, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)

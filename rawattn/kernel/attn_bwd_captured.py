@@ -159,7 +159,7 @@ def _gather(
     """The launch for an element that the score reads."""
     forward, q_block, lie = op.forward, first.q_block, first.statistics
     if own.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
-        tile_kv = 64 if widest(forward) <= 128 else 32
+        tile_kv = 64 if forward.widest <= 128 else 32
         config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
     else:
         config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
@@ -178,11 +178,6 @@ def _gather(
     return found
 
 
-def widest(op: Forward) -> int:
-    """The larger head size."""
-    return max(op.head_dim, op.head_dim_v)
-
-
 def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     constants = {
         "tile_q": config.tile_q, "tile_kv": config.tile_kv, "q_block": config.q_block, "head_dim": op.head_dim,
@@ -190,10 +185,10 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     }  # fmt: skip
     if config.tensor_cores:
         file = "attn_bwd_captured_mma.cu"
-        constants |= {"threads": 2 * config.tile_q, "ctas_per_sm": 3 if widest(op) <= 128 else 2}
+        constants |= {"threads": 2 * config.tile_q, "ctas_per_sm": 3 if op.widest <= 128 else 2}
     else:
         file = "attn_bwd_captured.cu"
-        constants |= {"chunk": min(64, -(-widest(op) // 16) * 16)}
+        constants |= {"chunk": min(64, -(-op.widest // 16) * 16)}
     layout: Option = MmaLayout() if config.tensor_cores else SimtLayout()
     plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(

@@ -59,7 +59,7 @@ class Config:
 
 def config_of(op: Forward, device: Device) -> Config:
     """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
-    widest = max(op.head_dim, op.head_dim_v)
+    widest = op.widest
     large, least = has_large_smem(device), device.smem_bytes < 110_000
     if op.element == FP32:
         config = config_of_fp32(widest, large, least)

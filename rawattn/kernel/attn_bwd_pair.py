@@ -67,8 +67,7 @@ class AttnBwdPair(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        wide = max(op.forward.head_dim, op.forward.head_dim_v) > 128
-        return self.runs_on(device) and wide and op.forward.element != FP32
+        return self.runs_on(device) and op.forward.widest > 128 and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         found, forward = [], op.forward

@@ -30,7 +30,7 @@ class Config:
 def configs_of(op: Forward) -> list[Config]:
     """The configurations for the head sizes, the fastest first (perf/notes/attn_bwd_simt.md). A thread has tile_kv / 16 times
     columns / 16 numbers of dk and of dv in registers, so that wide heads take smaller tiles, and doubles sooner."""
-    widest = max(op.head_dim, op.head_dim_v)
+    widest = op.widest
     chunk = min(64, -(-widest // 16) * 16)
     if op.element.lse_bytes == 8:
         tiles = [(tile, tile, 1) for tile, most in ((64, 64), (32, 128), (16, 512)) if widest <= most]

@@ -79,10 +79,10 @@ def page_rows(op: AttentionKVCache, config: Config) -> int:
 
 def kv_option(op: AttentionKVCache, config: Config) -> Option:
     """Returns the option that says where keys and values come from."""
-    pages, rows = paging.pages_option(op), page_rows(op, config)
-    if not config.cp_async and paging.has_small_pages(op, config.tile_kv):
-        return kv.SmallPagesKv(pages, rows)
-    return kv.PagedKv(pages, rows, config.cp_async)
+    pages, rows = kv.PAGES[op.form], page_rows(op, config)
+    if config.cp_async:
+        return kv.PagedCpAsyncKv(pages, rows)
+    return (kv.SmallPagesTmaKv if paging.has_small_pages(op, config.tile_kv) else kv.PagedTmaKv)(pages, rows)
 
 
 def must_copy(op: AttentionKVCache, device: Device) -> bool:
@@ -184,7 +184,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
         keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
         dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
-        wide = max(op.head_dim, op.head_dim_v) > 192 or dims > 384
+        wide = op.widest > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
             tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64

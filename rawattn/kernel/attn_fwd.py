@@ -197,8 +197,6 @@ class AttnFwd(OneLaunch):
             found += [c for c in fitting if self.legal(c, op, device) is None][:1]
         return found
 
-    # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
-
     def cost(self, config: Config, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
 
@@ -226,9 +224,9 @@ class AttnFwd(OneLaunch):
         )  # fmt: skip
 
     def order(self, op: Forward, config: Config) -> Option:
-        """The order of the warpgroups' products. Two take turns, but at head_dim
-        256, where the products of one leave the other's softmax time enough; four do where none of them has tiles to skip, nor a
-        softmax so long that it misses its turn (perf/notes/attn_fwd.md)."""
+        """The order of the warpgroups' products. Two take turns, but at head_dim 256, where the products of one leave the other's
+        softmax time enough; four do where none of them has tiles to skip, nor a softmax so long that it misses its turn
+        (perf/notes/attn_fwd.md)."""
         even = isinstance(op.mask, Full) and isinstance(op.score, Scale) and not op.varlen
         turns = {2: op.head_dim_v <= 128, 4: even}.get(config.consumers, False)
         return order.PingPong() if turns else order.Unordered()

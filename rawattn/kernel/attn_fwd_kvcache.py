@@ -103,7 +103,7 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             order = scheduler.BothEndsScheduler()
         own: dict[str, Option] = {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv_kind(op, config)(paging.pages_option(op), page_rows(op, config)),
+            "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Scheduler": scheduler.SaidScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),

@@ -67,7 +67,7 @@ class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):
         """The option on each axis."""
         own: dict[str, Option] = {
             "Rows": rows.StridedCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(paging.pages_option(op)),
+            "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(kv.PAGES[op.form]),
             "Scheduler": scheduler.SaidScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": tiling.cursor(over_tensors(op)),
         }

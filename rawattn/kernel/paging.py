@@ -8,14 +8,13 @@ import functools
 from typing import Any
 
 from ..device import Device
-from ..operation import AttentionKVCache, Forward
+from ..operation import Append, AttentionKVCache, Forward
 from ..tma import SWIZZLE_ROWS
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.mask import AtPositionsMask, CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
-from ..variant.place import OnePage, PageList, PageTable
 from ..variant.scale import Scale
 from . import tiling
 
@@ -24,7 +23,7 @@ WHOLE = 30  # page_shift of sequences with one page of any size
 SMALL_PAGE = 32  # keys at most: larger pages gain nothing by fewer boxes of TMA
 
 
-def page_shift(op: AttentionKVCache) -> int:
+def page_shift(op: AttentionKVCache | Append) -> int:
     """The binary logarithm of the page size; a large one where sequences have one page of any size."""
     return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
 
@@ -37,12 +36,6 @@ def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
 def lengths_option(op: AttentionKVCache) -> Option:
     """Returns the option that says where the lengths of sequences lie."""
     return PageListLens() if op.form == "indptr" else KvLens()
-
-
-def pages_option(op: AttentionKVCache) -> Option:
-    """Returns how the pages of sequences are given."""
-    pages = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}
-    return pages[op.form]
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:

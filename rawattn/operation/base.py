@@ -195,6 +195,7 @@ class OverKeys(Operation):
 
     spec: Spec
     head_dim: int
+    head_dim_v: int
     heads: int
     kv_heads: int
 
@@ -219,3 +220,8 @@ class OverKeys(Operation):
     def heads_per_kv(self) -> int:
         """Query heads that share one key and value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def widest(self) -> int:
+        """The larger head size."""
+        return max(self.head_dim, self.head_dim_v)

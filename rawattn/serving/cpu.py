@@ -130,8 +130,8 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
 
 
 def _refusal(op: AttentionKVCache) -> str | None:
-    if max(op.head_dim, op.head_dim_v) > 1024:
-        return f"head_dim is {max(op.head_dim, op.head_dim_v)}; it takes up to 1024"
+    if op.widest > 1024:
+        return f"head_dim is {op.widest}; it takes up to 1024"
     if not hasattr(op.score, "logit"):
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
     if (reason := cpu.undefined(op.mask)) is not None:

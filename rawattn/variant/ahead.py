@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 from ..operand import Layout
 from ..program import Field, Fields, TensorMap
+from ..tma import BOX_COLUMNS
 from ..trace.pair_axes import PairAxes
 from . import Option
-
-PANEL = 64  # keys of a tile's row that are a span of the swizzle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Opt
     if getattr(score, "has_diagonals", False):
         return DiagonalsAhead()
     other = ahead_of(score)
-    if not isinstance(other, ElementsAhead) or tile_kv % PANEL or len(score.pair_axes) != 1:
+    if not isinstance(other, ElementsAhead) or tile_kv % BOX_COLUMNS or len(score.pair_axes) != 1:
         return other
     ((array, axes),) = score.pair_axes.values()
     name = f"{score.role}_{array}"

@@ -1,12 +1,12 @@
-"""This module says where key and value bytes come from."""
+"""This module says where key and value bytes come from, and which pages of a cache a sequence has."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import ClassVar
 
-from ..program import Fields
-from . import Option
+from ..program import Field, Fields, Pointer, Stride
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,70 +26,78 @@ class CpAsyncKv(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedKv(Option):
-    """Pools of pages; ``pages`` says which of them a sequence has (variant/place.py). TMA reads blocks of ``page_rows`` rows, a
-    multiple of 8 that lies in one page; with ``cp_async`` a warp copies them, of pages of any size."""
+class OnePage(Option):
+    """Sequence i has page i."""
 
-    pages: Option
+    type: ClassVar[str] = "OnePage"
+    source: ClassVar[str] = "variant/kv/one_page.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTable(Option):
+    """A sequence's pages are a row of page_table."""
+
+    type: ClassVar[str] = "PageTable"
+    source: ClassVar[str] = "variant/kv/page_table.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        table = Field("page_table", "const i32*", Pointer("page_table"))
+        return (table, Field("page_table_stride", "i64", Stride("page_table", "line")), Field("page_shift", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class PageList(Option):
+    """The pages of all sequences lie end to end."""
+
+    type: ClassVar[str] = "PageList"
+    source: ClassVar[str] = "variant/kv/page_list.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        arrays = [Field(name, "const i32*", Pointer(name)) for name in ("indptr", "indices")]
+        return (*arrays, Field("indices_count", "i32"), Field("page_shift", "i32"))
+
+
+PAGES: dict[str, Option] = {"dense": OnePage(), "table": PageTable(), "indptr": PageList()}  # by the form of a step
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedTmaKv(Wrapper):
+    """Pools of pages; the base says which of them a sequence has. TMA reads blocks of ``page_rows`` rows, a multiple of 8 that
+    lies in one page."""
+
     page_rows: int
-    cp_async: bool = False
-    type: ClassVar[str] = "PagedKv"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{'PagedCpAsyncKv' if self.cp_async else 'PagedTmaKv'}<{self.pages.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, f"variant/kv/paged_{'cp_async' if self.cp_async else 'tma'}.cuh")
+    type: ClassVar[str] = "PagedTmaKv"
+    source: ClassVar[str] = "variant/kv/paged_tma.cuh"
 
     @property
     def constants(self) -> dict[str, int]:
         return {"page_rows": self.page_rows}
 
-    @property
-    def fields(self) -> Fields:
-        return self.pages.fields
-
 
 @dataclasses.dataclass(frozen=True)
-class SmallPagesKv(PagedKv):
+class SmallPagesTmaKv(PagedTmaKv):
     """The same for small pages, whose boxes one lane issues."""
 
-    @property
-    def cuda_type(self) -> str:
-        return f"SmallPagesTmaKv<{self.pages.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, "variant/kv/small_pages_tma.cuh")
+    type: ClassVar[str] = "SmallPagesTmaKv"
+    source: ClassVar[str] = "variant/kv/small_pages_tma.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedPanelsKv(Option):
-    """Pools of pages, which TMA reads for wgmma in panels of 64 columns and blocks of ``page_rows`` rows, a multiple of 8 that
-    lies in one page; ``pages`` says which of them a sequence has."""
+class PagedCpAsyncKv(PagedTmaKv):
+    """The same of pages of any size, which warps copy; ``page_rows`` are those of a tile."""
 
-    pages: Option
-    page_rows: int
+    type: ClassVar[str] = "PagedCpAsyncKv"
+    source: ClassVar[str] = "variant/kv/paged_cp_async.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPanelsKv(PagedTmaKv):
+    """The same for wgmma, in panels of 64 columns."""
+
     type: ClassVar[str] = "PagedPanelsKv"
-    file: ClassVar[str] = "variant/kv/paged_panels.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{self.type}<{self.pages.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, self.file)
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"page_rows": self.page_rows}
-
-    @property
-    def fields(self) -> Fields:
-        return self.pages.fields
+    source: ClassVar[str] = "variant/kv/paged_panels.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +105,7 @@ class PagedBoxesKv(PagedPanelsKv):
     """The same for small pages, each of which TMA reads at once, all columns, which are a multiple of 64."""
 
     type: ClassVar[str] = "PagedBoxesKv"
-    file: ClassVar[str] = "variant/kv/paged_boxes.cuh"
+    source: ClassVar[str] = "variant/kv/paged_boxes.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,28 +113,15 @@ class PagedPanelsFromKv(PagedPanelsKv):
     """The same for sequences whose first keys do not count."""
 
     type: ClassVar[str] = "PagedPanelsFromKv"
-    file: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
+    source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedRowsKv(Option):
-    """Pools of pages of any size, which all threads of a block copy; ``pages`` says which of them a sequence has."""
+class PagedRowsKv(Wrapper):
+    """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 
-    pages: Option
     type: ClassVar[str] = "PagedRowsKv"
-    file: ClassVar[str] = "variant/kv/paged_rows.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{self.type}<{self.pages.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.pages.sources, self.file)
-
-    @property
-    def fields(self) -> Fields:
-        return self.pages.fields
+    source: ClassVar[str] = "variant/kv/paged_rows.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,4 +129,4 @@ class PagedRowsWidenedKv(PagedRowsKv):
     """The same in eight bits, which threads make numbers of 16."""
 
     type: ClassVar[str] = "PagedRowsWidenedKv"
-    file: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
+    source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"

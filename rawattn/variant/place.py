@@ -5,42 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Stride
+from ..program import Field, Fields, Pointer
 from . import Option
-
-
-@dataclasses.dataclass(frozen=True)
-class OnePage(Option):
-    """Sequence i has page i."""
-
-    type: ClassVar[str] = "OnePage"
-    source: ClassVar[str] = "variant/kv/one_page.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class PageTable(Option):
-    """A sequence's pages are a row of page_table."""
-
-    type: ClassVar[str] = "PageTable"
-    source: ClassVar[str] = "variant/kv/page_table.cuh"
-
-    @property
-    def fields(self) -> Fields:
-        table = Field("page_table", "const i32*", Pointer("page_table"))
-        return (table, Field("page_table_stride", "i64", Stride("page_table", "line")), Field("page_shift", "i32"))
-
-
-@dataclasses.dataclass(frozen=True)
-class PageList(Option):
-    """The pages of all sequences lie end to end."""
-
-    type: ClassVar[str] = "PageList"
-    source: ClassVar[str] = "variant/kv/page_list.cuh"
-
-    @property
-    def fields(self) -> Fields:
-        arrays = [Field(name, "const i32*", Pointer(name)) for name in ("indptr", "indices")]
-        return (*arrays, Field("indices_count", "i32"), Field("page_shift", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)

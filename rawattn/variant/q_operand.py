@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Fields
-from . import Option
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,22 +17,9 @@ class PlainQ(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaledQ(Option):
-    """In half precision, each row times a power of two, for products with keys of eight bits; ``k`` is what these are multiplied
-    by."""
+class ScaledQ(Wrapper):
+    """In half precision, each row times a power of two, for products with keys of eight bits; the base is what these are
+    multiplied by."""
 
-    k: Option
     type: ClassVar[str] = "ScaledQ"
     source: ClassVar[str] = "variant/q_operand/scaled.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{self.type}<{self.k.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.k.sources, self.source)
-
-    @property
-    def fields(self) -> Fields:
-        return self.k.fields

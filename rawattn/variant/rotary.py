@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..program import Field, Fields, Pointer, Stride
-from . import Option
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,24 +18,11 @@ class NoRotary(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyPositions(Option):
-    """A row's position is its place among the keys of its sequence."""
+class KeyPositions(Wrapper):
+    """A row's position is its place among the keys of its sequence, whose lengths the base knows."""
 
-    lengths: Option
     type: ClassVar[str] = "KeyPositions"
     source: ClassVar[str] = "variant/positions/keys.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{self.type}<{self.lengths.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.lengths.sources, self.source)
-
-    @property
-    def fields(self) -> Fields:
-        return self.lengths.fields
 
 
 @dataclasses.dataclass(frozen=True)

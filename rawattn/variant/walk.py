@@ -9,7 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from ..program import Field, Fields, Scratch
-from . import Option
+from . import Option, Wrapper
 
 
 def lists(mask: object) -> bool:
@@ -143,19 +143,11 @@ class QListCursor(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class QIntervalSteps(Option):
-    """Query tiles of a key tile, side by side, which one thread finds for its block as ``walk`` goes along them."""
+class QIntervalSteps(Wrapper):
+    """Query tiles of a key tile, side by side, which one thread finds for its block as the base goes along them."""
 
-    walk: Option = QIntervalWalk()
+    type: ClassVar[str] = "QIntervalSteps"
     source: ClassVar[str] = "variant/walk/q_interval_steps.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"QIntervalSteps<{self.walk.cuda_type}>"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.walk.sources, self.source)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 #pragma once
 // Rows stay as they are.
-#include "tile/number.cuh"
 
 struct NoRotary {
     static constexpr bool exists = true;
