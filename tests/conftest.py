@@ -58,6 +58,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def world() -> Iterator[None]:
+    """Four processes of torch.distributed, of which this is one; the others are made up."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    import torch.distributed
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=fake.FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("gpu")
     if marker and (reason := missing_gpu(*marker.args)):

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import threading
 import warnings
 from typing import Any
 
@@ -37,6 +36,7 @@ from rawattn.variant.scheduler import DIRECTIONS
 from rawattn.variant.score import Scale, Softcap
 from tests import lists, operations
 from tests.operations import replace
+from tests.threads import at_once
 
 torch = pytest.importorskip("torch")
 H200 = TYPICAL["sm_90a"]
@@ -169,11 +169,7 @@ def test_concurrent_calls() -> None:
             if not same(rawattn.attention_backward(**good), wanted):
                 wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, [()] * 6)
     assert not wrong
 
 

@@ -25,6 +25,7 @@ import pytest
 from rawattn import cache, compiler
 from rawattn.errors import CompileError, RawattnError, UnsupportedError
 from rawattn.tokens import code
+from tests.threads import at_once
 
 TEXT = """\
 #include "config.cuh"
@@ -323,11 +324,7 @@ def test_eight_threads_compile_once() -> None:
         barrier.wait()
         origins.append(compiler.compile(SOURCE).origin)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, [()] * 8)
     assert sorted(origins) == ["compiled"] + ["memory"] * 7
 
 
@@ -502,11 +499,7 @@ def test_one_warning_for_many_threads(folder: pathlib.Path) -> None:
         cache.warn_uncached(OSError("no"))
 
     with pytest.warns(cache.CacheWarning) as caught:
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(work, [()] * 8)
     assert len(caught) == 1
 
 

@@ -38,6 +38,7 @@ from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
 from tests.options import HeadWindow, cases
+from tests.threads import at_once
 
 Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
@@ -324,11 +325,7 @@ def test_concurrent_calls() -> None:
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=repeat, args=pair) for pair in zip(different, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(repeat, zip(different, wanted, strict=True))
     assert not wrong
 
 

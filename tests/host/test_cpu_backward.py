@@ -6,7 +6,6 @@ import dataclasses
 import math
 import pathlib
 import platform
-import threading
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
 from tests.host.test_cpu import process
 from tests.options import SCORES
+from tests.threads import at_once
 
 Gradients = dict[str, npt.NDArray[Any]]
 
@@ -188,11 +188,7 @@ def test_concurrent_calls() -> None:
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=repeat, args=pair) for pair in zip(different, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(repeat, zip(different, wanted, strict=True))
     assert not wrong
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import pathlib
-import threading
 import weakref
 from typing import Any
 
@@ -25,6 +24,7 @@ from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
 from tests.host.test_render import words
+from tests.threads import at_once
 
 Array = npt.NDArray[Any]
 H200 = TYPICAL["sm_90a"]
@@ -408,11 +408,7 @@ def test_threads() -> None:
             if not (rawattn.attention(q, k, v, mask=documents(docs[i], 40)) == wanted[i]).all():
                 wrong.append(i)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(docs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, [(i,) for i in range(len(docs))])
     assert wrong == []
 
 

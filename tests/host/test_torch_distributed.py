@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -125,15 +124,6 @@ def test_two_processes(tmp_path: Any) -> None:
             process.kill()
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    """Four processes, of which this is one; the others are made up."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=4, store=fake.FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
 # mesh, placements of q, of k and v, heads of q and of k, wanted of dq
 SHARDINGS: list[tuple[tuple[int, ...], str, str, int, int, str]] = [
     ((4,), "r", "r", 8, 8, "r"),
@@ -148,22 +138,20 @@ SHARDINGS: list[tuple[tuple[int, ...], str, str, int, int, str]] = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", SHARDINGS, ids=str)
 def test_placements_of_gradients(case: Any, world: None) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    from tests.host.test_torch_op import placements
 
     shape, q_names, kv_names, heads, kv_heads, wanted = case
     mesh = init_device_mesh("cpu", shape)
-
-    def placed(names: str) -> list[Any]:
-        return [Replicate() if name == "r" else Shard(int(name)) for name in names]
-
     given = [
-        distribute_tensor(torch.randn(4, 8, n, 8), mesh, placed(names)).requires_grad_()
+        distribute_tensor(torch.randn(4, 8, n, 8), mesh, placements(names)).requires_grad_()
         for n, names in ((heads, q_names), (kv_heads, kv_names), (kv_heads, kv_names))
     ]
     o, lse = rawattn.attention(*given, causal=True, return_lse=True)
     found = torch.ops.rawattn.attention_backward(o.detach(), *(x.detach() for x in (*given, o, lse)))
     for each, x in zip(found, given, strict=False):
-        assert list(each.placements) == placed(wanted) and each.shape == x.shape
+        assert list(each.placements) == placements(wanted) and each.shape == x.shape
     assert found[3].shape == (0,)
     assert [x.shape for x in torch.autograd.grad((o.sum(), lse.sum()), given)] == [x.shape for x in given]
 

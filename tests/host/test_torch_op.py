@@ -9,7 +9,7 @@ import functools
 import io
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -607,15 +607,6 @@ def test_text_of_options() -> None:
 
 
 # ---- DTensor
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    """Four processes, of which this is one; the others are made up."""
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=4, store=fake.FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 def placements(names: str) -> list[Any]:

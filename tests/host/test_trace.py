@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from rawattn.trace.evaluation import evaluate
 from rawattn.variant.function import FunctionMask, FunctionScore
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
+from tests.threads import at_once
 
 torch = pytest.importorskip("torch")
 DOC = np.array([0, 0, 1, 1, 1, 2, 2, 2], np.int32)
@@ -638,11 +638,7 @@ def test_many_threads() -> None:
             if not (pairs(make(doc, n)) == expected).all():
                 wrong.append((doc, n))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work, [(seed,) for seed in range(8)])
     assert not wrong
 
 
