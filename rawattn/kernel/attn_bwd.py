@@ -183,6 +183,22 @@ def _with_tiles(op: Backward, config: Config) -> Config:
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
+def _store_of_ds(op: Backward, config: Config) -> Option:
+    """The option for what becomes of dS besides dq."""
+    if not config.gradient:
+        return DsKept()
+    mask, axes = op.forward.mask, attn_bwd_captured.of_ds(op)[config.gradient]
+    kind = DsStored if isinstance(mask, Full) or lists(mask) else DsStoredFilled
+    return kind(config.gradient, axes, config.tile_q)
+
+
+def _elements(op: Backward, config: Config) -> Option:
+    """The option for how elements come that the score reads of pairs."""
+    axes = elements_by_tma(op.forward, op.layout)[1] if config.elements else None
+    once = config.gradient == config.elements
+    return ElementsInDs(config.elements, axes, config.tile_q, once) if axes else TransposedElements()
+
+
 class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
@@ -291,14 +307,8 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        axes = attn_bwd_captured.of_ds(op)[config.gradient] if config.gradient else None
-        store_of_ds = DsStored if isinstance(forward.mask, Full) or lists(forward.mask) else DsStoredFilled
-        ds = store_of_ds(config.gradient, axes, config.tile_q) if axes else DsKept()
-        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if axes else []
-        read = elements_by_tma(forward, op.layout)[1] if config.elements else None
-        once = config.gradient == config.elements
-        ahead = ElementsInDs(config.elements, read, config.tile_q, once) if read else TransposedElements()
-        main = functools.partial(_main, ds, ahead)
+        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
+        main = functools.partial(_main, _store_of_ds(op, config), _elements(op, config))
         own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
         own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
