@@ -8,7 +8,8 @@
 //   __syncthreads, before    every thread   every thread   K and V, Q and dO of the head before, smem.gather until read
 //   __syncthreads, behind    every thread   every thread   all parts until they are there
 
-#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Layout, Gather, Scheduler, Walk
+#include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options Element, Rows, Mask, Score, Weight, Gradient, Sums, Layout, Gather,
+                       // Statistics, Scheduler, Walk
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"

@@ -33,7 +33,6 @@ struct ElementsInDs {
         }
     };
 
-    template <int n>
     struct Logits {
         using Element = decltype(static_cast<const Score*>(nullptr)->row(0, 0).element());
         const Score& score;
@@ -51,7 +50,7 @@ struct ElementsInDs {
         }
     };
     template <int n, class Consumer>
-    __device__ static Logits<n> logits(const Consumer& own, const Score& score, i32 q_first, i32 key, i32) {
+    __device__ static Logits logits(const Consumer& own, const Score& score, i32 q_first, i32 key, i32) {
         const u32 s = own.step.stage();
         own.smem.elements.full[s].wait(own.step.parity());
         return {score, q_first, key, own.ds_address + s * u32(sizeof(own.smem.ds[0])), {}};

@@ -1,14 +1,7 @@
 #pragma once
-// The steps of a work in two loops of attn_bwd.cu: one for tiles that the mask cuts, and one for those that it keeps whole, in which
-// nothing of the mask takes registers or instructions. Of a tile that is cut a warpgroup may keep nothing: it skips its products.
+// The steps of a work in two loops of attn_bwd.cu. Of a tile that is cut a warpgroup may keep nothing: it skips its products.
+#include "variant/steps/step.cuh"
 #include "variant/walk/q_interval.cuh"
-
-struct FullStep {
-    __device__ static constexpr bool is_full(const Walk&) { return true; }
-};
-struct CutStep {
-    __device__ static constexpr bool is_full(const Walk&) { return false; }
-};
 
 struct StepsApart {
     template <class Consumer>

@@ -1,14 +1,6 @@
 #pragma once
-// The steps of a work in two loops of attn_bwd.cu, where its tiles are a list: one for tiles that the mask cuts, and one for those that it keeps
-// whole, in which nothing of the mask takes registers or instructions.
-#include "variant/interfaces_bwd.cuh"
-
-struct FullStep {
-    __device__ static constexpr bool is_full(const Walk&) { return true; }
-};
-struct CutStep {
-    __device__ static constexpr bool is_full(const Walk&) { return false; }
-};
+// The steps of a work in two loops of attn_bwd.cu, where its tiles are a list.
+#include "variant/steps/step.cuh"
 
 struct ListStepsApart {
     template <class Consumer>
