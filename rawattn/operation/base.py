@@ -5,10 +5,12 @@ They know no operation by its class, and no array by its name."""
 from __future__ import annotations
 
 import abc
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from .. import functions
 from ..arrays import DTYPES, Array
 from ..operand import PLAIN, Layout, Operand
 from ..spec import Spec
@@ -194,10 +196,25 @@ class OverKeys(Operation):
     """This is what operations have in common in which queries attend to keys, as a ``Spec`` says."""
 
     spec: Spec
+    batch: int
+    q_len: int
+    total_q: int
     head_dim: int
     head_dim_v: int
     heads: int
     kv_heads: int
+
+    @functools.cached_property
+    def captured(self) -> tuple[Operand, ...]:
+        """Returns what the mask captured, and the score."""
+        return functions.operands(self.spec.mask, self.spec.score)
+
+    def attended(self, is_packed: bool) -> tuple[Operand, ...]:
+        """o, and lse if it is asked for, where sequences lie end to end or each has as many rows."""
+        batch, rows = ((), self.total_q) if is_packed else ((self.batch,), self.q_len)
+        o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
+        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
+        return (o, lse) if self.spec.return_lse else (o,)
 
     @property
     def mask(self) -> Mask:

@@ -157,17 +157,9 @@ class Forward(OverKeys):
         return (*found, *self.captured)
 
     @functools.cached_property
-    def captured(self) -> tuple[Operand, ...]:
-        """Returns what the mask captured, and the score."""
-        return functions.operands(self.spec.mask, self.spec.score)
-
-    @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it writes, in order."""
-        batch, rows = ((), self.total_q) if self.varlen else ((self.batch,), self.q_len)
-        o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
-        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
-        return (o, lse) if self.spec.return_lse else (o,)
+        return self.attended(self.varlen)
 
     @property
     def limits(self) -> Limits:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .. import functions
 from ..arrays import DTYPES, Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
@@ -132,17 +131,9 @@ class AttentionKVCache(OverKeys):
         return (*found, *self.captured)
 
     @functools.cached_property
-    def captured(self) -> tuple[Operand, ...]:
-        """Returns what the mask captured, and the score."""
-        return functions.operands(self.spec.mask, self.spec.score)
-
-    @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it writes, in order."""
-        batch, rows = ((), self.total_q) if self.ragged else ((self.batch,), self.q_len)
-        o = Operand("o", self.element.name, (*batch, rows, self.heads, self.head_dim_v), "out")
-        lse = Operand("lse", self.element.lse_name, (*batch, self.heads, rows), "out", contiguous=True)
-        return (o, lse) if self.spec.return_lse else (o,)
+        return self.attended(self.ragged)
 
     # ---- its options
 
