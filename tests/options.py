@@ -126,3 +126,25 @@ EXAMPLES = [
     *((name, {"mask": example(strategy)}) for name, strategy in MASKS.items()),
     *((name, {"score": example(strategy)}) for name, strategy in SCORES.items()),
 ]
+
+
+def run_time_values(draw: Any, case: testing.Case, longest: int) -> dict[str, Any]:
+    """Other heads, lengths and numbers of a case's options, for which the compiled kernels are the same."""
+    length = st.integers(0, longest) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 384])
+    pair = length.map(lambda n: (n, n)) | st.tuples(length, length)
+    side = st.none() | st.integers(0, longest)
+    kv_heads = draw(st.integers(1, 3))
+    changes: dict[str, Any] = {"heads": kv_heads * draw(st.sampled_from((1, 1, 2, 5))), "kv_heads": kv_heads}
+    if case.lengths is None:
+        changes["batch"], (changes["q_len"], changes["kv_len"]) = draw(st.integers(1, 3)), draw(pair)
+    else:
+        changes["lengths"] = tuple(draw(st.lists(pair, max_size=6)))
+    if case.window is not None:
+        changes["window"] = draw(st.tuples(side, side))
+    if isinstance(case.mask, Window):
+        changes["mask"] = Window(draw(side), draw(side), case.mask.align)
+    if isinstance(case.mask, Both):
+        changes["mask"] = Both(case.mask.a, Window(draw(side), draw(side)))
+    if case.softcap is not None:
+        changes["softcap"] = draw(st.sampled_from((0.3, 4.0, 50.0)))
+    return changes

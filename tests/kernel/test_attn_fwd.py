@@ -22,7 +22,7 @@ from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import attend, check, far, much_memory
-from tests.options import cases
+from tests.options import cases, run_time_values
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
@@ -248,23 +248,7 @@ KERNELS = [
 @st.composite
 def varied(draw: Any, case: Case, longest: int = 400) -> Case:
     """The case with other run-time values: the compiled kernel is the same."""
-    length = st.integers(0, longest) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 384])
-    pair = length.map(lambda n: (n, n)) | st.tuples(length, length)
-    side = st.none() | st.integers(0, longest)
-    kv_heads = draw(st.integers(1, 3))
-    changes: dict[str, Any] = {"heads": kv_heads * draw(st.sampled_from((1, 1, 2, 5))), "kv_heads": kv_heads}
-    if case.lengths is None:
-        changes["batch"], (changes["q_len"], changes["kv_len"]) = draw(st.integers(1, 3)), draw(pair)
-    else:
-        changes["lengths"] = tuple(draw(st.lists(pair, max_size=6)))
-    if case.window is not None:
-        changes["window"] = draw(st.tuples(side, side))
-    if isinstance(case.mask, Window):
-        changes["mask"] = Window(draw(side), draw(side), case.mask.align)
-    if isinstance(case.mask, Both):
-        changes["mask"] = Both(case.mask.a, Window(draw(side), draw(side)))
-    if case.softcap is not None:
-        changes["softcap"] = draw(st.sampled_from((0.3, 4.0, 50.0)))
+    changes = run_time_values(draw, case, longest)
     sign = -1 if (case.scale or 0) < 0 else 1
     changes["scale"] = sign * draw(st.sampled_from((1e-3, 0.1, 0.3, 4.0)))
     layout, seed = draw(st.sampled_from(LAYOUTS)), draw(st.integers(0, 2**32 - 1))
