@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30060,
     "perf": 5825,
     "cuda_src": 12595,
-    "tests": 38155,
+    "tests": 38125,
 }
 FUNCTION_LINES = 60
 
