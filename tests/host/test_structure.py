@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30145,
     "perf": 5825,
     "cuda_src": 12600,
-    "tests": 38175,
+    "tests": 38275,
 }
 FUNCTION_LINES = 60
 
