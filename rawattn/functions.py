@@ -489,8 +489,8 @@ def operands(*options: Any) -> tuple[Operand, ...]:
 def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None) -> Layout:
     """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
-    share an element. Where rows have offsets there are none: these are run-time numbers, and a box begins at a multiple of 16
-    bytes."""
+    share an element, and its rows, of which there may be but one, are multiples of 16 bytes. Where rows have offsets there are
+    none: these are run-time numbers, and a box begins at a multiple of 16 bytes."""
     axes = getattr(spec.score, "pair_axes", {}) if spec.offsets is None else {}
     found = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
@@ -501,7 +501,8 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
         found += [f"score_{i}"] * _moves_tiles(array, own)
         if alone is None or any(each.is_shared(*alone) for each in own):
             continue
-        found += [f"dscore_{i}"] * _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own)
+        whole = begins_box(array.shape[-1], 2) and _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own)
+        found += [f"dscore_{i}"] * whole
     return layout._replace(tma_captured=tuple(found)) if found else layout
 
 

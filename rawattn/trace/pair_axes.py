@@ -28,9 +28,10 @@ class PairAxes(NamedTuple):
     def view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], queries: int | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the array as (batch, rows, heads, columns), up to the row of the last one of so many queries."""
+        """Shape and strides of the array as (batch, rows, heads, columns), up to the row of the last one of so many queries; one
+        row for no query, as a tensor map must be of something."""
         sizes, steps = zip(*((1, 0) if i is None else (shape[i], strides[i]) for i in self[:4]), strict=True)
-        rows = sizes[1] if queries is None else min(sizes[1], self.first_q + queries)
+        rows = sizes[1] if queries is None else min(sizes[1], max(1, self.first_q + queries))
         return (sizes[0], rows, *sizes[2:]), steps
 
 

@@ -58,7 +58,8 @@ class _Counters:
 
 
 def _tensor_maps(dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> Any:
-    """Makes maps of 4 or of 5 dimensions, as ``threads.hpp`` reads them."""
+    """Makes maps of 4 or of 5 dimensions, as ``threads.hpp`` reads them. The driver refuses one of nothing."""
+    assert 0 not in sizes
     words = (
         [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, arrays.DTYPES[dtype].itemsize]
     )

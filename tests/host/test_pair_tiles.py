@@ -86,6 +86,18 @@ def test_how_an_array_lies() -> None:
 
 
 @pytest.mark.parametrize(
+    "keys, moved", [(144, ("score_0", "dscore_0")), (141, ("score_0",)), (142, ("score_0",)), (136, ("score_0", "dscore_0"))]
+)
+def test_gradient_of_one_row(keys: int, moved: tuple[str, ...]) -> None:
+    """A lone row has no stride that must be a multiple of 16 bytes. Its gradient is filled and cleared in pieces of 16 and of 8
+    bytes all the same, so its length must be one."""
+    one = np.broadcast_to(np.zeros((), ml_dtypes.bfloat16), (1, 1, 1, keys))
+    option, _ = function(lambda s, b, h, q, kv: s + one[b, h, q, kv], "score", (1, 1, 1, 130))
+    found = Backward(forward(BF16, 1, 1, 130, 1, 1, 64, 64, score=option), wrt=("score_0",)).lying()
+    assert [each.layout.tma_captured for each in found] == [(), moved]
+
+
+@pytest.mark.parametrize(
     "score, offsets, moved",
     [
         (lambda s, b, h, q, kv: s + WHOLE[b, h, q + 1, kv + 8], {}, {"ahead", "elements", "ds"}),

@@ -18,8 +18,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 30060,
     "perf": 5825,
-    "cuda_src": 12595,
-    "tests": 38125,
+    "cuda_src": 12600,
+    "tests": 38275,
 }
 FUNCTION_LINES = 60
 

@@ -216,6 +216,28 @@ def test_no_rows(n: int, m: int) -> None:
         assert not any(x.any() for x in check(dataclasses.replace(CASE, q_len=n, kv_len=m), score))
 
 
+@pytest.mark.gpu
+def test_longer_array_without_queries() -> None:
+    """A tensor map is of something, although no element is read."""
+    case, bias = Case("bf16", 1, 0, 136, 2, 2, 64, 64), torch.randn(1, 2, 104, 136, device="cuda").bfloat16()
+    (found,) = check(case, lambda s, b, h, q, kv: s + bias[b, h, q, kv], "attn_bwd")
+    assert not found.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [141, 144])
+@pytest.mark.parametrize("m", [100, 141])
+def test_one_row(m: int, n: int) -> None:
+    """Zeros of a lone row, of which keys are left out, or which is longer than the keys, end where it ends."""
+    q, k, v = Case("bf16", 1, 1, m, 1, 1, 64, 64).inputs("torch", "cuda")
+    bias, room = torch.randn(1, 1, 1, n, device="cuda").bfloat16(), torch.full((n + 8,), 7.0, device="cuda").bfloat16()
+    given = {"score": lambda s, b, h, q, kv: s + bias[b, h, q, kv], "mask": rawattn.mask.Causal("top_left")}
+    o, lse = rawattn.attention(q, k, v, **given, return_lse=True)
+    out = (None, None, None, room[:n].view(bias.shape))
+    rawattn.attention_backward(torch.randn_like(o), q, k, v, o, lse, **given, wrt=(bias,), out=out, kernel="attn_bwd")
+    assert room[:n].abs().max() < 1e-2 and (room[n:] == 7).all()
+
+
 def test_not_finite() -> None:
     """NaN and inf stay in the elements that they belong to."""
     q, k, v = (torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
