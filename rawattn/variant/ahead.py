@@ -48,7 +48,7 @@ class PrefetchedElements(Option):
 
 @dataclasses.dataclass(frozen=True)
 class DiagonalsAhead(Option):
-    """What a score makes of a pair's distance alone comes to shared memory, once for each distance of a warp's tile."""
+    """A warp leaves in shared memory a value for each distance of its tile: the part of a score that the distance decides."""
 
     type: ClassVar[str] = "DiagonalsAhead"
     source: ClassVar[str] = "variant/ahead/diagonals.cuh"

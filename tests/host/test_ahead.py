@@ -1,4 +1,4 @@
-"""How elements come that a score reads for each pair: by their array's format, indices and layout, and by the tile."""
+"""A score reads an element for each pair: format, indices and layout of the array, and the tile, decide how it comes."""
 
 from __future__ import annotations
 

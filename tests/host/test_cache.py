@@ -95,7 +95,7 @@ def test_use_is_noted_once_a_day(folder: pathlib.Path) -> None:
 
 
 def test_all_that_is_ours_counts(folder: pathlib.Path) -> None:
-    """What Numba compiled and what NVRTC refused, too; what others put there neither counts nor goes."""
+    """clear removes Numba's files and NVRTC's refusals, too; files of others neither count nor go."""
     compile(1)
     ours = [folder / "failed" / ("0" * 64) / "ptx" / "base.cuh", folder / "numba" / "x" / "cpu.nbi"]
     foreign = [folder / "mine.cubin", folder / "photos" / "a.nbi", folder / "numba" / "mine"]
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written(folder: pathlib.Path, monkeypatch: pyte
 
 
 def test_other_writers_are_left_alone(folder: pathlib.Path) -> None:
-    """What another process writes at this moment is not removed for its size."""
+    """A file that another process writes at this moment is not removed for its size."""
     compile(*range(9))
     writing = folder / f"{compiler.entry_name(SOURCE)}.{'0' * 32}.tmp"
     writing.write_bytes(bytes(50 * KB))

@@ -204,7 +204,7 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
 
 @pytest.mark.parametrize("columns", [32, 128])  # by panels, and by pages
 def test_violated_bounds_are_said_and_cut(columns: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with one sequence is said and left out, others come out as they are."""
+    """A sequence that is wrong is said and left out, others come out as they are."""
     word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns)
     plain = attend(case)
 

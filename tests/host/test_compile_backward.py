@@ -204,7 +204,7 @@ CUT: list[tuple[tuple[int, int], dict[str, Any]]] = [
 
 
 def test_rows_in_use() -> None:
-    """Where sequences use a part of their rows the configuration is another one, and keeps all in registers."""
+    """Sequences that use a part of their rows get another configuration, which keeps all in registers."""
     for size, kinds in CUT:
         op = backward(size, q_lens=True, kv_lens=True, **kinds)
         kernel: Any = ATTN_BWD if max(size) <= 128 else ATTN_BWD_PAIR

@@ -612,7 +612,7 @@ def test_half_of_shared_memory_is_on_its_way(size: int, kv_element: Element | No
 @pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_120"])
 @pytest.mark.parametrize("size", [144, 160, 192, 256])
 def test_wide_heads_in_little_shared_memory(arch: str, size: int) -> None:
-    """What does not fit goes to the next kernel, which computes it, and a warning says so."""
+    """A step that does not fit goes to the next kernel, which computes it, and a warning says so."""
     for q_len in (1, 8):
         found = select(Decode(head_dim=size, head_dim_v=size, q_len=q_len, page=16).operation, TYPICAL[arch])
         assert found.kernel.name == ("attn_decode" if size <= 192 else "attn_fwd_mma")

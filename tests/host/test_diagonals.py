@@ -1,4 +1,4 @@
-"""What a score is said to share along diagonals, of scores that are drawn by chance: the same bits for all pairs of each."""
+"""All pairs of a diagonal get the same bits of the part that they are said to share, of scores that are drawn by chance."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_gradcheck() -> None:
 
 
 def test_autograd() -> None:
-    """What requires grad gets a gradient, the rest none; one tensor read twice gets the sum; a step is followed."""
+    """Tensors that require grad get a gradient, others none; one that is read twice gets the sum; a step is followed."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))

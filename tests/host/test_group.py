@@ -60,7 +60,7 @@ MEASURED: list[tuple[Backward, str | None, str]] = [
 
 
 def chosen(op: Backward, kernel: str | None = None) -> str:
-    """What is launched, as in the table: the number of parts, and "t"."""
+    """Names the launches as the table does: the number of parts, and "t"."""
     found = select(op, H200, kernel)
     program = found.kernel.lower(op, found.config, H200)
     main = next(each for each in program.launches if each.entry in ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_mma"))
@@ -138,7 +138,7 @@ def test_launches(kernel: str) -> None:
     (Causal(), (8, 2), 3), (Causal(), (9, 3), 3), (Causal(), (8, 8), 1), (Full(), (8, 2), 2), (Window(9, 0), (8, 2), 2),
 ], ids=str)  # fmt: skip
 def test_new_lengths_compile_nothing(mask: Any, heads: tuple[int, int], wanted: int) -> None:
-    """What any length may get is compiled together."""
+    """All kernels that any length may get are compiled together."""
     found = select(backward(1, 300, heads, mask), H200)
 
     def keys(op: Backward, all_of_it: bool) -> set[str]:

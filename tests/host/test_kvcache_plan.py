@@ -132,7 +132,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
 
 
 def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where arrays lie as others did nothing is looked up, neither an operation nor a kernel, by plans and by calls; what is
+    """Nothing is looked up if arrays lie as others did, neither an operation nor a kernel, by plans and by calls; what is
     launched is the same."""
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compiled, scratch = compilations(monkeypatch, tmp_path, launched), torch.zeros(1 << 22, dtype=torch.uint8)
@@ -169,7 +169,7 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("causal", [True, (1, 0, 1, 1)])
 def test_functions_on_a_gpu(causal: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where captured arrays lie elsewhere nothing is looked up; the kernel gets them, and what the step says of its sequences."""
+    """Captured arrays that lie elsewhere need no look-up; the kernel gets them, and what the step says of its sequences."""
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compilations(monkeypatch, tmp_path, launched)
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
@@ -277,7 +277,7 @@ def serve(cases: list[Cached]) -> None:
 
 
 def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one process records another compiles ahead: then steps of other sizes compile nothing."""
+    """One process compiles ahead what another one recorded: then steps of other sizes compile nothing."""
     log = tmp_path / "operations.jsonl"
     few, many = SMALL, dataclasses.replace(SMALL, lengths=((300, 400), (1, 2)))
     monkeypatch.setenv("RAWATTN_LOG", str(log))

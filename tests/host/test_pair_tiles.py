@@ -107,7 +107,7 @@ def test_gradient_of_one_row(keys: int, moved: tuple[str, ...]) -> None:
     ],
 )
 def test_boxes_begin_at_multiples_of_16_bytes(score: Any, offsets: dict[str, int], moved: set[str]) -> None:
-    """Where they do not, or where offsets are run-time numbers, no launch has a tensor map of a captured array."""
+    """No launch has a tensor map of a captured array that lies otherwise, nor if offsets are run-time numbers."""
     option, _ = function(score, "score", (2, 4, 508, 512))
     op = forward(BF16, 2, 500, 512, 4, 4, 64, 64, score=option, **offsets)
     found = set[str]()
@@ -133,7 +133,7 @@ def test_boxes_begin_at_multiples_of_16_bytes(score: Any, offsets: dict[str, int
     ],
 )
 def test_gradients_that_are_ds(score: Any, expected: Any) -> None:
-    """Where a logit changes with an element as it does with s, and no two pairs share one, in the call's format."""
+    """dS is stored if a logit changes with an element as it does with s, no two pairs share one, and the format is the call's."""
     option, _ = function(score, "score", SIZES)
     narrow = dataclasses.replace(option, arrays=tuple(each._replace(element="bf16") for each in option.arrays))
     for own, element, wanted in ((narrow, BF16, expected), (narrow, FP16, {}), (option, BF16, {})):
@@ -196,7 +196,7 @@ def test_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("n, m", [(100, 0), (0, 136), (100, 136)])
 def test_what_is_cleared(n: int, m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Where nothing is stored the caller's memory may begin anywhere, and elements are cleared one by one."""
+    """The caller's memory may begin anywhere if nothing is stored, and elements are cleared one by one."""
     found = list[tuple[str, dict[str, int]]]()
     q, k, v, do = (torch.randn(1, rows, 2, 64).bfloat16() for rows in (n, m, m, n))
     o, lse, room = torch.randn_like(do), torch.zeros(1, 2, n), torch.randn(2 * 104 * 136 + 1).bfloat16()

@@ -288,7 +288,7 @@ def check_timing() -> None:
 
 
 def check_failure() -> None:
-    """Where a call fails on one process the others do not wait for it, and what comes next is as ever."""
+    """A call that fails on one process keeps no other waiting, and what comes next is as ever."""
     (q, k, v, _), do, _ = inputs(CASES[1], dist.get_world_size())
     parts, do = [parallel.split(x).requires_grad_() for x in (q, k, v)], parallel.split(do)
     want = parallel.context_attention(*parts, method="ring")

@@ -202,7 +202,7 @@ def test_append_rounds_to_nearest_even(element: Any, dtype: str) -> None:
 
 
 def test_rows_without_a_position() -> None:
-    """Where lengths say positions, sequences without keys are left out, whatever their slots; so are negative positions."""
+    """Lengths say positions: sequences without keys are left out, whatever their slots; so are negative positions."""
     case, cos = Cached(((2, 0), (1, 3))), np.ones((9, 4), np.float32)
     k, slots = case.rows(1, 16, 1), np.array([0, 1, 2])
     for positions, written in ((None, [2]), (np.array([0, -1, 3]), [0, 2])):

@@ -137,7 +137,7 @@ def test_imports(path: pathlib.Path) -> None:
 
 
 def test_no_tool_imports_another() -> None:
-    """What tools of perf/ share is in perf/lib/."""
+    """Code that tools of perf/ share is in perf/lib/."""
     tools = {path.stem for path in (ROOT / "perf").glob("[a-z]*.py")}
     for path in (ROOT / "perf").rglob("*.py"):
         to_perf = len(path.relative_to(ROOT).parts) - 1  # the dots that lead to perf/

@@ -206,7 +206,7 @@ def classes_of(f: Any, q: tuple[int, int], kv: tuple[int, int], n: int = 10) -> 
 
 
 def test_classes_by_hand() -> None:
-    """What is empty, cut and full, as kernels number it; also by what follows from two comparisons together."""
+    """Classes say what is empty, cut and full, as kernels number it; also by what follows from two comparisons together."""
     assert (EMPTY, CUT, FULL) == (0, 1, 2)
     ids = np.array([0, 0, 0, 1, 1, 1, 0, 5, 5, 5], np.int32)
     same = lambda q, kv: ids[q] == ids[kv]  # noqa: E731

@@ -143,7 +143,7 @@ def test_candidates_of_functions() -> None:
 
 
 def test_the_next_configuration_is_tried() -> None:
-    """Where the cheapest one spills it is the next, but for masks whose registers are known; where all spill, the one that spills
+    """The next one is chosen if the cheapest spills, but for masks whose registers are known; if all spill, the one that spills
     least."""
     op, device = forward(BF16, 2, 4096, 4096, 16, 16, 64, 64, mask=LISTS[0]), TYPICAL["sm_90a"]
     plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))

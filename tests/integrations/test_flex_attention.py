@@ -166,7 +166,7 @@ def test_layout_of_the_result(transposed: bool, device: str) -> None:
 
 
 def test_compiled() -> None:
-    """Where graphs may break nothing changes; a whole graph needs functions that were made outside."""
+    """Nothing changes if graphs may break; a whole graph needs functions that were made outside."""
     x, given = captured("cpu"), make()
     mod, causal = scores(x)["alibi"], door.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N)
     wanted = door.flex_attention(*given, score_mod=mod, block_mask=causal)

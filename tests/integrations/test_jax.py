@@ -314,7 +314,7 @@ def functions_of(doc: Any, slopes: Any) -> dict[str, Any]:
 
 
 def test_functions() -> None:
-    """What they captured may be traced, closed over, or mapped, and must not be differentiated."""
+    """Captured arrays may be traced, closed over, or mapped, and must not be differentiated."""
     case = Case("fp32", 2, 40, 40, 4, 2, 16, 16)
     on_host, (q, k, v) = case.inputs(), map(jnp.asarray, case.inputs())
     doc, slopes = jnp.arange(40, dtype=jnp.int32) // 9, jnp.asarray([0.1, 0.2, -0.1, 0.3], jnp.float32)

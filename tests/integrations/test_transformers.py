@@ -317,7 +317,7 @@ def test_continuous_batching_on_a_gpu(name: str) -> None:
 
 
 def test_layers_share_what_is_made(ways: Any) -> None:
-    """Where sequences begin is written down once for all layers."""
+    """All layers share one array of the places where sequences begin."""
     made: list[Any] = []
     model = make("Llama")
     model.set_attn_implementation("rawattn")

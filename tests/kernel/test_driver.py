@@ -264,7 +264,7 @@ def cold_function() -> Callable[[], Any]:
 
 @pytest.mark.parametrize("make", [cold_backward, cold_decode, cold_function])
 def test_a_first_call_of_any_kind_may_be_captured(make: Callable[[], Callable[[], Any]]) -> None:
-    """What it compiles and loads does not spoil the capture; or it is refused in words, and the capture goes on."""
+    """Compiling and loading do not spoil the capture; or the call is refused in words, and the capture goes on."""
     run, graph, x = make(), torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
     found, refused = None, ""

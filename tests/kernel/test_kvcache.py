@@ -227,7 +227,7 @@ def test_any_step_in_eight_bits(data: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
 def test_append_in_eight_bits(kv_dtype: str) -> None:
-    """What is written is what the reference writes, bit by bit."""
+    """append writes the reference's bits."""
     case = of(PACKED, kv_dtype=kv_dtype, scales=("each", "heads"), lengths=((8, 700), (1, 0), (3, 65), (1, 1), (5, 300)))
     k, v = (case.rows(case.kv_heads, 128, seed) for seed in (2, 3))
     k.flat[:5] = [np.inf, -np.inf, np.nan, 3e38, -1e-30]
@@ -278,7 +278,7 @@ def test_decoding_beside_chunks(name: str, kernel: str) -> None:
 
 @pytest.mark.gpu
 def test_graphs_of_decoding_beside_chunks() -> None:
-    """Which sequences go to which launch follows from what the device holds when a graph is replayed."""
+    """A graph that is replayed sends each sequence to the launch that the lengths on the device say."""
     torch, case = pytest.importorskip("torch"), CHUNK
     other = of(case, lengths=tuple((n, max(kv, 9)) for (n, _), (_, kv) in zip(case.lengths[::-1], case.lengths, strict=True)))
     case = of(case, lengths=tuple((n, kv) for (n, _), (_, kv) in zip(case.lengths, other.lengths, strict=True)))

@@ -28,7 +28,7 @@ def inputs(case: Cached, seed: int) -> tuple[Any, rawattn.KVCache, rawattn.Step]
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_the_call(name: str) -> None:
-    """Where the first arrays lay is no part of the plan; a graph of it reads the lengths anew."""
+    """A plan takes arrays in other places; a graph of it reads the lengths anew."""
     case = CASES[name]
     plan = rawattn.plan_kvcache(*inputs(case, 0), return_lse=True)
     given = [inputs(case, seed) for seed in range(4)]

@@ -121,7 +121,7 @@ def test_backward(kernel: Any, name: str, shape: tuple[int, ...]) -> None:
 )
 @pytest.mark.parametrize("name", lists.MASKS)
 def test_every_configuration_has_the_same_bits(name: str, shape: tuple[int, ...]) -> None:
-    """Where heads are wide, registers and the order of a step are found by compiling: no result depends on them. The last shape
+    """Registers and the order of a step are found by compiling for wide heads: no result depends on them. The last shape
     has more works than there are blocks."""
     import torch
 
@@ -197,7 +197,7 @@ def test_an_interval_as_a_list_has_the_same_bits(kernel: Any, mask: Any, head_di
 
 
 def test_a_graph_replays_with_other_documents() -> None:
-    """Which tiles are visited is found on the device: a graph that was captured follows what its arrays hold when it runs."""
+    """The device finds the tiles to visit: a graph that was captured follows what its arrays hold when it runs."""
     import torch
 
     call, other = Call("documents", (1, 600, 600, 2, 2, 64)), Call("documents", (1, 600, 600, 2, 2, 64), 9)

@@ -272,7 +272,7 @@ def test_gate_sees_what_got_worse() -> None:
 
 
 def test_gate_on_a_slower_machine() -> None:
-    """Where the matrix product has 4 % less than in the recorded run, ratios may have, too, and no more."""
+    """Ratios may fall by as much as the matrix product fell since the recorded run, 4 %, and by no more."""
     before, now = (gate_run({"a": (x, x - 0.01, x + 0.01), "b": (y, y - 0.01, y + 0.01)}) for x, y in ((1.1, 1.1), (1.05, 1.0)))
     before.ceilings, now.ceilings = {"matmul_tflops": 800.0}, {"matmul_tflops": 768.0}
     assert gate.compare(before, now)[1] == ["b against cudnn: 1.100 -> 1.000"]

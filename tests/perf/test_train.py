@@ -142,7 +142,7 @@ def test_blocks_alone() -> None:
 
 
 def test_a_wrong_attention_shows_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sees the next token learns to copy it."""
+    """A model that sees the next token learns to copy it."""
     monkeypatch.setattr(train, "VOCABULARY", 50)
     attends = {"ours": differentiable.ours, "future": lambda q, k, v, _: rawattn.attention(q, k, v, window=(0, 1))}
     found = train.measure(attends, options_of(f"{TINY} --rounds 8"), "cpu")
