@@ -3,7 +3,8 @@
 python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
 python -m perf.gate --update     the same, and what it finds becomes the record
 
-Some steps over caches are timed beside cuDNN and a kernel that reads as many bytes (``perf.decode``), and compared likewise.
+Some steps over caches are timed beside cuDNN, ours on plain tensors and a kernel that reads as many bytes (``perf.decode``), and
+compared likewise.
 
 Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio that is worse than the recorded one by
 more than 2 % and by more than the noise of both runs: to cuDNN or FlashAttention 2, in float32 to SDPA's efficient backend, or of
@@ -61,11 +62,11 @@ def ratios(run: Run) -> dict[str, Ratios]:
 
 
 def ratios_of_steps(rows: Sequence[dict[str, Any]]) -> dict[str, Ratios]:
-    """Of each step over caches the ratio to cuDNN, or, where that does not compute it, to reading as many bytes."""
+    """Of each step over caches the ratio to cuDNN, of chunks to plain tensors, and of others to reading as many bytes."""
     found = dict[str, Ratios]()
     for row in rows:
         of = row.get("ratios", {})
-        peer = "cudnn" if "cudnn" in of else "read"
+        peer = next((name for name in ("cudnn", "tensors") if name in of), "read")
         found[f"caches: {row['label']}"] = {peer: tuple(of[peer])} if peer in of else {}
     return found
 
@@ -102,7 +103,9 @@ def run_tests() -> list[str]:
 
 def gate_steps(folder: pathlib.Path, update: bool) -> list[str]:
     """Times steps over caches; returns what got worse, in words, and records them where there is no record or it is asked for."""
-    rows, path = [steps.measure(case, ("ours", "cudnn"), ROUNDS) for case in steps.GATE], folder / "gate-caches.json"
+    beside = {case: "tensors" if case.q_len > 1 else "cudnn" for case in steps.GATE}  # for chunks, reading is next to nothing
+    rows = [steps.measure(case, ("ours", name), ROUNDS) for case, name in beside.items()]
+    path = folder / "gate-caches.json"
     bad = [f"{row['label']}: ours: {row['failures']['ours']}" for row in rows if "ours" in row["failures"]]
     if path.exists():
         table, worse = moved(ratios_of_steps(json.loads(path.read_text())["rows"]), ratios_of_steps(rows))

@@ -20,6 +20,7 @@ BASE = """\
 #include <strings.h>
 #define __device__
 using u32 = unsigned int;
+using u64 = unsigned long long;
 using i32 = int;
 using i64 = long long;
 using std::max, std::min;
@@ -48,7 +49,7 @@ inline u32 __ballot_sync(u32, bool vote) {
     });
 }
 inline i32 __ffs(i32 x) { return ffs(x); }
-inline i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }  // one lane of one warp at a time is all that counts here
+template <class T> T atomicAdd(T* at, T x) { return (*at += x) - x; }  // one lane of one warp at a time is all that counts here
 inline u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
     *at = old >= last ? 0 : old + 1;

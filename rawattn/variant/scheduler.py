@@ -53,12 +53,16 @@ class LptVarlenScheduler(LptScheduler):
 
 
 @dataclasses.dataclass(frozen=True)
-class BothEndsScheduler(LptVarlenScheduler):
-    """The same from both ends: tiles of the first sequence that is left and of the last one take turns, so that a prompt is
+class BothEndsScheduler(Option):
+    """Packed sequences for persistent blocks, half of which take works from the front and half from the back: so a prompt is
     computed while the keys of sequences that decode are read."""
 
     type: ClassVar[str] = "BothEndsScheduler"
     source: ClassVar[str] = "variant/scheduler/both_ends.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("counter", "i32*", Counter(16)), Field("batches", "i32"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, WorkTile* fou
             for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Scheduler>(args));
             i32 mine = 0;
             for (i32 turn = 0, active = blocks; active && mine < most; ++turn) {
-                auto& scheduler = schedules[order[turn % turns]];
+                blockIdx.x = order[turn % turns];
+                auto& scheduler = schedules[blockIdx.x];
                 if (!scheduler) continue;
                 const WorkTile work = scheduler->next();
                 if (work.is_last()) scheduler->finish(), scheduler.reset(), --active;
@@ -75,7 +76,7 @@ extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns,
     return run<LptVarlenScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
 extern "C" i32 both_ends(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
-    return run<BothEndsScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
+    return run<BothEndsScheduler>(*args, blocks, order, turns, found, most);
 }
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype, _ in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query, split)
@@ -87,20 +88,22 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def drawn(
-    cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int, name: str | None = None
-) -> Works:
-    """Returns what the blocks draw, in order, by the schedule of this name or the operation's own; they take random turns."""
+    cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int, name: str | None = None,
+    order: Sequence[int] = (),
+) -> Works:  # fmt: skip
+    """Returns what the blocks draw, in order, by the schedule of this name or the operation's own; they take turns in this order,
+    over and over, or in a random one."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
-    counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
+    counter, starts = np.zeros(4, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
     values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
     values["cu_seqlens_q"] = starts.ctypes.data
     layout = render.layout(FIELDS)
     args = np.frombuffer(layout.pack.pack(*(values.get(field.name, 0) for field in FIELDS)), np.uint8)
-    order = np.random.default_rng(0).permuted(np.arange(8 * blocks, dtype=np.int32) % blocks)
+    each = np.array(order or np.random.default_rng(0).permuted(np.arange(8 * blocks) % blocks), np.int32)
     found = np.zeros((most, 4), np.int32)
-    given, turns, to = (ctypes.c_void_p(x.ctypes.data) for x in (args, order, found))
+    given, turns, to = (ctypes.c_void_p(x.ctypes.data) for x in (args, each, found))
     run = getattr(cuda, name or f"{'packed' if op.varlen else 'dense'}{'_split' if splits else ''}")
-    count = run(given, blocks, turns, len(order), to, most)
+    count = run(given, blocks, turns, len(each), to, most)
     assert not counter.any(), "the counter is not ready for the next launch"
     return [tuple(work) for work in found[:count].tolist()]
 
@@ -145,10 +148,24 @@ def test_packed_sequences(cuda: ctypes.CDLL, heads: int, lengths: tuple[int, ...
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 300), (300, 1, 1, 1)], ids=["before", "behind"])
-def test_a_prompt_takes_turns_with_what_decodes(cuda: ctypes.CDLL, lengths: tuple[int, ...]) -> None:
+def test_half_of_the_blocks_decode_beside_a_prompt(cuda: ctypes.CDLL, lengths: tuple[int, ...]) -> None:
     op = forward(BF16, 4, 300, 300, 2, 1, 64, 64, varlen=True, total_q=303, total_kv=303)
-    found = drawn(cuda, op, lengths, 1, 13, 0, "both_ends")
+    found = drawn(cuda, op, lengths, 2, 13, 0, "both_ends", order=(0, 1))
     prompt = lengths.index(300)
-    assert [work[0] == prompt for work in found[::2]] == [prompt == 0, prompt != 0] * 3
-    assert [work[1] for work in found] == [0, 1] * 6, "all heads of a tile together"
+    assert [work[0] == prompt for work in found] == [prompt == 0, prompt != 0] * 6
+    assert [work[1] for work in found] == [0, 0, 1, 1] * 3, "all heads of a tile together"
     assert [work[2] for work in found if work[0] == prompt] == [256, 256, 128, 128, 0, 0]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 1, 0, 0), (0, 1, 1, 1, 1), (0, 1, 2, 3, 2, 2, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 900), (900, 1), (900,), (300, 700, 1)], ids=str)
+def test_both_ends_meet_in_a_sequence(cuda: ctypes.CDLL, lengths: tuple[int, ...], order: tuple[int, ...]) -> None:
+    """Its longest tile that is left comes next, whichever half takes it."""
+    longest, total = max(lengths), sum(lengths)
+    op = forward(BF16, len(lengths), longest, longest, 3, 1, 64, 64, varlen=True, total_q=total, total_kv=total)
+    blocks, tiles = 1 + max(order), sum(-(-n // TILE_Q) for n in lengths)
+    found = drawn(cuda, op, lengths, blocks, 3 * tiles + 1, 0, "both_ends", order)
+    assert len(set(found)) == len(found) == 3 * tiles
+    for sequence in range(len(lengths)):
+        starts = [(q, -head) for batch, head, q, _ in found if batch == sequence]
+        assert starts == sorted(starts, reverse=True)

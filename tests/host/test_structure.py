@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 30060,
     "perf": 5825,
-    "cuda_src": 12600,
+    "cuda_src": 12605,
     "tests": 38275,
 }
 FUNCTION_LINES = 60
