@@ -36,12 +36,12 @@ class Function:
     by_head: bool = False
 
 
-def _all_pairs(case: Case) -> int:
-    return case.batch * case.heads * case.q_len * case.kv_len
-
-
 def _pairs_of(option: Any, case: Case) -> int:
     return case.batch * case.heads * int(kept_pairs(option, case.q_len, case.kv_len))
+
+
+def _pairs_of_score(case: Case) -> int:
+    return _pairs_of(Causal() if case.causal else Window(None, None), case)
 
 
 # ---- masks
@@ -194,10 +194,10 @@ FUNCTIONS = {
     "prefix": Function("mask", prefix, _prefix_pairs, by_batch=True),
     "neighbours": Function("mask", neighbours, lambda case: case.batch * case.heads * case.q_len * NEIGHBOURS**2),
     "blocks": Function("mask", blocks, lambda case: case.batch * BLOCK**2 * int(_table(case).sum()), by_head=True),
-    "alibi": Function("score", alibi, _all_pairs, _plain),
-    "pair_bias": Function("score", pair_bias, _all_pairs, _plain),
-    "temperature": Function("score", temperature, _all_pairs, _plain),
-    "t5_table": Function("score", t5_table, _all_pairs, _plain),
+    "alibi": Function("score", alibi, _pairs_of_score, _plain),
+    "pair_bias": Function("score", pair_bias, _pairs_of_score, _plain),
+    "temperature": Function("score", temperature, _pairs_of_score, _plain),
+    "t5_table": Function("score", t5_table, _pairs_of_score, _plain),
 }  # fmt: skip
 MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask")
 SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score")

@@ -214,7 +214,7 @@ def is_tuned(case: Case) -> bool:
 
 def mask_label(case: Case) -> str:
     if isinstance(case, FunctionCase):
-        return f"f:{case.function}"
+        return f"f:{case.function}" + "+causal" * case.causal
     parts = ["causal" if case.causal else "full" if case.window is None else ""]
     parts += [f"window{','.join(map(str, case.window))}"] if case.window is not None else []
     parts += [f"softcap{case.softcap:g}"] if case.softcap is not None else []
