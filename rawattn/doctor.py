@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import sys
@@ -50,6 +51,7 @@ def examine() -> Iterator[Finding]:
     yield _package("NumPy", "numpy", (2, 0))
     yield _package("Numba", "numba", (0, 60))
     cuda, findings = _driver()
+    yield _torch(cuda)
     yield _bindings(cuda)
     yield _cupy(cuda)
     yield _nvrtc(cuda)
@@ -76,6 +78,16 @@ def _package(subject: str, module: str, least: Version, fix: str = "", needed: b
     if _numbers(version) < least:
         return Finding(subject, f"{version}, but {at_least} is needed", fix, needed)
     return Finding(subject, version)
+
+
+def _torch(cuda: Version | None) -> Finding:
+    """torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "not installed; arrays of CuPy, JAX and NumPy need none")
+    found = _package("torch", "torch", (2, 4), needed=False)
+    if found.fix or cuda is None or importlib.import_module("torch").version.cuda:
+        return found
+    return Finding("torch", f"{found.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
 
 
 def _bindings(cuda: Version | None) -> Finding:

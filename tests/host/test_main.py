@@ -315,7 +315,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = examine(capsys)
     assert status == 0
-    assert list(found) == ["Python", "NumPy", "Numba", "Bindings", "CuPy", "NVRTC", "GPU", "Cache"]
+    assert list(found) == ["Python", "NumPy", "Numba", "torch", "Bindings", "CuPy", "NVRTC", "GPU", "Cache"]
     assert {mark for mark, _ in found.values()} == {"ok"}
     assert found["GPU"][1].startswith("none in use, attention() runs on the CPU (there is no NVIDIA driver")
     assert found["Cache"][1] == f"{cache}, 0 GPU kernels, 0.0 MB"
@@ -333,6 +333,18 @@ def test_doctor_without_a_gpu_and_cupy(no_gpu: None, monkeypatch: pytest.MonkeyP
     assert status == 0, "the CPU path needs no CuPy"
     for subject in ("CuPy", "NVRTC"):
         assert found[subject][0] == "note" and found[subject][1].endswith(f": to compile for a GPU, {compiler.PIP_LINE}")
+
+
+def test_doctor_knows_a_torch_without_cuda(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch = pytest.importorskip("torch")
+    gpu((13, 0), TYPICAL["sm_90a"])
+    for cuda, mark in ((None, "note"), ("13.0", "ok")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert examine(capsys)[1]["torch"][0] == mark
+    monkeypatch.setattr(torch, "__version__", "2.3.1")
+    assert examine(capsys)[1]["torch"] == ("note", "2.3.1, but 2.4 is needed: pip install --upgrade 'torch>=2.4'")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert examine(capsys)[1]["torch"][0] == "ok"
 
 
 def test_doctor_without_bindings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
