@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30060,
     "perf": 5826,
     "cuda_src": 12605,
-    "tests": 38275,
+    "tests": 38276,
 }
 FUNCTION_LINES = 60
 
