@@ -45,15 +45,19 @@ def save_bundle(
 
     Args:
         operations: operations such as ``rawattn.Forward``, or the path of a file that RAWATTN_LOG named in an earlier run.
-        path: the file to write. One that is there is replaced.
+        path: the file to write. A bundle that is there is replaced.
         archs: architectures, such as "sm_90a".
         on_compile: called before each compilation.
 
     Raises:
-        ProblemError: an architecture or a line of the file is wrong.
+        ProblemError: an architecture or a line of the file is wrong, or ``path`` is a file that is no bundle.
         UnsupportedError: no kernel computes one of the operations on one of the architectures, or a kernel has to be compiled
             and there is no NVRTC.
     """
+    import zipfile
+
+    if os.path.isfile(path) and os.path.getsize(path) and not zipfile.is_zipfile(path):
+        raise ProblemError(f"path is {os.fspath(path)!r}, a file that is no bundle and would be lost; give another name.")
     found = [each for op in operations_of(operations) for each in op.lying()]
     devices = [device for arch in archs for device in _devices(arch)]
     if not found or not devices:

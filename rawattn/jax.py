@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -219,8 +219,19 @@ def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[An
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
     wrt = tuple(name for name in functions.names(dict(options)) if name in followed)
     shapes = {f"d{name}": (given[name].shape, given[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in given}
-    found = _called(_backward(options, wrt), shapes, {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
+    found = _gradients(options, wrt, tuple(shapes.items()), {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
     return ({name: found.get(f"d{name}") for name in given},)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _gradients(options: Options, wrt: tuple[str, ...], shapes: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Computes the gradients, which have none themselves: XLA takes what a callback gives for constants."""
+    return _called(_backward(options, wrt), dict(shapes), given)
+
+
+@_gradients.defjvp
+def _refuse_second(*args: Any) -> NoReturn:
+    raise ProblemError("a second derivative of rawattn.jax.attention was asked for; its gradients have none.")
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

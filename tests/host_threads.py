@@ -493,8 +493,8 @@ def run(
             given = memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"]
             data = tensor_map(given, fill, memory["q"].shape[-3] if getattr(fill, "rows_of", "") else None)
         elif isinstance(fill, View):
-            steps = memory[name].strides if memory[name].ndim == 4 else (0, *memory[name].strides)
-            steps = fill.axes.view(memory[name].shape, steps)[1] if fill.axes else steps
+            steps = memory[name].strides
+            steps = fill.axes.view(memory[name].shape, steps)[1] if fill.axes else (0, *steps)[-4:]
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         elif isinstance(fill, Dim):
             data = struct.pack(form, memory[name].shape[fill.axis])

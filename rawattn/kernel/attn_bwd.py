@@ -246,6 +246,11 @@ class AttnBwd(BackwardKernel):
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
         if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
             return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
+        if config.steps == "apart" and config.elements and not lists(forward.mask):
+            return "steps is 'apart' and elements come by TMA; tiles that are skipped would take their place before they come"
+        is_taken = lists(forward.mask) or (config.gradient and not isinstance(forward.mask, Full))
+        if config.dq_chains == 3 and is_taken:
+            return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _wrong_tiles(config, op):

@@ -105,6 +105,7 @@ NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
     "same": lambda found, value, function: found is follow(function, value),  # as what another path leads to
     "value": _is_value,
     "absent": lambda found, value, function: _is_absent(found, *value),
+    "slot": lambda found, value, function: value.accepts(found),  # an array or a number that was looked at, and not read
     "truth": lambda found, value, function: bool(found) == value,
     "size": lambda found, value, function: len(found) == value,
 }

@@ -237,10 +237,11 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     kept = sorted(needed)
     place = {slot: i for i, slot in enumerate(kept)}
     specialised = tuple((renumbered(x, place, place), value) for x, value in paths.specialised.items())
+    unread = [Note(slot.path, "slot", slot) for i, slot in enumerate(capture.slots) if i not in needed]
     labels = tuple(capture.slots[i].label for i in arrays)
     found = Traced(
         code, labels, tuple(capture.slots[i] for i in kept), tuple(place[i] for i in arrays), tuple(place[i] for i in numbers),
-        tuple(capture.notes), specialised,
+        (*capture.notes, *unread), specialised,
     )  # fmt: skip
     values = capture.values
     return found, tuple(values[i] for i in arrays), tuple(_number(values[i]) for i in numbers)

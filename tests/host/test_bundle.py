@@ -112,6 +112,14 @@ def test_it_has_what_every_board_may_get(made: pathlib.Path) -> None:
     assert elf == {b"\x7fELF"} and {binary.origin for binary in compiler._bundled.values()} == {"bundle"}
 
 
+def test_a_file_that_is_no_bundle_is_not_replaced(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "operations.jsonl"
+    path.write_text("mine\n")
+    with pytest.raises(ProblemError, match=r"path is '.*operations\.jsonl', a file that is no bundle"):
+        rawattn.save_bundle([], path, ["sm_90a"])
+    assert path.read_text() == "mine\n"
+
+
 def test_served_without_nvrtc_cupy_and_cache(made: pathlib.Path, tmp_path: pathlib.Path) -> None:
     nowhere = tmp_path / "nowhere"
     command = [sys.executable, "-W", "error", "-c", SMALL, str(made), "sm_90a", "sm_89"]
@@ -307,8 +315,8 @@ def zipfile_of(content: dict[str, bytes]) -> bytes:
 
 
 def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "k.zip"
-    path.write_text("mine")
+    path, mine = tmp_path / "k.zip", b"PK\5\6" + bytes(18)  # a zip file that holds nothing
+    path.write_bytes(mine)
     with pytest.raises(ProblemError, match=r"archs has 'sm_90'; it must have some of sm_75, .*sm_90a"):
         rawattn.save_bundle([OP], path, ["sm_90"])
     with pytest.raises(ProblemError, match="operations is empty"):
@@ -320,7 +328,7 @@ def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch
     monkeypatch.setattr(compiler, "packed", lambda binary: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rawattn.save_bundle([OP], path, ["sm_90a"])
-    assert path.read_text() == "mine" and [each.name for each in tmp_path.iterdir()] == ["k.zip"]
+    assert path.read_bytes() == mine and [each.name for each in tmp_path.iterdir()] == ["k.zip"]
 
 
 def test_gpus_that_are_here_are_prepared_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,20 @@ def test_rows_in_use() -> None:
             assert not binary.spill_bytes and not binary.advisories, (size, kinds)
 
 
+@pytest.mark.parametrize("mask, refused", [(Full(), False), (Causal(), True)], ids=["full", "causal"])
+def test_three_chains_leave_no_warp_for_zeros(mask: Any, refused: bool) -> None:
+    op = backward((128, 128), mask=mask)
+    three = {"consumers": 3, "dq_parts": 3, "dq_columns": 48, "dq_chains": 3, "gradient": "score_0"}
+    found = ATTN_BWD.legal(dataclasses.replace(attn_bwd.config_of(op.forward), **three), op, TYPICAL["sm_90a"])
+    assert ("no warp is left" in str(found)) == refused
+
+
+def test_elements_by_tma_are_not_skipped_in_a_loop_of_their_own() -> None:
+    op = backward((64, 64), mask=Causal())
+    config = dataclasses.replace(attn_bwd.config_of(op.forward), steps="apart", order="at_once", elements="score_0")
+    assert "skipped would take their place" in str(ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]))
+
+
 def test_a_step_later_needs_plain_weights() -> None:
     op = backward((128, 128), score=Softcap(2.0))
     config = dataclasses.replace(attn_bwd.config_of(op.forward), order="step_later")

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30060,
+    "rawattn": 30082,
     "perf": 5826,
     "cuda_src": 12605,
-    "tests": 38276,
+    "tests": 38319,
 }
 FUNCTION_LINES = 60
 

@@ -396,6 +396,16 @@ def test_what_is_known_of_conditions() -> None:
         assert np.array_equal(pairs(f), np.broadcast_to(f(q, kv), (8, 8)))
 
 
+@pytest.mark.parametrize("there", [8, 1.5, DOC], ids=["int", "float", "array"])
+def test_what_is_looked_at_and_not_read_is_followed(there: Any) -> None:
+    def make(x: Any) -> Any:
+        return lambda q, kv: q >= kv if x is None else q < kv
+
+    for given in (there, None, there):
+        q, kv = AT[2:4]
+        assert np.array_equal(pairs(make(given)), q >= kv if given is None else q < kv)
+
+
 RECOGNISED: dict[str, tuple[Any, Any]] = {
     "full": (lambda q, kv: True, Full()),
     "all keys": (lambda q, kv, kv_len, q_len: (kv < kv_len) & (q < q_len) & (kv >= 0), Full()),

@@ -103,6 +103,17 @@ def test_gradients_are_those_of_jax() -> None:
     assert near(gradients(functools.partial(rawattn.jax.attention, causal=True), *given), wanted)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make()
+
+    def total(x: Any) -> Any:
+        return (rawattn.jax.attention(x, k, v) ** 2).sum()
+
+    for call in (jax.grad(lambda x: jax.grad(total)(x).sum()), jax.jit(jax.jacrev(jax.grad(total)))):
+        with pytest.raises(ProblemError, match="a second derivative"):
+            call(q)
+
+
 def test_gradients_of_lse_and_sinks() -> None:
     """By finite differences in float64, along one direction of all inputs together."""
     given = (*make("float64"), jnp.asarray(SINKS, "float64").at[3].set(0.25))
