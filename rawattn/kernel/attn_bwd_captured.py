@@ -72,7 +72,7 @@ def of_ds(op: Backward) -> dict[str, PairAxes]:
 
 def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
     """The launch that clears the gradient of such an array, where lengths or a mask whose tiles are a list leave some of its
-    tiles out."""
+    tiles out, or where it is larger than the pairs."""
     array = next(each for each in score_of(op.forward).arrays if each.name == name)
     if _is_of_pairs(op.forward, count := math.prod(array.shape)) and not lists(op.forward.mask):
         return []
