@@ -7,6 +7,7 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import sys
@@ -272,6 +273,18 @@ class Held:
                 f"{name} has other memory than it had when the {owner} was made (resized, freed, or its data replaced?); make "
                 f"another {owner}."
             )
+
+
+class Remade:
+    """A dataclass over arrays. Copies and pickles are made from its fields: what else it knows is true of its own arrays."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}  # type: ignore[arg-type]
+        return _remade, (type(self), given)
+
+
+def _remade(cls: type, given: dict[str, Any]) -> Any:
+    return cls(**given)
 
 
 def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:

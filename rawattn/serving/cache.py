@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, Held
+from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
 from ..memory import overlap
 from ..operand import check_contiguous, check_like
@@ -20,7 +20,7 @@ LONGEST_PAGE = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KVCache:
+class KVCache(Remade):
     """Keys and values of one layer in pages, for any number of sequences and steps.
 
     >>> k, v = torch.empty(2, 1024, 16, 8, 128, dtype=torch.bfloat16, device="cuda")  # 1024 pages of 16 keys, 8 heads
@@ -73,6 +73,14 @@ class KVCache:
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As of any ``Remade``, but a v that is a view of k's columns is one of the copy's k, too."""
+        make, (cls, given) = super().__reduce__()
+        if not self.v_in_k:
+            return make, (cls, given)
+        first = (self.arrays["v"].pointer - self.arrays["k"].pointer) // self.element.itemsize
+        return _over_columns, (cls, {**given, "v": None}, first, first + self.head_dim_v)
+
     @property
     def library(self) -> str:
         return self.arrays["k"].library
@@ -119,6 +127,10 @@ class KVCache:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         pages = f"{self.pages} pages of {self.page_size}"
         return f"KVCache {self.element.name}, {pages}, kv_heads {self.kv_heads}, head_dim {dim}, {self.layout}"
+
+
+def _over_columns(cls: type[KVCache], given: dict[str, Any], first: int, last: int) -> KVCache:
+    return cls(**{**given, "v": given["k"][..., first:last]})
 
 
 def _in_order(array: Array, name: str, layout: str) -> Array:

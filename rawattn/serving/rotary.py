@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 from .. import arrays
-from ..arrays import Array, Held
+from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
 from ..operand import check_contiguous, check_like
 from ..variant.element import ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rotary:
+class Rotary(Remade):
     """Rotates pairs of columns by angles that follow a row's position (RoFormer, arXiv 2104.09864, equation 34).
 
     >>> rotary = rawattn.Rotary(cos, sin)  # (8192, 64) each for head_dim 128

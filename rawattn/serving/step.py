@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, Held
+from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
 from ..operand import check_contiguous, check_like
 from ..operation.kvcache import batch_of, form_of
@@ -20,7 +20,7 @@ SHAPES = {  # of the arrays, "+1" for one more than sequences
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
+class Step(Remade):
     """Says how long each sequence is in one step, and which pages of a cache it has.
 
     >>> step = rawattn.Step(kv_lens, page_table, cu_seqlens_q)

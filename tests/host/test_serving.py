@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pathlib
+import pickle
 from typing import Any
 
 import numpy as np
@@ -113,6 +115,32 @@ def test_shared_pages() -> None:
     cache, step = KVCache(k, k.copy()), Step(np.array([6, 7], INT), np.array([[1, 0], [1, 2]], INT))
     q = np.ones((2, 1, 2, 8), np.float32)
     np.testing.assert_allclose(rawattn.attention_kvcache(q, cache, step), reference.attention_kvcache(q, cache, step), atol=1e-6)
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("form", ["table", "indptr"])
+def test_copies(library: str, form: str, way: str) -> None:
+    """What a copy knows is true of its own arrays; its v is a view of its own k, where that was so."""
+    if library == "torch":
+        pytest.importorskip("torch")
+    from rawattn.testing import _moved
+
+    for pool in ("shared", "apart"):
+        case = Cached(((3, 20), (1, 7)), kv_heads=2, pool=pool, layout="HND", form=form, dtype="bf16")
+        q, k, v = (_moved(case.rows(2, 16, seed), library, "cpu") for seed in (1, 2, 3))
+        angles = _moved(np.ones((30, 4), np.float32), library, "cpu")
+        given = case.cache(library), case.step(library), Rotary(angles, angles, interleaved=True)
+        cache, step, rotary = COPIES[way](given)
+        assert cache.v_in_k == given[0].v_in_k == (pool == "shared")
+        wanted, found = (
+            rawattn.attention_append(q, k, None if each[0].v_in_k else v, *each[:2], rotary=each[2])
+            for each in (given, (cache, step, rotary))
+        )
+        assert bool((wanted == found).all()) and (cache.k is given[0].k) == (way == "copy")
 
 
 # ---- append
