@@ -9,9 +9,9 @@
 // needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that Store sets.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
-// Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. Warps 1 and 2 take parts of dq away.
-// Where the mask's tiles are a list, warp 3 finds out who adds to them next (variant/walk/q_list.cuh), else it may fill with zeros
-// what no step stores of dS (variant/store/ds_stored_filled.cuh).
+// Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. The others take parts of dq away: one
+// each where dq has chains, else one of each stage. Where one is left, it finds out who adds next to tiles that are a list
+// (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/store/ds_stored_filled.cuh).
 // Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk

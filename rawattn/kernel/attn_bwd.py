@@ -184,11 +184,12 @@ def _with_tiles(op: Backward, config: Config) -> Config:
 
 
 def _store_of_ds(op: Backward, config: Config) -> Option:
-    """The option for what becomes of dS besides dq."""
+    """The option for what becomes of dS besides dq. Tiles that a mask leaves out are filled, unless they were cleared before."""
     if not config.gradient:
         return DsKept()
-    mask, axes = op.forward.mask, attn_bwd_captured.of_ds(op)[config.gradient]
-    kind = DsStored if isinstance(mask, Full) or lists(mask) else DsStoredFilled
+    forward, axes = op.forward, attn_bwd_captured.of_ds(op)[config.gradient]
+    is_whole = isinstance(forward.mask, Full) or attn_bwd_captured.is_cleared_for_ds(forward, config.gradient)
+    kind = DsStored if is_whole else DsStoredFilled
     return kind(config.gradient, axes, config.tile_q)
 
 

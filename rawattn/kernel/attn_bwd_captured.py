@@ -70,12 +70,19 @@ def of_ds(op: Backward) -> dict[str, PairAxes]:
     return found
 
 
+def is_cleared_for_ds(forward: Forward, name: str) -> bool:
+    """Says whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
+    its tiles out, or where it is larger than the pairs."""
+    array = next(each for each in score_of(forward).arrays if each.name == name)
+    return lists(forward.mask) or not _is_of_pairs(forward, math.prod(array.shape))
+
+
 def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
-    """The launch that clears the gradient of such an array, where lengths or a mask whose tiles are a list leave some of its
-    tiles out, or where it is larger than the pairs."""
-    array = next(each for each in score_of(op.forward).arrays if each.name == name)
-    if _is_of_pairs(op.forward, count := math.prod(array.shape)) and not lists(op.forward.mask):
+    """The launch that clears it, where that is so."""
+    if not is_cleared_for_ds(op.forward, name):
         return []
+    array = next(each for each in score_of(op.forward).arrays if each.name == name)
+    count = math.prod(array.shape)
     if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
         return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
     return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes

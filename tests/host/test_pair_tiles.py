@@ -275,6 +275,7 @@ class Call(plain.Call):
         plain.check(self, folder)
         spec, (do, q, k, v, o, lse) = self.op.forward.spec, (self.arrays[name] for name in ("do", "q", "k", "v", "o", "lse"))
         options = {"scale": spec.scale, "mask": spec.mask, "dlse": self.arrays["dlse"]}
+        options |= {name: self.arrays[name] for name in ("q_lens", "kv_lens") if name in self.arrays}
         expect(do, q, k, v, o, lse, (self.bias,), score=self.score, **options).check([self.arrays["dscore_0"]])
         return [launch.entry for launch in self.program().launches]
 
@@ -287,11 +288,12 @@ STORED: dict[str, tuple[Any, ...]] = {
         Case((64, 40), {"mask": Window(20, 50), "deterministic": False}, ((200, 280),) * 2, store="unordered"),
         (2, 2, 200, 280),
     ),
+    "parts of rows": (Case((64, 64), {"mask": Causal()}, ((200, 136),) * 2, (2, 1), lens=((150, 70), (136, 60))), (2, 2, 200, 136)),
 }
-CORE = "longer, final", "causal"
+CORE = "longer, final", "causal", "parts of rows"
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in STORED])
 def test_stored(name: str, tmp_path: pathlib.Path) -> None:
     launches = Call(*STORED[name]).check(tmp_path)
-    assert ("attn_bwd_captured_clear" in launches) == (name == "longer, final") and "attn_bwd_captured_mma" not in launches
+    assert ("attn_bwd_captured_clear" in launches) == (name in ("longer, final", "parts of rows")) and "attn_bwd_captured_mma" not in launches
