@@ -288,7 +288,10 @@ STORED: dict[str, tuple[Any, ...]] = {
         Case((64, 40), {"mask": Window(20, 50), "deterministic": False}, ((200, 280),) * 2, store="unordered"),
         (2, 2, 200, 280),
     ),
-    "parts of rows": (Case((64, 64), {"mask": Causal()}, ((200, 136),) * 2, (2, 1), lens=((150, 70), (136, 60))), (2, 2, 200, 136)),
+    "parts of rows": (
+        Case((64, 64), {"mask": Causal()}, ((200, 136),) * 2, (2, 1), lens=((150, 70), (136, 60))),
+        (2, 2, 200, 136),
+    ),
 }
 CORE = "longer, final", "causal", "parts of rows"
 
@@ -296,4 +299,5 @@ CORE = "longer, final", "causal", "parts of rows"
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in STORED])
 def test_stored(name: str, tmp_path: pathlib.Path) -> None:
     launches = Call(*STORED[name]).check(tmp_path)
-    assert ("attn_bwd_captured_clear" in launches) == (name in ("longer, final", "parts of rows")) and "attn_bwd_captured_mma" not in launches
+    is_cleared = name in ("longer, final", "parts of rows")
+    assert ("attn_bwd_captured_clear" in launches) == is_cleared and "attn_bwd_captured_mma" not in launches
