@@ -5,12 +5,13 @@
 // read all of it before they write, so q may be rotated in place. No thread waits for another's memory, so there is no barrier.
 //
 // What takes no part is left out: a token of no sequence or of one without keys, a negative slot. So is what the cache does not have,
-// a length, page, slot or position, which args.violations keeps. The launch behind this one may begin when this one has waited for
+// a length, page, slot or position, which args.violations keeps: a negative position that was given, too, where the row has a place. The launch behind this one may begin when this one has waited for
 // the launch in front: what it reads early is older than that, and it waits in its turn for the rows that are written here.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options Element, KvElement, Storage, Tokens, Destination, Rotary, Queries, Launch
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
+#include "tile/violated.cuh"
 #include "variant/interfaces_append.cuh"
 
 using Chunk = Vector<Element, cfg::width>;
@@ -46,7 +47,9 @@ struct Token {
 
     __device__ Token(const Args& args, i32 token)
         : args(args), tokens(args, token), rotary(args, tokens, token), queries(args), place(Destination::of(args, tokens, token)),
-          rows(args.kv_heads + args.v_heads + queries.heads) {}
+          rows(args.kv_heads + args.v_heads + queries.heads) {
+        if (place.page >= 0 && rotary.is_negative) atomicOr(args.violations, violated::position);
+    }
 
     __device__ const unsigned char* in(const StridedTensor& tensor, i32 head) const {
         return tensor.rows(tokens.entry, head) + tokens.row * tensor.row_bytes;

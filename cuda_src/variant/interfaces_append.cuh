@@ -27,7 +27,7 @@ template <class R, class Chunk> struct RotaryOption : GivenToken {
     static const R r;
     static const Element* row;
     static_assert(requires { R(args, tokens, token); }, "Rotary(args, tokens, token)");
-    static_assert(requires { bool(r.exists); }, "Rotary: exists: whether the token has a position");
+    static_assert(requires { bool(r.exists), bool(r.is_negative); }, "Rotary: exists, is_negative: whether the token has a position, or was given a negative one");
     static_assert(requires { Chunk(r.template chunk<Chunk>(row, 0)); }, "Rotary: chunk<Chunk>(row, column)");
 };
 // queries: which are rotated, and where they go.

@@ -172,7 +172,7 @@ def _scale(name: str, given: Any, k: Array) -> float | Array:
     """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
     if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
         with np.errstate(over="ignore"):
-            number = np.float32(given) if abs(given) < 1e300 else np.inf
+            number = np.inf if abs(given) >= 1e300 else np.float32(given)  # an int may be larger than any float
         return check_scale(name, float(number), k.dtype)
     if not hasattr(given, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"

@@ -183,6 +183,9 @@ def append(op: Append, views: Views) -> None:
     if op.rotary:
         positions = views.get("positions", positions)
         written &= positions >= 0
+        if op.positions and (slots >= 0)[positions < 0].any():
+            found = positions[(slots >= 0) & (positions < 0)][0]
+            raise ProblemError(f"positions has {found} for a row that goes into the cache; it must be from 0 up.")
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
         k = _rotated(op, views, k, positions)

@@ -24,7 +24,8 @@ class Rotary(Remade):
         sin: the same for the sines.
         interleaved: the pairs are columns 2 i and 2 i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama).
         positions: int64, one for each row of k, in the shape of k without its last two dimensions. By default the row j of a
-            sequence's n new ones has the position kv_len - n + j, its place in the cache.
+            sequence's n new ones has the position kv_len - n + j, its place in the cache. A row that goes into the cache has one
+            from 0 up. Others, such as those with a negative slot, may have a negative one: their q is not rotated.
 
     Raises ProblemError for a wrong argument.
     """

@@ -65,7 +65,7 @@ CALLS = {
         slots=SLOTS,
         half=8,
         q=True,
-        positions=(3, 0, 39, -1, 4, 5, 6, 7, 8, 9),
+        positions=(3, -1, 39, 0, 4, 5, 6, -9, 8, 9),
     ),
     "slots alone": Call(slots=SLOTS, lengths=False),
     "slots and lengths": Call(slots=SLOTS, half=2),
@@ -195,6 +195,8 @@ WRONG: dict[str, tuple[Call, dict[str, Array], str]] = {  # "indices" has more e
     "wild starts": (Call(), {"cu_seqlens_q": np.array([NONSENSE] * 3 + [-NONSENSE] * 3, np.int32)}, ""),
     "slot": (Call(slots=(1 << 40, 4 * 16, *range(8)), lengths=False), {}, "slot"),
     "position": (Call(half=2, q=True, positions_count=20), {}, "position"),
+    "negative positions": (Call(half=2, q=True, positions=(0, 1, -1, *range(7))), {}, "position"),
+    "negative positions of slots": (Call(half=2, slots=SLOTS, positions=(0, 1, -7, *range(7)), lengths=False), {}, "position"),
     "given positions": (Call(half=2, positions=(1 << 40, -(1 << 40), *range(8))), {}, "position"),
 }
 

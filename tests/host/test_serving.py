@@ -230,13 +230,14 @@ def test_append_rounds_to_nearest_even(element: Any, dtype: str) -> None:
 
 
 def test_rows_without_a_position() -> None:
-    """Lengths say positions: sequences without keys are left out, whatever their slots; so are negative positions."""
+    """Lengths say positions: sequences without keys are left out, whatever their slots. Those without a place may have a
+    negative position."""
     case, cos = Cached(((2, 0), (1, 3))), np.ones((9, 4), np.float32)
-    k, slots = case.rows(1, 16, 1), np.array([0, 1, 2])
-    for positions, written in ((None, [2]), (np.array([0, -1, 3]), [0, 2])):
+    k = case.rows(1, 16, 1)
+    for positions, slots, written in ((None, [0, 1, 2], [2]), (np.array([0, -1, 3]), [0, -1, 2], [0, 2])):
         cache = case.made(*case.pools())
         q_out = rawattn.append(
-            cache, case.step(), k, k, slots=slots, rotary=Rotary(cos, cos, positions=positions), q=k, q_out=k.copy()
+            cache, case.step(), k, k, slots=np.array(slots), rotary=Rotary(cos, cos, positions=positions), q=k, q_out=k.copy()
         )
         rows = cache.v.reshape(-1, 16)
         assert np.array_equal(rows[written], k[written, 0]) and np.isnan(np.delete(rows, written, 0)).all()
@@ -297,6 +298,7 @@ ARRAYS: list[tuple[str, Any, str]] = [
     ("scale", lambda: KVCache(pool(), pool(), k_scale=0.5), "k_scale is 0.5 but the cache holds fp32; scales are for e4m3 and e"),
     ("scales", lambda: KVCache(pool(), pool(), v_scale=scales(2)), "v_scale is an array but the cache holds fp32; scales are fo"),
     ("zero scale", lambda: KVCache(*EIGHT, k_scale=0), "k_scale is 0.0; it must be above 0, and finite."),
+    ("nan as scale", lambda: KVCache(*EIGHT, k_scale=float("nan")), "k_scale is nan; it must be above 0, and finite."),
     ("small scale", lambda: KVCache(*EIGHT, v_scale=1e-60), "v_scale is 0.0; it must be above 0, and finite."),
     ("flag as scale", lambda: KVCache(*EIGHT, k_scale=True), "k_scale is True; it must be a float above 0, or a float32 array"),
     ("list of scales", lambda: KVCache(*EIGHT, k_scale=[1.0, 2.0]), "k_scale is [1.0, 2.0]; it must be a float above 0, or a fl"),
@@ -429,6 +431,7 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("q_out alone", {"q_out": Q}, "q_out was given without q; it receives the rotated q."),
     ("q_out", {"q": Q, "q_out": Q[:, :, :2], "rotary": Rotary(COS, COS)}, "q_out has shape (2, 1, 2, 8); it must be (2, 1, 4, 8"),
     ("position", {"step": Step(lens(3, 10), np.array([[0, 1, 2], [3, 4, 5]], INT)), "rotary": Rotary(COS, COS)}, "a row has pos"),
+    ("negative", {"rotary": Rotary(COS, COS, positions=-SLOTS)}, "positions has -1 for a row that goes into the cache; it must b"),
     ("new rows", {"k": np.ones((2, 4, 2, 8), np.float32), "v": np.ones((2, 4, 2, 8), np.float32)}, "kv_lens[0] is 3 but 4 rows"),
     ("page", {"step": Step(lens(3, 9), TABLE)}, "page_table[1, 2] is 9; it must be a page of the cache, from 0 to 5."),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12"),

@@ -6,11 +6,12 @@
 template <class Angle, class Positions>
 struct Angles {
     const Angle *cos, *sin;
-    bool exists;
+    bool exists, is_negative;  // whether the row has a position, or was given a negative one
 
     __device__ Angles(const Args& args, const Tokens& tokens, i32 token) {
         const i64 position = Positions::of(args, tokens, token);
         exists = position >= 0 && position < args.max_positions;
+        is_negative = Positions::are_given && position < 0;
         if (position >= args.max_positions) atomicOr(args.violations, violated::position);
         cos = args.cos + position * args.cos_stride, sin = args.sin + position * args.sin_stride;
     }

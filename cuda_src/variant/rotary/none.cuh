@@ -2,7 +2,7 @@
 // Rows stay as they are.
 
 struct NoRotary {
-    static constexpr bool exists = true;
+    static constexpr bool exists = true, is_negative = false;
 
     __device__ NoRotary(const Args&, const Tokens&, i32) {}
     template <class Chunk>
