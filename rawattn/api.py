@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -762,12 +763,20 @@ def log_operation(op: Operation, key: Any = None) -> None:
     if (path, key or line) not in _logged:
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                file.write(f"{_line_break(path)}{line}\n")
         except OSError as error:
             raise ProblemError(
                 f"RAWATTN_LOG is {path!r}, where no operation can be written ({error}); name a file that can be, or unset it."
             ) from error
         _logged.add((path, key or line))
+
+
+def _line_break(path: str) -> str:
+    """A newline where the last line of a file has none."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # it is empty, or a pipe
+        file.seek(-1, os.SEEK_END)
+        return "" if file.read() == b"\n" else "\n"
+    return ""
 
 
 _load_torch_op()  # torch.ops.rawattn: compiled and saved programs may name it before any call

@@ -273,6 +273,8 @@ def new_figure(path: pathlib.Path) -> Any:
         raise ProblemError(f"--plot needs matplotlib ({error}): pip install matplotlib.") from None
     if not path.parent.is_dir():
         raise ProblemError(f"--plot is {path}, but there is no folder {path.parent}; make it first.")
+    if path.exists():
+        raise ProblemError(f"--plot is {path}, which exists and would be lost; give another name.")
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ProblemError(f"--plot is {path}; it must end with one of {', '.join(f'.{name}' for name in sorted(formats))}.")

@@ -31,7 +31,7 @@ DAY = 86400.0
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _PACKAGE = str(pathlib.Path(__file__).parent)
 _OURS = re.compile(  # the paths in the cache folder that are rawattn's to remove
-    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|[0-9a-f]{2}\.lock"
+    r"\w+-[0-9a-f]{64}\.cubin(\.[0-9a-f]{32}\.tmp)?|rawattn-[0-9a-f]{2}\.lock"
     r"|failed/[0-9a-f]{64}/.+\.(cu|cuh|log)|numba/.+\.nb[ci](\.tmp\.\w+)?"
 )
 

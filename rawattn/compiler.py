@@ -3,7 +3,7 @@
 The cache folder holds
 
     NAME-KEY.cubin      one kernel: the ELF file of the GPU, JSON text of what is known of it, the ELF file's length, a seal
-    XX.lock             empty; held while a kernel whose key begins with XX is compiled, so that of many processes one does it
+    rawattn-XX.lock     empty; held while a kernel whose key begins with XX is compiled, so that of many processes one does it
     failed/KEY/         a source that NVRTC refused, as files, with its log
     numba/              what Numba compiled for the CPU path
 
@@ -330,7 +330,7 @@ def _sole_process(folder: pathlib.Path | None, key: str) -> Iterator[None]:
         return
     import filelock
 
-    lock = filelock.FileLock(folder / f"{key[:2]}.lock", timeout=LOCK_SECONDS)
+    lock = filelock.FileLock(folder / f"rawattn-{key[:2]}.lock", timeout=LOCK_SECONDS)
     with contextlib.suppress(OSError, NotImplementedError):  # no writing, no locks in this file system, or LOCK_SECONDS passed
         lock.acquire()
     try:

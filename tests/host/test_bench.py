@@ -202,6 +202,9 @@ def test_plot(torch: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[
         path = tmp_path / f"a{suffix}"
         assert f"drawn in {path}" in run(capsys, *TINY, "--plot", str(path))
         assert path.read_bytes().startswith(begin)
+    before = path.read_bytes()
+    assert command_line.main(["bench", "--plot", str(path)]) == 1 and path.read_bytes() == before
+    assert f"--plot is {path}, which exists and would be lost; give another name." in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command_line.main(["bench", "--plot"])
     assert command_line.main(["bench", "--plot", str(tmp_path / "a.txt")]) == 1

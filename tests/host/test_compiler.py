@@ -369,7 +369,7 @@ def test_killed_process_blocks_nobody(folder: pathlib.Path) -> None:
 def test_lock_is_not_waited_for_without_end(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "LOCK_SECONDS", 0.3)
     folder.mkdir()
-    held = filelock.FileLock(folder / f"{SOURCE.key[:2]}.lock", thread_local=False)
+    held = filelock.FileLock(folder / f"rawattn-{SOURCE.key[:2]}.lock", thread_local=False)
     holder = threading.Thread(target=held.acquire)  # a thread may not wait for a lock that it has itself
     holder.start()
     holder.join()
@@ -382,7 +382,7 @@ def test_lock_is_not_waited_for_without_end(folder: pathlib.Path, monkeypatch: p
 def test_lock_files_are_bounded(folder: pathlib.Path) -> None:
     compiler.compile(SOURCE)
     locks = list(folder.glob("*.lock"))
-    assert [path.name for path in locks] == [f"{SOURCE.key[:2]}.lock"]
+    assert [path.name for path in locks] == [f"rawattn-{SOURCE.key[:2]}.lock"]
     assert locks[0].stat().st_size == 0
 
 
@@ -689,7 +689,16 @@ def test_clear_removes_only_our_files(folder: pathlib.Path) -> None:
     with pytest.raises(CompileError):
         compiler.compile(BROKEN)
     ours = ["numba/rawattn_1/cpu.loop-1.py311.nbi", "numba/rawattn_1/cpu.loop-1.py311.1.nbc"]
-    foreign = ["notes.txt", "mine.cubin", "uv.lock", "kernel.cu", "failed/mine.cu", "numba/mine.py", "photos/failed/a.nbi"]
+    foreign = [
+        "notes.txt",
+        "mine.cubin",
+        "uv.lock",
+        "ab.lock",
+        "kernel.cu",
+        "failed/mine.cu",
+        "numba/mine.py",
+        "photos/failed/a.nbi",
+    ]
     for name in ours + foreign:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)

@@ -682,6 +682,17 @@ def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytes
     rawattn.attention(**tensors())
 
 
+def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "operations.jsonl"
+    log.write_text("{}")
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", str(log))
+    for causal in (False, True):
+        rawattn.attention(**tensors(), causal=causal)
+    first, *others = log.read_text().splitlines()
+    assert first == "{}" and [Forward.from_json(json.loads(line)).mask.cuda_type for line in others] == ["Full", "Causal"]
+
+
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new operation is written once, and a process that has read them compiles nothing."""
     log = tmp_path / "operations.jsonl"

@@ -431,7 +431,7 @@ APPENDS: list[tuple[str, dict[str, Any], str]] = [
     ("q_out alone", {"q_out": Q}, "q_out was given without q; it receives the rotated q."),
     ("q_out", {"q": Q, "q_out": Q[:, :, :2], "rotary": Rotary(COS, COS)}, "q_out has shape (2, 1, 2, 8); it must be (2, 1, 4, 8"),
     ("position", {"step": Step(lens(3, 10), np.array([[0, 1, 2], [3, 4, 5]], INT)), "rotary": Rotary(COS, COS)}, "a row has pos"),
-    ("negative", {"rotary": Rotary(COS, COS, positions=-SLOTS)}, "positions has -1 for a row that goes into the cache; it must b"),
+    ("negative", {"rotary": Rotary(COS, COS, positions=-SLOTS)}, "positions has -1 for a row that goes into the cache; i"),
     ("new rows", {"k": np.ones((2, 4, 2, 8), np.float32), "v": np.ones((2, 4, 2, 8), np.float32)}, "kv_lens[0] is 3 but 4 rows"),
     ("page", {"step": Step(lens(3, 9), TABLE)}, "page_table[1, 2] is 9; it must be a page of the cache, from 0 to 5."),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12"),
