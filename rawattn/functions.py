@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -99,9 +99,23 @@ class BiasText:
 # ---- at the edge of a call
 
 
+_is_dynamo: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compiling, once torch is loaded
+
+
 def is_compiling() -> bool:
-    """Says whether torch.compile traces the call; torch_op.py puts torch's own function here."""
-    return False
+    """Says whether torch.compile, or torch.export with strict=True, traces the call."""
+    _load_is_dynamo()
+    return _is_dynamo is not None and _is_dynamo()
+
+
+def _load_is_dynamo() -> None:
+    global _is_dynamo
+    if _is_dynamo is None and sys.modules.get("torch") is not None:
+        _is_dynamo = sys.modules["torch"].compiler.is_dynamo_compiling
+
+
+# Dynamo calls it while it traces: the call may be the first since torch was loaded.
+_load_is_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
@@ -226,7 +240,7 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
         found = None if traced is None else traced.bind(value)
         if traced is not None and found is not None:
             return (shared, *found) if shared is not None else (function(traced, found[1]), found[0], ())
-        traced, captured, numbers = trace.bind(value, role)
+        traced, captured, numbers = _traced_anew(value, role)
         if len(_last[role]) >= KEPT:
             _last[role].clear()
         shared = None if numbers and may_be(traced.code) else function(traced)
@@ -241,17 +255,20 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
         return shared, value.arrays, () if shared is value.function else value.function.numbers
     if is_compiling():
         raise ProblemError(
-            f"{role} is a Python function, and torch.compile traces the call; make rawattn.{role}.function(f) outside of what is "
-            "compiled, and give that."
+            f"{role} is a Python function, and torch.compile, or torch.export with strict=True, traces the call; make "
+            f"rawattn.{role}.function(f) outside of what is compiled, and give that."
         )
     own, captured, numbers = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
     shared = own.without_numbers
     return shared, captured, () if shared is own else numbers
 
 
+_traced_anew = eager(trace.bind)  # where a graph broke, dynamo would trace it
+
+
 def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[int | float, ...]]:
     """A function that is an object: as an option, with the arrays and the numbers that it captured."""
-    traced, captured, numbers = trace.bind(value, role)
+    traced, captured, numbers = _traced_anew(value, role)
     place = {id(x): i for i, x in enumerate(captured)} | {id(None): NO_ARRAY}
     expected = value.sizes() if isinstance(value, Ready) else ()
     sizes = tuple((name, place[id(x)], fixed, axes) for name, x, fixed, axes in expected if id(x) in place)

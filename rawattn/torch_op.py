@@ -78,7 +78,6 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 
 # ---- which calls go through the operators
 
-functions.is_compiling = torch.compiler.is_compiling
 eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack

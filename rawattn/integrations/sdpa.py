@@ -163,7 +163,7 @@ def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "a
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
     _check_mask(attn_mask, shape, name)
-    if attn_mask.dtype is torch.bool and torch.compiler.is_compiling():
+    if attn_mask.dtype is torch.bool and torch.compiler.is_dynamo_compiling():
         raise UnsupportedError(
             "attn_mask is bool where torch traces; give a float one, 0 and -inf, or options of rawattn.attention."
         )

@@ -238,7 +238,7 @@ class Biased(Ready):
         self.own: tuple[bool, ...] = ()  # the axes along which the bias has numbers of its own
         if bias is not None:
             _axes("bias", bias, (0, 1, 2, 3, 4), "that broadcasts to (batch, heads, q_len, kv_len)")
-            self.own = tuple(int(n) > 1 for n in bias.shape)
+            self.own = tuple(bool(n > 1) for n in bias.shape)  # of an exported call n may be a symbol
             if _format(bias) == "bool":
                 raise ProblemError("bias is of bool; give it as mask, or as a function that reads it.")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -75,17 +77,53 @@ def test_compile_checks_sizes() -> None:
         step(*make(40), rawattn.mask.function(rawattn.mask.Documents(ids(10))), None)
 
 
-def test_a_function_inside_of_what_is_compiled() -> None:
-    """A whole graph cannot hold it, and the error says what to write; where graphs may break, the call is an eager one."""
-    q, k, v = make()
+INSIDE: dict[str, tuple[Any, bool]] = {  # a call of q and ids, and whether a whole graph takes it
+    "a lambda": (lambda q, x: rawattn.attention(q, q, q, mask=lambda q, kv: (q + kv) % 3 == 0), False),
+    "a tensor": (lambda q, x: rawattn.attention(q, q, q, mask=lambda q, kv: x[q] == x[kv]), False),
+    "what a mask says": (lambda q, x: rawattn.attention(q, q, q, mask=lambda q, kv: q >= kv), False),
+    "function": (lambda q, x: rawattn.attention(q, q, q, mask=rawattn.mask.function(lambda q, kv: x[q] == x[kv])), False),
+    "Documents": (lambda q, x: rawattn.attention(q, q, q, mask=rawattn.mask.Documents(x)), False),
+    "a score": (lambda q, x: rawattn.attention(q, q, q, score=lambda s, h: s * SLOPES[h]), False),
+    "Window": (lambda q, x: rawattn.attention(q, q, q, mask=rawattn.mask.Window(3, 0)), True),
+    "alibi": (lambda q, x: rawattn.attention(q, q, q, alibi=SLOPES), True),
+}
 
-    def step(q: Any) -> Any:
-        return rawattn.attention(q, k, v, mask=lambda q, kv: (q + kv) % 3 == 0)
 
-    with pytest.raises(Exception, match=r"make rawattn\.mask\.function\(f\) outside of what is compiled"):
-        torch.compile(step, backend="eager", fullgraph=True)(q)
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(step, backend="eager")(q), step(q))
+@pytest.mark.parametrize(("step", "is_taken"), INSIDE.values(), ids=INSIDE)
+def test_what_is_made_inside_of_what_is_compiled(step: Any, is_taken: bool) -> None:
+    """A whole graph holds no Python function, and the error says what to write; where graphs may break, the call is an eager
+    one."""
+    for n in (50, 41):
+        (q, *_), x = make(n), ids(n)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(step, backend="eager")(q, x), step(q, x))
+        torch._dynamo.reset()  # else the frame is skipped
+        if is_taken:
+            assert torch.equal(torch.compile(step, backend="eager", fullgraph=True)(q, x), step(q, x))
+        else:
+            with pytest.raises(Exception, match=r"make rawattn\.(mask|score)\.function\(f\) outside of what is compiled"):
+                torch.compile(step, backend="eager", fullgraph=True)(q, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "outcome"),
+    [
+        ("bias=torch.zeros(4, 4)", "None"),
+        ("alibi=torch.zeros(2)", "None"),
+        ("mask=lambda q, kv: q >= kv + 1", "'make rawattn.mask.function(f) outside of what is compiled'"),
+    ],
+)  # fmt: skip
+def test_a_compiled_call_is_the_first_since_torch_was_imported(options: str, outcome: str) -> None:
+    code = (
+        "import sys, rawattn; early = 'torch' in sys.modules; import torch\n"
+        "if early: sys.exit()\n"
+        f"f, words = lambda q: rawattn.attention(q, q, q, {options}), {outcome}\n"
+        "run, q, told = torch.compile(f, backend='eager', fullgraph=True), torch.randn(1, 4, 2, 8), ''\n"
+        "try: found = run(q)\n"
+        "except Exception as error: told = str(error)\n"
+        "assert words in told if words else torch.equal(found, f(q)), told\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_operator() -> None:
@@ -111,6 +149,41 @@ def test_export() -> None:
 
     program = torch.export.export(Layer(), (q, k, v))
     assert torch.equal(program.module()(q, k, v), attention(q, k, v, mask, score))
+
+
+EXPORTED: dict[str, tuple[Any, Any, tuple[int, ...], bool]] = {  # of what they make, its axes, and whether strict export takes it
+    "bias": (lambda x: {"bias": x}, lambda n: torch.randn(n, n), (0, 1), True),
+    "alibi": (lambda x: {"alibi": x}, lambda n: SLOPES, (), True),
+    "softcap, alibi": (lambda x: {"softcap": 2.0, "alibi": x}, lambda n: SLOPES, (), True),
+    "a lambda": (lambda x: {"mask": lambda q, kv: x[q] == x[kv]}, ids, (0,), False),
+    "made inside": (lambda x: {"mask": rawattn.mask.function(lambda q, kv: x[q] == x[kv])}, ids, (0,), False),
+    "Documents": (lambda x: {"mask": rawattn.mask.Documents(x)}, ids, (0,), False),
+}
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Any, k: Any, v: Any, x: Any) -> Any:
+        return rawattn.attention(q, k, v, **self.options(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_of_what_is_made_inside(name: str, strict: bool) -> None:
+    """Without strict=True, which follows Python by dynamo, functions may be made inside; lengths stay free."""
+    options, new, axes, is_strict = EXPORTED[name]
+    layer, length = Exported(options), torch.export.Dim("length", min=2, max=4096)
+    shapes = {**{each: {1: length} for each in "qkv"}, "x": dict.fromkeys(axes, length)}
+    given = (*make(50), new(50))
+    if strict and not is_strict:
+        with pytest.raises(Exception, match=r"make rawattn\.mask\.function\(f\) outside of what is compiled"):
+            torch.export.export(layer, given, dynamic_shapes=shapes, strict=True)
+        return
+    program, given = torch.export.export(layer, given, dynamic_shapes=shapes, strict=strict), (*make(33), new(33))
+    assert torch.equal(program.module()(*given), layer(*given))
 
 
 def test_vmap() -> None:

@@ -138,6 +138,17 @@ def test_gradients_of_masks(shape: tuple[int, ...], device: str) -> None:
         compiled(*given[:3], given[3] > 0)
 
 
+@pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, True), (torch.float32, False), (torch.bool, False)], ids=str)
+def test_export_of_masks(dtype: Any, strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, table: Any) -> Any:
+            return sdpa.scaled_dot_product_attention(q, k, v, attn_mask=table)
+
+    table = torch.randn(20, 20, generator=torch.Generator().manual_seed(1))
+    given = (*make(), table > -1 if dtype is torch.bool else table)
+    assert torch.equal(torch.export.export(Layer(), given, strict=strict).module()(*given), Layer()(*given))
+
+
 # ---- below torch's own attention
 
 
