@@ -248,6 +248,10 @@ class Owner:
         for name, x in (("value", value), ("path", path), ("label", label), ("capture", capture)):
             object.__setattr__(self, f"_Owner__{name}", x)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance() sees; the type is noted
+        return type(self.__value)
+
     def __found(self, step: str, at: Any, label: str) -> Any:
         try:
             value = _STEPS[step](self.__value, at)
@@ -339,6 +343,32 @@ class Owner:
 def called(owner: Owner) -> Any:
     """Returns what a call of it calls."""
     return owner._Owner__called()
+
+
+class _Type:
+    """Stands for ``type`` in a function."""
+
+    def __call__(self, x: Any, *more: Any) -> Any:
+        """Returns the class of what a symbol stands for."""
+        if type(x) is Owner:
+            return x._Owner__found("type", None, f"type({x._Owner__label})")
+        return type(x, *more) if more else x.__class__ if type(x) is Expr else _array_class(x) or type(x)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+
+def _array_class(x: Any) -> type | None:
+    return x._of.cls if type(x) is SymbolicArray else None
+
+
+def _is_instance(x: Any, kind: Any) -> bool:
+    """``isinstance`` in a function. An array's symbol does not say its class otherwise: libraries would take it for one."""
+    cls = _array_class(x)
+    return isinstance(x, kind) if cls is None else issubclass(cls, kind)
+
+
+_OF_SYMBOLS = {"type": _Type(), "isinstance": _is_instance}
 
 
 def _is_of_library(f: Any) -> bool:
@@ -461,7 +491,9 @@ class Capture:
             except ValueError:  # a name that was never bound
                 continue
             cells[i].cell_contents = self.rebuild(content, (*path, ("cell", i)), f.__code__.co_freevars[i])
-        for name in sorted(_names(f.__code__) & f.__globals__.keys()):
+        names = _names(f.__code__)
+        found.__globals__.update({name: x for name, x in _OF_SYMBOLS.items() if name in names - f.__globals__.keys()})
+        for name in sorted(names & f.__globals__.keys()):
             found.__globals__[name] = self.rebuild(f.__globals__[name], (*path, ("global", name)), name)
         arguments = f.__code__.co_varnames[: f.__code__.co_argcount]
         defaults = f.__defaults__ or ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import hashlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -44,6 +45,20 @@ def call(name: str, args: Any, kwargs: Any) -> Expr:
     return FUNCTIONS[name](*args, **{word: value for word, value in kwargs.items() if word != "inplace"})
 
 
+_CLASSES = {"bool": bool, "int": int, "long": int, "float": float}
+_KEY = (
+    "a key of a set or a dict; a symbol cannot be found by its value there: write `x in (0, 1)`, a tuple, in place of "
+    "`x in {0, 1}`, and where() or an array in place of a dict."
+)
+_TEXT = "made a string; a symbol has no value yet: print repr(x), and capture a string where one decides."
+
+
+def _refuse_in_function(x: Expr, words: str) -> None:
+    """Raises ProblemError where a function that is traced, and not this library, asks for what a symbol has not."""
+    if tracer.get(None) is not None and not sys._getframe(2).f_globals.get("__name__", "").startswith("rawattn."):
+        raise ProblemError(f"{repr(x) if x.deps else 'a captured number'} is {words}")
+
+
 class Expr:
     """A bool, an integer or a float that depends on the indices."""
 
@@ -55,7 +70,6 @@ class Expr:
     digest: str
     raw: bool  # whether it is an integer that may have any of its bits
     __array_priority__ = 1000
-    __hash__ = object.__hash__
     device = None  # as of a tensor, which functions ask for
     ndim = 0
     shape = ()
@@ -67,7 +81,23 @@ class Expr:
             return str(self.args[0])
         if self.op == "lin":
             return " + ".join([*(f"{c} * {atom!r}" for atom, c in self.args[1]), str(self.args[0])])
-        return f"{self.op}({', '.join(map(str, self.args))})"
+        return f"{self.op}({', '.join(map(repr, self.args))})"
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance() and class patterns of match see
+        return _CLASSES[self.type]
+
+    def __hash__(self) -> int:
+        _refuse_in_function(self, _KEY)
+        return id(self) >> 4
+
+    def __str__(self) -> str:
+        _refuse_in_function(self, _TEXT)
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        _refuse_in_function(self, _TEXT)
+        return format(repr(self), spec)
 
     # What Python asks of a number.
     def __bool__(self) -> bool:
@@ -279,11 +309,12 @@ def wrap(x: Any) -> Expr:
         return const(x)
     if getattr(x, "shape", None) == () and hasattr(x, "item") and "cuda" not in str(getattr(x, "device", "")):
         return const(x.item())  # made inside of the function, as torch.tensor(0.5) is
-    raise ProblemError(f"{_described(x)} stands where a number is needed; index the array, as in bias[h, q].")
+    mend = "index the array, as in bias[h, q]" if hasattr(x, "shape") else "give an int or a float"
+    raise ProblemError(f"{_described(x)} stands where a number is needed; {mend}.")
 
 
 def _described(x: Any) -> str:
-    return f"a {type(x).__name__}" if x is not None else "None, as a function without return gives it,"
+    return f"a {x.__class__.__name__}" if x is not None else "None, as a function without return gives it,"
 
 
 def is_const(x: Expr, value: float) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import fractions
 import functools
 import gc
 import json
 import math
+import numbers
 import os
 import subprocess
 import sys
@@ -79,6 +81,28 @@ class Sizes(NamedTuple):
 class Slotted:
     __slots__ = ("reach",)
     reach: int
+
+
+def by_class(n: Any, t: Any, q: Any, kv: Any) -> Any:
+    match n, t:
+        case int(), float():
+            plain = isinstance(n, int) and type(t) is float and isinstance(t, numbers.Real) and isinstance(int, type)
+            return (q >= kv) & (q - kv <= n) if plain and not isinstance(n, float) and isinstance(q > kv, bool) else q > kv
+    return q < kv
+
+
+def by_object(x: Any, own: Any, q: Any, kv: Any) -> Any:
+    kept = isinstance(x, np.ndarray) and type(x) is not list and isinstance(own, Slotted) and type(own) is Slotted
+    return q - kv <= own.reach if kept else q == kv
+
+
+def matched(q: Any, kv: Any) -> Any:
+    match q, kv:
+        case _, 0 | 1:
+            return True
+        case 0, n if n > 3:
+            return True
+    return q == kv
 
 
 def in_sizes(sizes: Sizes, q: Any, kv: Any) -> Any:
@@ -157,6 +181,9 @@ LANGUAGE: dict[str, tuple[Any, Any]] = {
     "integers beyond 32 bits": ((lambda x: lambda q, kv: x[q] == x[kv])(DOC.astype(np.int64) << 40), DOC[Q] == DOC[KV]),
     "a constant made inside": (lambda q, kv: q - kv < torch.tensor(3), Q - KV < 3),
     "zeros": (lambda q, kv: q.new_zeros((), dtype=torch.bool) | (q >= kv), Q >= KV),
+    "classes of numbers": ((lambda n, t: lambda q, kv: by_class(n, t, q, kv))(2, 0.5), (Q >= KV) & (Q - KV <= 2)),
+    "classes of objects": ((lambda x, own: lambda q, kv: by_object(x, own, q, kv))(DOC, Slotted(2)), Q - KV <= 2),
+    "match": (lambda q, kv: matched(q, kv), (KV <= 1) | (Q == KV) | ((Q == 0) & (KV > 3))),
     "unsigned numbers": ((lambda n: lambda q, kv: q - kv <= n)(np.uint8(3)), Q - KV <= 3),
 }
 
@@ -256,6 +283,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a loop on a number": (counts, "mask", r"A loop over a captured number n is `for i in range\(n\)`"),
     "an assignment": (assigns, "mask", "STATE.seen is assigned to"),
     "a set": ((lambda x: lambda q, kv: q in x)({1, 2}), "mask", "whose members cannot be followed"),
+    "a set in it": (lambda q, kv: kv in {0, 1}, "mask", r"kv is a key of a set or a dict.*write `x in \(0, 1\)`"),
+    "a dict in it": (lambda q, kv: {0: 2}.get(kv, 1) > q, "mask", "kv is a key of a set or a dict"),
+    "a number as a key": ((lambda n: lambda q, kv: (n in {1, 2}) & (q > kv))(2), "mask", "a captured number is a key of a set"),
+    "a string of a number": ((lambda n: lambda q, kv: q > kv if str(n) == "2" else q < kv)(2), "mask", r"print repr\(x\)"),
+    "a format of a number": ((lambda n: lambda q, kv: q > kv if f"{n}" == "2" else q < kv)(2), "mask", "is made a string"),
+    "a fraction": ((lambda x: lambda s: s * x)(fractions.Fraction(1, 3)), "score", "a Fraction stands where.*give an int or"),
     "a format": (
         (lambda x: lambda q, kv: x[q] == x[kv])(np.zeros(8, complex)),
         "mask",
