@@ -103,7 +103,8 @@ def _primary_context(index: int) -> Any:
 
 
 class current:  # as a function is called
-    """Makes the device's primary context the current one, and restores the one before."""
+    """Makes the device's primary context the current one, and restores the one before. A thread that had none keeps that of device
+    0, which the CUDA runtime would choose there, too: torch's thread for a backward would look for one at each launch."""
 
     __slots__ = ("_index", "_is_other")
 
@@ -111,8 +112,10 @@ class current:  # as a function is called
         self._index, self._is_other = index, False
 
     def __enter__(self) -> None:
-        mine = _primary_context(self._index)
-        if int(call("cuCtxGetCurrent")) != int(mine):
+        mine, before = _primary_context(self._index), int(call("cuCtxGetCurrent"))
+        if not before and self._index == 0:
+            call("cuCtxSetCurrent", mine)
+        elif before != int(mine):
             call("cuCtxPushCurrent", mine)
             self._is_other = True
 

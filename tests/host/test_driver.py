@@ -121,6 +121,9 @@ class Bindings(types.ModuleType):
     def _cuCtxGetCurrent(self) -> int:
         return self.context
 
+    def _cuCtxSetCurrent(self, context: int) -> None:
+        self.context = context
+
     def _cuCtxPushCurrent(self, context: int) -> None:
         self.before, self.context = self.context, context
 
@@ -284,9 +287,10 @@ def test_launch(cuda: Bindings) -> None:
         cuda.said.clear()
         cuda.context = context  # 0: a thread that has none
         launch()
-        assert cuda.context == context
+        assert cuda.context == 1000, "a thread keeps what it would have by itself"
         assert len(cuda.calls("cuLaunchKernelEx")) == (1 if context else 2)
-    _, config, handle, pointers, extra = cuda.said[-2]
+        assert not cuda.calls("cuCtxPushCurrent", "cuCtxPopCurrent")
+    _, config, handle, pointers, extra = cuda.calls("cuLaunchKernelEx")[-1]
     assert (handle, extra) == (function.handle, 0)
     assert ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, 24) == args
     assert (config.gridDimX, config.blockDimX, config.sharedMemBytes, config.hStream) == (132, 384, FACTS.smem_bytes, 5)
