@@ -103,8 +103,8 @@ def _primary_context(index: int) -> Any:
 
 
 class current:  # as a function is called
-    """Makes the device's primary context the current one, and restores the one before. A thread that had none keeps that of device
-    0, which the CUDA runtime would choose there, too: torch's thread for a backward would look for one at each launch."""
+    """Makes the device's primary context the current one, and restores the one before. A thread that had none keeps that of
+    device 0, which the CUDA runtime would choose there, too: torch's thread for a backward would look for one at each launch."""
 
     __slots__ = ("_index", "_is_other")
 
