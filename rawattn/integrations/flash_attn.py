@@ -24,11 +24,20 @@ from .. import api, serving, torch_op
 from ..errors import ProblemError, UnsupportedError, brief
 from ..plans import one_or_all
 from ..serving import api as caches
+from .naming import naming
 
 __version__ = "2.8.3+rawattn"  # of the functions; some callers ask what flash-attn can do by it
 Window = tuple[int, int]
+NAMES = {
+    "scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes", "dropout": "dropout_p",
+    "cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k", "max_q_len": "max_seqlen_q", "q_lens": "seqused_q",
+    "page_table": "block_table", "kv_begin": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
+}  # fmt: skip
+_LENGTHS = {"kv_lens": "torch.diff(cu_seqlens_k)", "max_kv_len": "max_seqlen_k"}  # of keys in pages, packed
+IN_CACHE = {"kv_lens": "cache_seqlens", "the step": "cache_seqlens"}
 
 
+@naming(**NAMES)
 def flash_attn_func(
     q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False,
@@ -63,6 +72,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@naming(**NAMES, **_LENGTHS)
 def flash_attn_varlen_func(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
@@ -102,6 +112,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@naming(**NAMES, **IN_CACHE)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
@@ -132,7 +143,7 @@ def ignore(**given: tuple[Any, ...]) -> None:
     for name, (value, *defaults) in given.items():
         if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
             _ignored.add(name)
-            warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=3)
+            warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=4)
 
 
 def options_of(
@@ -193,6 +204,8 @@ def with_kvcache(
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
     if rows is not None:
+        if rows.dtype is not torch.int32:
+            raise ProblemError(f"cache_batch_idx has dtype {rows.dtype}; it must be int32: cache_batch_idx.int().")
         table = rows[:, None]
     asked: caches.Asked | None = None
     place: Any = None
@@ -203,7 +216,9 @@ def with_kvcache(
         call = None if place is None else caches.call_for(place, given)
         if call is not None:
             return one_or_all(call(q, None, (), place[1]))
-    cache = serving.KVCache(*pools, "NHD", *(1.0 if x is None else x for x in scales))
+    if table is not None and table.dim() != 2:
+        raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
+    cache = _cache(*pools, "NHD", *(1.0 if x is None else x for x in scales))
     batch = q.shape[0] if starts is None else starts.shape[0] - 1
     capacity = cache.page_size * (1 if table is None else table.shape[1])
     if not isinstance(lens, torch.Tensor):
@@ -222,6 +237,9 @@ def with_kvcache(
     if place is not None and asked is not None:
         caches.keep_for(place, q, cache, step, asked)
     return found
+
+
+_cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)
 
 
 def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:

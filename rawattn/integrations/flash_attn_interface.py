@@ -13,11 +13,14 @@ from typing import Any
 
 from .. import api
 from ..errors import ProblemError, UnsupportedError
-from .flash_attn import Window, ignore, options_of, refuse, unpacked, varlen, with_kvcache
+from .flash_attn import IN_CACHE, NAMES, Window, ignore, options_of, refuse, unpacked, varlen, with_kvcache
+from .naming import naming
 
 __version__ = "3.0.0+rawattn"
+_NAMES = NAMES | {"page_table": "page_table"}
 
 
+@naming(**_NAMES)
 def flash_attn_func(
     q: Any, k: Any, v: Any, softmax_scale: float | None = None, causal: bool = False, qv: Any = None, q_descale: Any = None,
     k_descale: Any = None, v_descale: Any = None, window_size: Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
@@ -52,6 +55,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@naming(**_NAMES, kv_lens="seqused_k")
 def flash_attn_varlen_func(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, seqused_q: Any = None,
     seqused_k: Any = None, softmax_scale: float | None = None, causal: bool = False, qv: Any = None, q_descale: Any = None,
@@ -68,6 +72,7 @@ def flash_attn_varlen_func(
     return varlen(q, k, v, starts, longest, options, return_attn_probs, None, (seqused_q, seqused_k))
 
 
+@naming(**_NAMES, **IN_CACHE)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
     rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,

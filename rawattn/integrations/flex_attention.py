@@ -24,12 +24,14 @@ from ..errors import ProblemError, UnsupportedError
 from ..functions import BoundFunction
 from ..trace.tracing import ALIASES, POSITIONAL
 from . import sdpa
+from .naming import naming
 
 BlockMask, create_mask = flex.BlockMask, flex.create_mask
 and_masks, or_masks, noop_mask = flex.and_masks, flex.or_masks, flex.noop_mask
 AuxRequest, AuxOutput = (getattr(flex, name, None) for name in ("AuxRequest", "AuxOutput"))  # torch 2.9
 
 
+@naming(q="query", k="key", v="value", score="score_mod", mask="block_mask")
 def flex_attention(
     query: Any, key: Any, value: Any, score_mod: Callable[..., Any] | None = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None, *,
@@ -61,7 +63,7 @@ def flex_attention(
     if return_aux is not None and return_aux.max_scores:
         raise UnsupportedError("return_aux asks for max_scores, which no kernel keeps; ask for lse alone.")
     if kernel_options:
-        warnings.warn("kernel_options are hints to torch's kernels; rawattn ignores them.", stacklevel=2)
+        warnings.warn("kernel_options are hints to torch's kernels; rawattn ignores them.", stacklevel=3)
     _check_shapes(query, key, value, enable_gqa)
     if key.shape[0] != query.shape[0] and key.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
@@ -92,6 +94,7 @@ class TracedMask:
         return flex.create_block_mask(self.mask_mod, *self.shape, device=self.device, BLOCK_SIZE=self.block)
 
 
+@naming(mask="mask_mod")
 def create_block_mask(
     mask_mod: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
     BLOCK_SIZE: Any = 128, _compile: bool = False, *rest: Any, **more: Any,

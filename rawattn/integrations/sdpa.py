@@ -18,11 +18,13 @@ from .. import api, arrays, mask, score, torch_op
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Forward
 from ..plans import GpuCall
+from .naming import naming
 
 NAME = "RAWATTN"
 _CAUSAL = mask.Causal("top_left")
 
 
+@naming(q="query", k="key", v="value", bias="attn_mask", dropout="dropout_p")
 def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
@@ -62,6 +64,9 @@ def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     if call is not None:
         results = call(query)
         return results[0], results[1] if len(results) > 1 else None
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o, lse = _first((q, k, v), query, options)
     if place is not None and (found := api.call_of((q, k, v), place[0])) is not None:
@@ -167,19 +172,21 @@ def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "a
         raise UnsupportedError(
             "attn_mask is bool where torch traces; give a float one, 0 and -inf, or options of rawattn.attention."
         )
-    table = attn_mask[(None,) * (4 - attn_mask.dim())]
+    attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if attn_mask.dtype is not torch.bool:
-        return {"bias": table}
-    b, h, q, kv = (size > 1 for size in table.shape)  # of the others all indices are 0
+        return {"bias": attn_mask}
+    b, h, q, kv = (size > 1 for size in attn_mask.shape)  # of the others all indices are 0
 
     def entry(batch: Any, head: Any, row: Any, column: Any) -> Any:
-        return table[batch if b else 0, head if h else 0, row if q else 0, column if kv else 0]
+        return attn_mask[batch if b else 0, head if h else 0, row if q else 0, column if kv else 0]
 
     return {"mask": mask.function(entry)}
 
 
 def _check_mask(given: Any, shape: tuple[int, ...], name: str) -> None:
     """Raises ProblemError for a mask that torch's own attention does not take."""
+    if not isinstance(given, torch.Tensor):
+        raise ProblemError(f"{name} is a {type(given).__name__}; it must be a torch tensor.")
     if given.dtype is not torch.bool and not given.is_floating_point():
         raise ProblemError(f"{name} is {given.dtype}; it must be bool, True where a key counts, or of floats that are added.")
     if not 2 <= given.dim() <= 4:

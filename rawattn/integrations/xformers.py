@@ -21,6 +21,7 @@ from .. import api, mask, serving
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 from .flash_attn import ignore
+from .naming import naming
 
 
 def memory_efficient_attention(
@@ -99,6 +100,7 @@ OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {  # of rawattn.attention,
 }
 
 
+@naming(q="query", k="key", v="value", bias="attn_bias", dropout="p")
 def _attend(
     query: Any, key: Any, value: Any, bias: Any, p: float, scale: float | None, op: Any, output_dtype: Any, return_lse: bool
 ) -> tuple[Any, Any]:

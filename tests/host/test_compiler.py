@@ -689,16 +689,7 @@ def test_clear_removes_only_our_files(folder: pathlib.Path) -> None:
     with pytest.raises(CompileError):
         compiler.compile(BROKEN)
     ours = ["numba/rawattn_1/cpu.loop-1.py311.nbi", "numba/rawattn_1/cpu.loop-1.py311.1.nbc"]
-    foreign = [
-        "notes.txt",
-        "mine.cubin",
-        "uv.lock",
-        "ab.lock",
-        "kernel.cu",
-        "failed/mine.cu",
-        "numba/mine.py",
-        "photos/failed/a.nbi",
-    ]
+    foreign = ["mine.cubin", "uv.lock", "ab.lock", "kernel.cu", "failed/mine.cu", "numba/mine.py", "photos/failed/a.nbi"]
     for name in ours + foreign:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)

@@ -99,7 +99,7 @@ def test_a_kept_call_is_for_these_tensors() -> None:
     LAUNCHED.clear()
     sdpa.scaled_dot_product_attention(*views)
     views[2].resize_(B, H, N // 2, D)
-    with pytest.raises(ProblemError, match="v has shape"):
+    with pytest.raises(ProblemError, match="value has shape"):
         sdpa.scaled_dot_product_attention(*views)
     assert len(LAUNCHED) == 1
 

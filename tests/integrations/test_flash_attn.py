@@ -338,7 +338,7 @@ def test_hints_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="pack_gqa is a hint") as seen:
         for _ in range(2):
             fa3.flash_attn_func(q, q, q, pack_gqa=True, num_splits=3)
-    assert len(seen) == 2
+    assert len(seen) == 2 and {each.filename for each in seen} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fa3.flash_attn_func(q, q, q, num_splits=0, pack_gqa=False)

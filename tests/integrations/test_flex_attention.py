@@ -202,5 +202,6 @@ def test_refusals() -> None:
     whole = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ProblemError, match="Cannot use mask_mod from a sliced BlockMask"):
         door.flex_attention(given[0][:, :, :32], *given[1:], block_mask=whole[:, :, torch.tensor([0, 1])])
-    with pytest.warns(UserWarning, match="kernel_options are hints to torch's kernels; rawattn ignores them"):
+    with pytest.warns(UserWarning, match="kernel_options are hints to torch's kernels; rawattn ignores them") as seen:
         door.flex_attention(*given, kernel_options={"BLOCK_M": 64})
+    assert seen[0].filename == __file__

@@ -1,0 +1,39 @@
+"""What errors of a door call its arguments: by the names that they have there, not by rawattn's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ProblemError, UnsupportedError
+
+_BIAS = re.compile(r"(?:score Biased: )?Biased\.(slopes|bias)(?:, which score captured,)?")  # of alibi or of bias
+
+
+def naming(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that lets errors of a function say ``names`` instead of rawattn's, which are the keywords."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def named(*given: Any, **options: Any) -> Any:
+            try:
+                return function(*given, **options)
+            except (ProblemError, UnsupportedError) as error:
+                error.args = (renamed(str(error), names),)
+                raise
+
+        return named
+
+    return decorate
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """The text of an error with these names: at its beginning, and those that are no words alone everywhere. q, k and v are
+    arguments where the text begins with one."""
+    text = _BIAS.sub(lambda found: "alibi" if found[1] == "slopes" else "bias", text)
+    letters = re.match("[qkv] ", text) is not None
+    everywhere = [name for name in names if not name.isalpha() or (letters and len(name) == 1)]
+    pattern = rf"^(?:{'|'.join(names)})(?!\w)|(?<![\w.])(?:{'|'.join(everywhere) or '(?!)'})(?![\w,])"
+    return re.sub(pattern, lambda found: names[found[0]], text)
