@@ -7,16 +7,18 @@ order makes no difference are sorted by their digests.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..errors import ProblemError
-from .expressions import FUNCTIONS, Expr, const, is_const, make, wrap
+from .expressions import FUNCTIONS, Expr, const, is_const, make, nodes, tracer, wrap
 from .formulas import FORMULAS
 
 RANK = {"bool": 0, "int": 1, "long": 2, "float": 3}
+MOST_FACTORS = 1024  # of a power that is a product
 COMMUTATIVE = ("add", "mul", "imul", "min", "max", "eq", "and", "or", "xor", "band", "bor", "bxor")
 
 
@@ -151,14 +153,33 @@ def remainder(a: Any, b: Any) -> Expr:
 
 
 def power(a: Any, b: Any) -> Expr:
+    """An int that is known, also a captured one, makes products, of which a number >= 0 of integers is one; a constant base > 0
+    is a power of 2. All else is C's pow."""
     a, b = wrap(a), wrap(b)
-    if b.op == "const" and isinstance(b.args[0], int) and 0 <= b.args[0] <= 8:
-        return functools.reduce(mul, [a] * b.args[0], const(1))
-    if is_const(a, 2):
-        return unary("exp2", b)
+    if b.type == "int" and b.op != "const" and not b.deps and not any(node.op == "load" for node in nodes(b)):
+        b = const(tracer.get().specialise(b))
+    if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
+        n = int(b.args[0])
+        found = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
+        return div(1.0, found) if n < 0 else found
+    if a.op == "const" and 0 < a.args[0] < math.inf:
+        return unary("exp2", b if is_const(a, 2) else mul(b, unary("log2", a)))
     if is_const(b, 0.5):
         return unary("sqrt", a)
-    return unary("exp2", mul(b, unary("log2", a)))
+    if not has_float(a, b):
+        raise ProblemError(
+            "an integer to the power of an integer that is neither a literal nor a captured int; convert one of both by .float() "
+            "or .astype(float), or read a table of the powers."
+        )
+    return folded("pow", "float", as_type(a, "float"), as_type(b, "float"))
+
+
+def _product(x: Expr, n: int) -> Expr:
+    """x to the power of n."""
+    if n <= 8:
+        return functools.reduce(mul, [x] * n, as_type(const(1), "float" if x.type == "float" else "int"))
+    half = _product(x, n // 2)
+    return mul(mul(half, half), x) if n % 2 else mul(half, half)
 
 
 def unary(op: str, a: Any) -> Expr:

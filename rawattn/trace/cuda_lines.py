@@ -26,7 +26,8 @@ _PLAIN = {
 }  # fmt: skip
 _SCORE = (
     _PLAIN
-    | {"exp2": "function::fast_exp2({})", "log2": "function::fast_log2({})"}
+    | {op: f"function::fast_{op}({{}})" for op in ("exp2", "log2", "expm1", "log1p")}
+    | {"pow": "function::fast_pow({}, {})"}
     | {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}"}
 )
 _MASK = _PLAIN | {"add": "__fadd_rn({}, {})", "sub": "__fsub_rn({}, {})", "mul": "__fmul_rn({}, {})", "div": "__fdiv_rn({}, {})"}

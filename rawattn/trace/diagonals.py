@@ -10,8 +10,8 @@ from .placement import ELEMENT, Placement
 _OF_PAIRS = {"q", "first", "offset", "inside", "s", "less"}
 _FREE = ("const", "var")
 _DEAR = {
-    "load", "cast", "trunc", "floor", "floordiv", "mod", "div", "reciprocal", "sqrt", "log", "log2", "exp", "exp2", "tanh", "sin",
-    "cos", "erf",
+    "load", "cast", "trunc", "floor", "floordiv", "mod", "div", "reciprocal", "sqrt", "log", "log2", "exp", "exp2", "expm1",
+    "log1p", "pow", "tanh", "sin", "cos", "erf",
 }  # fmt: skip
 LEAST_WORK = 4  # of a part that is worth its way through shared memory; a dear operation counts as so many
 

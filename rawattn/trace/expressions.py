@@ -81,7 +81,7 @@ class Expr:
             return str(self.args[0])
         if self.op == "lin":
             return " + ".join([*(f"{c} * {atom!r}" for atom, c in self.args[1]), str(self.args[0])])
-        return f"{self.op}({', '.join(map(repr, self.args))})"
+        return f"{self.op}({', '.join(x if type(x) is str else repr(x) for x in self.args)})"
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what isinstance() and class patterns of match see

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-UNARY = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sin", "cos", "erf", "sign")  # of a float, a float
+UNARY = ("exp", "exp2", "expm1", "log", "log2", "log1p", "tanh", "sqrt", "sin", "cos", "erf", "sign")  # of a float, a float
 
 
 def _quotient(xp: Any, a: Any, b: Any) -> Any:
@@ -31,6 +31,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "lt": lambda xp, a, b: a < b, "le": lambda xp, a, b: a <= b, "eq": lambda xp, a, b: a == b, "and": lambda xp, a, b: a & b,
     "or": lambda xp, a, b: a | b, "xor": lambda xp, a, b: a ^ b, "not": lambda xp, a: ~a,
     "where": lambda xp, c, a, b: xp.where(c, a, b), "floor": lambda xp, a: xp.floor(a), "erf": _erf,
+    "pow": lambda xp, a, b: a**b,
 }  # fmt: skip
 
 

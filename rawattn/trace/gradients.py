@@ -7,12 +7,17 @@ import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from .arithmetic import add, div, mul, negative, sub, unary
+from .arithmetic import add, div, folded, mul, negative, sub, unary
 from .canonical import Code
 from .conditions import where
 from .expressions import Expr, S, const, nodes
 
 _Rule = Callable[..., tuple["Expr | None", ...]]
+
+
+def _by_base(a: Expr, b: Expr) -> Expr:
+    return where(b == 0, 0.0, mul(b, folded("pow", "float", a, sub(b, 1.0))))
+
 
 # Of each operand, from the operands, the result and the gradient of the result; None where it is not followed. At a corner of
 # min, max and abs it is that of one side.
@@ -20,6 +25,8 @@ RULES: dict[str, _Rule] = {
     "add": lambda a, b, y, g: (g, g), "sub": lambda a, b, y, g: (g, negative(g)),
     "mul": lambda a, b, y, g: (mul(g, b), mul(g, a)), "div": lambda a, b, y, g: (div(g, b), negative(div(mul(g, y), b))),
     "neg": lambda a, y, g: (negative(g),), "exp": lambda a, y, g: (mul(g, y),),
+    "expm1": lambda a, y, g: (mul(g, add(y, 1.0)),), "log1p": lambda a, y, g: (div(g, add(a, 1.0)),),
+    "pow": lambda a, b, y, g: (mul(g, _by_base(a, b)), mul(g, where((a == 0) & (b >= 0), 0.0, mul(y, unary("log", a))))),
     "exp2": lambda a, y, g: (mul(g, mul(y, math.log(2))),), "log": lambda a, y, g: (div(g, a),),
     "log2": lambda a, y, g: (div(mul(g, 1 / math.log(2)), a),), "tanh": lambda a, y, g: (mul(g, sub(1.0, mul(y, y))),),
     "sqrt": lambda a, y, g: (div(mul(g, 0.5), y),), "sin": lambda a, y, g: (mul(g, unary("cos", a)),),

@@ -9,8 +9,8 @@ from .expressions import Expr
 
 MOST = 400  # characters
 _BETWEEN = {
-    "add": "+", "sub": "-", "mul": "*", "imul": "*", "div": "/", "floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>",
-    "band": "&", "bor": "|", "bxor": "^", "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "!=",
+    "add": "+", "sub": "-", "mul": "*", "imul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**", "shl": "<<",
+    "shr": ">>", "band": "&", "bor": "|", "bxor": "^", "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "!=",
 }  # fmt: skip
 
 

@@ -65,8 +65,8 @@ def _sigmoid(x: Any) -> Expr:
 
 
 def _softplus(x: Any) -> Expr:
-    """Without overflow: max(x, 0) + log(1 + exp(-|x|))."""
-    return add(maximum(x, 0.0), unary("log", add(1, unary("exp", negative(absolute(as_type(x, "float")))))))
+    """Without overflow: max(x, 0) + log1p(exp(-|x|))."""
+    return add(maximum(x, 0.0), unary("log1p", unary("exp", negative(absolute(as_type(x, "float"))))))
 
 
 def _gelu(x: Any, approximate: str = "none") -> Expr:
@@ -107,10 +107,11 @@ FUNCTIONS |= {
     "clamp_min": lambda x, low: maximum(x, low), "clamp_max": lambda x, high: minimum(x, high), "add": _scaled(add),
     "radd": add, "sub": _scaled(sub), "subtract": _scaled(sub), "rsub": lambda a, b: sub(b, a), "mul": mul, "multiply": mul,
     "rmul": mul, "div": _divide, "divide": _divide, "true_divide": div, "rdiv": lambda a, b: div(b, a), "neg": negative,
-    "negative": negative, "positive": wrap, "pow": power, "power": power, "float_power": power,
+    "negative": negative, "positive": wrap, "pow": power, "power": power,
+    "float_power": lambda a, b: power(as_type(a, "float"), b),
     "square": lambda x: power(x, 2), "floor_divide": floor_divide, "remainder": remainder, "mod": remainder,
-    "reciprocal": lambda x: div(1, x), "rsqrt": lambda x: div(1, unary("sqrt", x)), "expm1": lambda x: sub(unary("exp", x), 1),
-    "log1p": lambda x: unary("log", add(1, x)), "log10": lambda x: mul(unary("log", x), 0.4342944819032518),
+    "reciprocal": lambda x: div(1, x), "rsqrt": lambda x: div(1, unary("sqrt", x)),
+    "log10": lambda x: mul(unary("log", x), 0.4342944819032518),
     "sigmoid": _sigmoid, "expit": _sigmoid, "softplus": _softplus, "relu": lambda x: maximum(x, 0.0),
     "silu": lambda x: mul(x, _sigmoid(x)), "gelu": _gelu, "logical_and": _logical("and"), "logical_or": _logical("or"),
     "logical_xor": _logical("xor"), "logical_not": lambda x: invert(as_type(x, "bool")), "and": _bits("and"),

@@ -14,7 +14,7 @@ _PLAIN = {
     "floordiv": "({0} // {1} if {1} != 0 else 0)", "mod": "({0} % {1} if {1} != 0 else {0})", "floor": "np.floor({})",
     "trunc": f"(int(min(max({{0}}, {-LOADED}.0), {LOADED}.0)) if {{0}} == {{0}} else 0)", "sign": "np.sign({})",
 }  # fmt: skip
-_FLOATS = {"min": "np.fmin({}, {})", "max": "np.fmax({}, {})", "exp2": "np.exp2({})", "erf": "number(math.erf({}))"}
+_FLOATS = {"min": "np.fmin({}, {})", "max": "np.fmax({}, {})", "pow": "np.power({}, {})", "erf": "number(math.erf({}))"}
 ARGUMENTS = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
 
 

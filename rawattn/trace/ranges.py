@@ -102,6 +102,14 @@ def _div(a: Range, b: Range) -> Range:
     return Range(np.where(zero, -np.inf, r.lo), np.where(zero, np.inf, r.hi), r.nan | zero)
 
 
+def _pow(a: Range, b: Range) -> Range:
+    """Of bases that are not negative; of others nothing is known."""
+    far = np.isinf(a.lo) | np.isinf(a.hi) | np.isinf(b.lo) | np.isinf(b.hi) | a.nan | b.nan
+    known = ~far & ((a.lo > 0) | ((a.lo == 0) & (b.lo >= 0)))
+    r = _wider(_corners(np.power, Range(np.where(known, a.lo, 1), np.where(known, a.hi, 1)), b), 0.0)
+    return Range(np.where(known, r.lo, -np.inf), np.where(known, r.hi, np.inf), ~known)
+
+
 def _floordiv(a: Range, b: Range) -> Range:
     zero = (b.lo <= 0) & (b.hi >= 0)
     r = _corners(np.floor_divide, a, Range(np.where(zero, 1, b.lo), np.where(zero, 1, b.hi)))
@@ -234,7 +242,8 @@ RULES: dict[str, Callable[..., Range]] = {
     "not": lambda a: Range(1 - a.hi, 1 - a.lo), "trunc": _trunc,
     "saturate": lambda a: Range(np.clip(a.lo, -LOADED, LOADED), np.clip(a.hi, -LOADED, LOADED)),
     "sign": lambda a: Range(np.sign(a.lo), np.sign(a.hi), a.nan),
-    "sin": _wave, "cos": _wave, "exp": _increasing("exp", 0.0),
+    "sin": _wave, "cos": _wave, "exp": _increasing("exp", 0.0), "expm1": _increasing("expm1", -1.0),
+    "log1p": _increasing("log1p", domain=-1.0), "pow": _pow,
     "exp2": _increasing("exp2", 0.0), "log": _increasing("log", domain=0.0), "log2": _increasing("log2", domain=0.0),
     "sqrt": _increasing("sqrt", 0.0, domain=0.0), "tanh": _increasing("tanh", -1.0, 1.0), "erf": _increasing("erf", -1.0, 1.0),
     "floor": lambda a: Range(np.floor(a.lo), np.floor(a.hi), a.nan),

@@ -199,6 +199,19 @@ S = np.random.default_rng(0).standard_normal((8, 8))
 FLOATS: dict[str, tuple[Any, Any]] = {
     "exp": (lambda s: np.exp(s) + torch.exp(s) + s.exp(), 3 * np.exp(S)),
     "powers": (lambda s: s**2 + 2.0**s + abs(s) ** 0.5 + s**3, S**2 + 2**S + abs(S) ** 0.5 + S**3),
+    "powers of floats": (
+        (lambda n, y: lambda s: s**2.0 + s**n + s**y + s**-1 + torch.pow(s, 12) + np.power(s, -3.0))(5, 3.0),
+        S**2 + S**5 + S**3 + 1 / S + S**12 + S**-3,
+    ),
+    "powers of integers": (
+        (lambda n: lambda s, q, kv: s * 0 + q**n + kv**9 % 7 + (-1.0) ** q + q**0.5 + 3**q + torch.float_power(q, 2))(3),
+        Q**3 + KV**9 % 7 + (-1.0) ** Q + Q**0.5 + 3.0**Q + Q**2,
+    ),
+    "powers of 0": ((lambda y: lambda s, q: s + 0.0**q + q**y + (0 * s) ** y)(0.0), S + (Q == 0) + 2),
+    "what is near 0": (
+        lambda s: np.expm1(s * 1e-12) * 1e12 + torch.log1p(s * 1e-12) * 1e12 + torch.nn.functional.softplus(s - 40) * 1e17,
+        2 * S + np.log1p(np.exp(S - 40)) * 1e17,
+    ),
     "sigmoid": (lambda s: torch.sigmoid(s) + torch.nn.functional.silu(s), (1 + S) / (1 + np.exp(-S))),
     "softplus": (lambda s: torch.nn.functional.softplus(s), np.log1p(np.exp(S))),
     "gelu": (lambda s: torch.nn.functional.gelu(s), S * (1 + np.vectorize(math.erf)(S / 2**0.5)) / 2),
@@ -288,6 +301,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a number as a key": ((lambda n: lambda q, kv: (n in {1, 2}) & (q > kv))(2), "mask", "a captured number is a key of a set"),
     "a string of a number": ((lambda n: lambda q, kv: q > kv if str(n) == "2" else q < kv)(2), "mask", r"print repr\(x\)"),
     "a format of a number": ((lambda n: lambda q, kv: q > kv if f"{n}" == "2" else q < kv)(2), "mask", "is made a string"),
+    "a power of integers": (lambda q, kv: q**kv > 5, "mask", "an integer to the power of .*captured int; convert one of both by"),
+    "a power of an element": (lambda q, kv: q ** DOC[0] > 5, "mask", "an integer to the power of an integer that is neither"),
     "a fraction": ((lambda x: lambda s: s * x)(fractions.Fraction(1, 3)), "score", "a Fraction stands where.*give an int or"),
     "a format": (
         (lambda x: lambda q, kv: x[q] == x[kv])(np.zeros(8, complex)),

@@ -56,6 +56,8 @@ X, Y = np.array([0.3, -1.2, 2.5]), np.array([0.7, 1.9, -0.4])
 CURVES: dict[str, Any] = {
     "add": lambda s, x: s + x[0], "sub": lambda s, x: x[1] - s, "mul": lambda s, x: s * x[1],
     "div": lambda s, x: x[1] / s + s / x[0], "neg": lambda s, x: -s, "exp": lambda s, x: np.exp(s * x[0]),
+    "pow": lambda s, x: (1 + s * s) ** x[1] + s ** np.ceil(x[1]) + abs(x[0]) ** s, "expm1": lambda s, x: np.expm1(s * x[0]),
+    "log1p": lambda s, x: np.log1p(s * s),
     "exp2": lambda s, x: 2.0 ** (s * x[0]), "log": lambda s, x: np.log(1 + s * s), "log2": lambda s, x: np.log2(1 + s * s),
     "tanh": lambda s, x: np.tanh(s * x[0]), "sqrt": lambda s, x: np.sqrt(1 + s * s), "sin": lambda s, x: np.sin(s),
     "cos": lambda s, x: np.cos(s * x[0]), "abs": lambda s, x: abs(s), "erf": lambda s, x: gelu(s),

@@ -315,8 +315,9 @@ def test_lowest_bits_are_known_within_a_period(mask: int) -> None:
 
 FLOATS = [-np.inf, -3.5, -1.0, -0.0, 0.0, 0.25, 2.0, np.inf]
 FLOAT_RULES = {
-    **dict.fromkeys(("add", "sub", "mul", "div", "min", "max", "lt", "le", "eq"), 2),
+    **dict.fromkeys(("add", "sub", "mul", "div", "min", "max", "lt", "le", "eq", "pow"), 2),
     **dict.fromkeys(("neg", "abs", "sign", "sin", "cos", "exp", "exp2", "log", "log2", "sqrt", "tanh", "erf", "floor"), 1),
+    **dict.fromkeys(("expm1", "log1p"), 1),
     "trunc": 1,
 }
 
@@ -350,7 +351,9 @@ def float_value(op: str, *x: float) -> float:
         ("add", ((1, 2), (10, 20)), (11, 22)), ("sub", ((1, 2), (10, 20)), (-19, -8)), ("mul", ((-1, 2), (3, 4)), (-4, 8)),
         ("div", ((2, 4), (-2, -1)), (-4, -1)), ("exp", ((0, 1),), (1, np.e)), ("exp2", ((0, 3),), (1, 8)),
         ("log2", ((1, 8),), (0, 3)), ("log", ((1, np.e),), (0, 1)), ("sqrt", ((4, 9),), (2, 3)),
-        ("floor", ((-0.5, 1.5),), (-1, 1)), ("sin", ((0, 9),), (-1, 1)), ("cos", ((0, 9),), (-1, 1)),
+        ("expm1", ((0, 1),), (0, np.e - 1)), ("log1p", ((0, np.e - 1),), (0, 1)), ("pow", ((2, 3), (-1, 2)), (1 / 3, 9)),
+        ("pow", ((0, 2), (0, 3)), (0, 8)), ("floor", ((-0.5, 1.5),), (-1, 1)),
+        ("sin", ((0, 9),), (-1, 1)), ("cos", ((0, 9),), (-1, 1)),
         ("tanh", ((-90, 90),), (-1, 1)), ("erf", ((-90, 90),), (-1, 1)), ("trunc", ((-1.5, 2.5),), (-1, 2)),
     ],
 )  # fmt: skip
