@@ -214,8 +214,8 @@ class SymbolicArray:
                 f"{self._of.label} is indexed by a {index.type}; it must be an integer: convert it by .int() or "
                 ".astype(int), or by // in place of /."
             )
-        if index.op == "const" and index.args[0] < 0:
-            return self._size(axis) + index
+        if index.op == "const" and index.args[0] < 0:  # a Python int counts from the end; what symbols make is brought inside
+            return const(0) if isinstance(i, Expr) else self._size(axis) + index
         return as_type(index, "int")
 
     @classmethod

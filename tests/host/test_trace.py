@@ -162,6 +162,15 @@ LANGUAGE: dict[str, tuple[Any, Any]] = {
     "shape": ((lambda x: lambda q, kv: q < x.shape[0] - kv)(DOC), Q < 8 - KV),
     "len": ((lambda x: lambda q, kv: any(x[i] == q - kv for i in range(len(x))))(DOC[2:6]), (Q - KV == 1) | (Q - KV == 2)),
     "last": ((lambda x: lambda q, kv: q - kv <= x[-1])(DOC), Q - KV <= 2),
+    "literals from the end": (
+        (lambda x: lambda q, kv: (q - kv <= x[-1]) & (kv >= x[torch.tensor(-7)] + sum(x[i] for i in range(-8, -6))))(DOC),
+        (Q - KV <= 2) & (KV >= 0),
+    ),
+    "negative indices that are computed": (
+        (lambda x, last: lambda q, kv: (q - kv <= x[q - q - 1]) & (kv >= x[last]) & (kv > x[-9] + x[kv - 9] - 1))(DOC[2:], -1),
+        (Q - KV <= 1) & (KV >= 2),
+    ),
+    "a captured int as a Python int": ((lambda x, last: lambda q, kv: q - kv <= x[int(last)])(DOC, -1), Q - KV <= 2),
     "rows": ((lambda x: lambda b, q, kv: x[b][q] == x[b, kv])(np.stack([DOC[::-1], DOC])), DOC[Q] == DOC[KV]),
     "ellipsis": ((lambda x: lambda q, kv: x[..., q][0] == x[:, kv][0])(DOC[None]), DOC[Q] == DOC[KV]),
     "element": ((lambda x: lambda q, kv: q - kv <= x)(np.array(2)), Q - KV <= 2),
