@@ -134,10 +134,20 @@ def _load(name: str, number: str, storage: str) -> Kernel:
     return Kernel(loops, time.perf_counter() - start, bool(loops.stats.cache_hits))
 
 
-def _compile(name: str, number: str, storage: str) -> Any:
-    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
+def _lanes() -> Any:
+    """The file lanes.py, to compile what is in it."""
+    from numba.core import config
+
     from . import lanes
 
+    if config.DISABLE_JIT:
+        raise UnsupportedError("NUMBA_DISABLE_JIT is set, and the CPU path is compiled by Numba; unset it.")
+    return lanes
+
+
+def _compile(name: str, number: str, storage: str) -> Any:
+    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
+    lanes = _lanes()
     try:
         own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
@@ -317,8 +327,9 @@ NO_FUNCTIONS = _Functions()
 @functools.lru_cache(maxsize=256)
 def _compiled(mask: Any, score: Any, number: str, backward: bool) -> Any:
     """Functions of these codes in machine code: a second, or read from the cache folder."""
-    from . import lanes, lanes_function
+    from . import lanes_function
 
+    lanes = _lanes()
     kind = lanes_function.Kind(mask, score, number, backward)
     digest = "-".join([code.digest if code is not None else "none" for code in (mask, score)] + ["backward"] * backward)
     with _loading, _spinner("compiling a mask or a score for the CPU, once"):

@@ -636,3 +636,11 @@ def test_torch_is_not_slower_afterwards() -> None:
 def test_numba_is_imported_for_a_call_only() -> None:
     text = "import json, sys, rawattn; print(json.dumps([m for m in ('numba', 'llvmlite', 'hypothesis') if m in sys.modules]))"
     assert process(text) == []
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NUMBA_DISABLE_JIT leaves nothing that the loops could be made of: an error says so, of calls and of functions."""
+    monkeypatch.setattr(lanes.numba.config, "DISABLE_JIT", 1)
+    for compiling in (lambda: cpu._compile("attend", "float32", "float32"), lambda: cpu._compiled(None, None, "float32", False)):
+        with pytest.raises(UnsupportedError, match=r"NUMBA_DISABLE_JIT is set, .*; unset it"):
+            compiling()
