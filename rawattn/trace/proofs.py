@@ -7,6 +7,7 @@ Nothing on the device is read: an element may be any number that its dtype holds
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
 from .ranges import LIMITS, Leaf, Range, anything, bounds, exactly, hull
 
+Class = tuple[int, int] | float | None  # of numbers: the ints from one to another, a float of its own, any other float
+FLOAT32_END = 2.0**128 - 2.0**103  # from here on numbers are rounded to infinity
 ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1)}
 
 
@@ -67,9 +70,7 @@ def holds_for(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[in
 
 
 @functools.lru_cache(maxsize=4096)
-def _holds_below(
-    code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[tuple[int, int] | None, ...], limits: Limits
-) -> bool:
+def _holds_below(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[Class, ...], limits: Limits) -> bool:
     return _holds_for_all(code, shapes, classes, _above(shapes, limits))
 
 
@@ -79,19 +80,17 @@ def _above(shapes: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
     return Limits(*[min([1 << (n - 1).bit_length() if n > 0 else 0, *[size for size in sizes if size >= n > 0]]) for n in limits])
 
 
-def _class_of(x: int | float) -> tuple[int, int] | None:
-    """The integers of this sign that have as many bits, the first and the last; None for any float."""
+def _class_of(x: int | float) -> Class:
+    """The integers of this sign that have as many bits, the first and the last; None for any float that float32 holds."""
     if not isinstance(x, (int, np.integer)):
-        return None
+        return float(x) if _is_beyond(x) else None
     bits = int(x).bit_length()
     first, last = (1 << bits) >> 1, (1 << bits) - 1
     return (first, last) if x >= 0 else (-last, -first)
 
 
 @functools.lru_cache(maxsize=4096)
-def _holds_for_all(
-    code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[tuple[int, int] | None, ...], limits: Limits
-) -> bool:
+def _holds_for_all(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[Class, ...], limits: Limits) -> bool:
     """Says whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
     try:
         return not prove(code, shapes, classes, limits)
@@ -117,9 +116,10 @@ def prove(
     code: Code, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """The indices that may leave their arrays, which kernels check: the number of the element among the code's nodes, and the
-    axis. A number may stand for a class of them: a pair of ints for all between, None for any float.
+    axis. A number may stand for a class of them: a pair of ints for all between, None for any float of float32.
 
-    Raises ProblemError where an integer may not fit 32 bits, a shift is not by 0 to 31, or a captured number divides by 0."""
+    Raises ProblemError where an integer may not fit 32 bits, or a finite float not float32, a shift is not by 0 to 31, or a
+    captured number divides by 0."""
     is_empty = min(limits[:4]) == 0
     order = nodes(code.root)
     place = {x: i for i, x in enumerate(order)}
@@ -166,9 +166,24 @@ def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Lim
     return leaf
 
 
+def _is_beyond(x: float) -> bool:
+    """Says whether a finite number is infinite in float32."""
+    return FLOAT32_END <= abs(x) < math.inf
+
+
+def _check_float(x: float) -> None:
+    if _is_beyond(x):
+        raise ProblemError(
+            f"{x!r} is beyond float32, where kernels would have it infinite; write -inf, or a number up to 3.4e38."
+        )
+
+
 def _of_number(x: Any, kind: str) -> Range:
     if kind == "float":
-        return anything("float") if x is None else exactly(x, "float")
+        if x is None:
+            return anything("float")
+        _check_float(float(x))
+        return exactly(x, "float")
     return hull(*map(_exact_int, x)) if isinstance(x, tuple) else _exact_int(x)
 
 
@@ -194,6 +209,8 @@ def _refuse(x: Expr, reached: int) -> None:
 
 def _check_operands(x: Expr, found: dict[Expr, Range], has_classes: bool) -> None:
     """Raises ProblemError for operands that no kernel computes with; where numbers are classes, for what one of them may make."""
+    if x.op == "const" and x.type == "float":
+        _check_float(x.args[0])
     if x.op == "lin":  # the terms are added in any order
         reached = abs(x.args[0]) + sum(max(abs(c * int(found[atom].lo)), abs(c * int(found[atom].hi))) for atom, c in x.args[1])
         if reached > LIMITS["int"][1]:

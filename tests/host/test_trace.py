@@ -353,6 +353,19 @@ def test_refused_of_a_problem(f: Any, limits: tuple[int, ...], words: str) -> No
         option(f, limits=limits)
 
 
+@pytest.mark.parametrize("low", [-1e300, torch.finfo(torch.float64).min, 1e39])
+def test_floats_beyond_float32(low: float) -> None:
+    """Written in the function, or captured, whatever came before: kernels would have them infinite."""
+    score = lambda x: lambda s, q, kv: np.where(q >= kv, s + q, x)  # noqa: E731
+    for fits in (float("-inf"), 3.4e38, torch.finfo(torch.float32).min, float("nan")):
+        assert option(score(fits), "score").numbers[0] is not None
+        with pytest.raises(ProblemError, match=r"e\+\d+ is beyond float32, where kernels would have it infinite; write -inf"):
+            option(score(low), "score")
+    for role in ("mask", "score"):
+        with pytest.raises(ProblemError, match="is beyond float32"):
+            option((lambda q: q * 1.0 > -1e300) if role == "mask" else (lambda s, q: np.where(q > 2, s, -1e300)), role)
+
+
 def test_what_fits_is_not_refused() -> None:
     assert isinstance(option(lambda q, kv: q * kv >= 4, limits=(1, 1, 1 << 15, 1 << 15)), FunctionMask)
     assert isinstance(option(lambda q, kv: abs(2 * DOC[q] - kv) < 4, limits=(1, 1, 1 << 28, 1 << 28)), FunctionMask)
