@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
+import math
 import pathlib
 import pkgutil
 import re
@@ -25,6 +27,7 @@ from .errors import ProblemError, RawattnError, UnsupportedError
 from .operation import Forward
 from .select import Selection, select
 from .spec import Spec
+from .variant import Option
 from .variant.element import ELEMENTS
 
 COMPARED = 6  # configurations that `choose` lists, best first
@@ -186,11 +189,17 @@ def _option(text: str) -> Any:
             raise ValueError("it has no call")
         found = pkgutil.resolve_name(f"{module}.{node.func.id}")
         keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
-        return found(*map(ast.literal_eval, node.args), **keywords)
+        made = found(*map(ast.literal_eval, node.args), **keywords)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a class and its arguments, such as mymodule:Mine(7) ({error})"
         ) from None
+    if not isinstance(made, Option):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mask and no score of CUDA, such as rawattn.mask:Window(3); what rawattn makes of a Python function, "
+            "rawattn.explain says for the arrays of a call"
+        )
+    return made
 
 
 def _window(text: str) -> tuple[int | None, int | None]:
@@ -207,6 +216,19 @@ def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int from 1 up")
+    return int(text)
+
+
+def _limit(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (found := float(text)) < math.inf:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 up")
+
+
 def _seconds(text: str) -> float:
     if not (found := re.fullmatch(r"(\d+)([dh])", text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days or hours such as 30d or 12h")
@@ -217,10 +239,10 @@ def _layer_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("layer").add_argument
     add("--dtype", choices=[*ELEMENTS], help="number format; default: bf16")
-    add("--heads", type=int, metavar="N", help="heads of q; default: 16")
-    add("--kv-heads", type=int, metavar="N", help="heads of k and v; default: as many")
-    add("--head-dim", type=int, metavar="N", help="columns of q and k; default: 128")
-    add("--head-dim-v", type=int, metavar="N", help="columns of v and o; default: as many")
+    add("--heads", type=_count, metavar="N", help="heads of q; default: 16")
+    add("--kv-heads", type=_count, metavar="N", help="heads of k and v; default: as many")
+    add("--head-dim", type=_count, metavar="N", help="columns of q and k; default: 128")
+    add("--head-dim-v", type=_count, metavar="N", help="columns of v and o; default: as many")
     add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--softcap", type=float, metavar="X", help="cap of the logits")
     return parser
@@ -289,8 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     add_option = bench_parser.add_argument
     add_option("--like", type=pathlib.Path, metavar="FILE", help="config.json of a transformers model, whose layers are measured")
     add_option("--lengths", type=_numbers, metavar="N,...", help="lengths; default: 512 to 16384, on a CPU 128 to 512")
-    add_option("--tokens", type=int, metavar="N", help="tokens of a call; default: 16384, on a CPU 512")
-    add_option("--seconds", type=float, default=60.0, metavar="X", help="begin nothing after this time; default: 60")
+    add_option("--tokens", type=_count, metavar="N", help="tokens of a call; default: 16384, on a CPU 512")
+    add_option("--seconds", type=_limit, default=60.0, metavar="X", help="begin nothing after this time; default: 60")
     add_option("--plot", type=pathlib.Path, metavar="FILE", help="also draw it, into a file such as attention.svg")
     clear_parser = add("clear", clear, "empty the cache")
     clear_text = "remove only what was not used for so long, such as 30d or 12h; known to a day"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import os
@@ -216,7 +217,7 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named(Backward, given, options, wrt)
+    found, asked = _named("plan_backward", Backward, given, options, wrt)
     return _plan(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
@@ -248,7 +249,7 @@ def plan(
     seed, an array, before those that functions captured; here it may be left out.
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named(Forward, given, options)
+    found, asked = _named("plan", Forward, given, options)
     return _plan(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
@@ -270,7 +271,8 @@ def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
-    found, options = _named(operation, given, dict(options), wrt)
+    caller = "explain" if operation is Forward else "explain_backward"
+    found, options = _named(caller, operation, given, dict(options), wrt)
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:
@@ -313,7 +315,13 @@ def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[O
         if wrong := [x for x in found if not isinstance(x, Operation)]:
             raise ProblemError(f"operations has {brief(wrong[0])}; it must have operations such as rawattn.Forward.")
         return found
-    return [_from_line(line) for line in pathlib.Path(given).read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = pathlib.Path(given).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ProblemError(
+            f"operations is {os.fspath(given)!r}, which is no text ({error}); name a file of RAWATTN_LOG."
+        ) from None
+    return [_from_line(line) for line in lines]
 
 
 def _from_line(line: str) -> Operation:
@@ -557,9 +565,15 @@ def _whole(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.
 
 
 def _named(
-    operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
+    caller: str, operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays of a call by name, with those that its functions captured, and its options."""
+    """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that
+    ``caller`` does not have, as any call does."""
+    known = (*OPTIONS, "alibi", "bias")
+    for name in options.keys() - set(known):
+        near = difflib.get_close_matches(name, known, 1, 0.7)
+        meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
+        raise TypeError(f"rawattn.{caller}() got an unexpected keyword argument {name!r}. {meant}")
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):

@@ -134,25 +134,35 @@ def _has_interface(x: Any) -> bool:
     """Says whether an array should come in through ``__cuda_array_interface__``. Before version 3 that names no stream to wait
     for, so DLPack, which does, goes first where there is both."""
     found = getattr(x, "__cuda_array_interface__", None)
-    return found is not None and (found.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
+    return isinstance(found, Mapping) and (found.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _read_foreign(x: Any, name: str) -> Array:
     """An array of a library that this file does not name: in through CuPy or NumPy, without a copy."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise ProblemError(f"{name} is traced by JAX (jit, grad or vmap), and has no memory; call rawattn.jax.attention instead.")
     interface = _has_interface(x)
     if not interface and not hasattr(x, "__dlpack_device__"):
         raise ProblemError(
             f"{name} is a {type(x).__name__}; it must be an array: a torch tensor, a CuPy, NumPy or Numba array, or anything "
             "with __dlpack__."
         )
-    kind = 2 if interface else int(x.__dlpack_device__()[0])
+    try:
+        kind = 2 if interface else int(x.__dlpack_device__()[0])
+    except Exception as error:  # of another library
+        raise ProblemError(f"{name} is a {type(x).__name__}, whose __dlpack_device__ fails ({_said(error)}).") from error
     if kind not in (1, 2, 13):  # CPU, CUDA, CUDA managed
         raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
     module = np if kind == 1 else import_cupy(f"{name} (a {type(x).__name__})")
     try:
         found = module.asarray(x) if interface else module.from_dlpack(x)
-    except (BufferError, TypeError, RuntimeError) as error:
-        raise ProblemError(f"{name} cannot be read without a copy: {error}") from None
+    except Exception as error:  # of another library
+        raise ProblemError(f"{name} cannot be read without a copy ({_said(error)}); it is a {type(x).__name__}.") from error
     return _read_numpy(found, name) if kind == 1 else _read_cupy(found, name)
 
 

@@ -50,7 +50,8 @@ def attention(
 
     Arguments and results are those of ``rawattn.attention``; ``dot_product_attention`` has the names of ``jax.nn``. Gradients of
     q, k, v and sinks, by o and by lse, come by ``jax.custom_vjp``: reverse mode, once.
-    Options are Python values: what is traced may be an array, but not a window or a scale.
+    NumPy arrays are taken where JAX keeps their dtype. Options are Python values: what is traced may be an array, but not a
+    window or a scale.
 
     Arrays that a mask or a score captured, ``alibi`` and ``bias`` may be traced, too: they become operands of the callback,
     beside q, k and v, and a compiled program reads them anew at every run. Those of floats that a score captured have gradients.
@@ -68,6 +69,7 @@ def attention(
     """
     if isinstance(window, list):
         window = tuple(window)
+    alibi, bias = (x if x is None else _taken(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = api.options_of(
@@ -80,7 +82,7 @@ def attention(
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
     given = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
-    given = {name: jnp.asarray(x) for name, x in given.items() if x is not None or name in "qkv"}
+    given = {name: _taken(name, x) for name, x in given.items() if x is not None or name in "qkv"}
     drawn = None if seed is None else _words(seed)
     if make_dropout(dropout):
         if drawn is None:
@@ -111,7 +113,7 @@ def dot_product_attention(
     """
     if implementation is not None:
         raise ProblemError(f"implementation is {implementation!r}; it must be None here, as rawattn is the implementation.")
-    given = [jnp.asarray(x) for x in (query, key, value)]
+    given = [_taken(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
     batched = given[0].ndim == 4
     if not batched:
         given = [x[None] for x in given]
@@ -123,16 +125,31 @@ def dot_product_attention(
     elif sides is not None:
         near = WindowMask(*sides, "top_left")
         kept = Both(Causal("top_left"), near) if is_causal else near
-    options = {"bias": bias if bias is None else jnp.asarray(bias), "q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
+    options = {"bias": bias, "q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
     o, lse = attention(*given, mask=kept, scale=scale, return_lse=True, **options)
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(given[1].dtype))
     o, residual = (x if batched else x[0] for x in (o, residual))
     return (o, residual) if return_residual else o
 
 
+def _taken(name: str, x: Any) -> Any:
+    """The argument ``name`` as a JAX array. Raises ProblemError for one of another library than NumPy, and where JAX would round
+    its numbers."""
+    if isinstance(x, jax.Array):
+        return x
+    if not isinstance(x, (np.ndarray, np.generic)):
+        raise ProblemError(f"{name} is a {type(x).__module__}.{type(x).__name__}; it must be an array of JAX or NumPy.")
+    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise ProblemError(
+            f"{name} is a NumPy array of {x.dtype}, of which JAX would make {jax.dtypes.canonicalize_dtype(x.dtype)}; give that, "
+            "or set jax_enable_x64."
+        )
+    return jnp.asarray(x)
+
+
 def _of_table(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[int, int] | None) -> Callable[..., Any]:
     """The mask that an array of bools, is_causal and the sides of a window mean together."""
-    table = jnp.asarray(mask)
+    table = _taken("mask", mask)
     found = (1,) * (4 - table.ndim) + table.shape
     if table.dtype != bool or len(found) > 4 or any(n not in (1, need) for n, need in zip(found, sizes, strict=True)):
         raise ProblemError(

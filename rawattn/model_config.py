@@ -39,9 +39,9 @@ def read(path: str | os.PathLike[str]) -> list[Layer]:
     Raises ProblemError where the file is no such config or has attention of a kind that is not known, OSError where it cannot be
     read.
     """
-    text = pathlib.Path(path).read_text(encoding="utf-8")
+    data = pathlib.Path(path).read_bytes()
     try:
-        config = json.loads(text)
+        config = json.loads(data)
         return layers(config | config.get("text_config", {}))
     except ProblemError as error:
         raise ProblemError(f"{path} {error}") from None
@@ -57,7 +57,7 @@ def layers(config: Mapping[str, Any]) -> list[Layer]:
     if config.get("qk_nope_head_dim") and rotary:  # multi-head latent attention, as its prefill computes it
         kv_heads, head_dim = heads, config["qk_nope_head_dim"] + rotary
     else:
-        head_dim = config.get("head_dim") or _first(config, "hidden_size", "n_embd", "d_model") // heads
+        head_dim = config.get("head_dim") or _head_dim(_first(config, "hidden_size", "n_embd", "d_model"), heads)
     base = config.get("query_pre_attn_scalar")
     plain = Layer(
         "full", heads, kv_heads, head_dim, head_dim_v or head_dim, _DTYPES.get(_dtype(config), "bf16"), _is_causal(config),
@@ -78,6 +78,12 @@ def _kinds(config: Mapping[str, Any]) -> tuple[list[str], int | None]:
         return ["full"], None
     both = config.get("model_type", "").startswith(_ALTERNATING) if not types else types == {"full", "sliding"}
     return (["full", "window"] if both else ["full"] if types == {"full"} else ["window"]), window
+
+
+def _head_dim(size: int, heads: int) -> int:
+    if size % heads:
+        raise ProblemError(f"has a hidden size of {size} and {heads} heads; it must be a multiple of them, without a head_dim.")
+    return size // heads
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:

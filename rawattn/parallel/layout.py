@@ -44,6 +44,14 @@ def _check_rows(name: str, length: int, layout: Any) -> None:
         raise ProblemError(f"{name} {length} rows on this rank; for layout='zigzag' it must be an even number.")
 
 
+def _check_dim(x: Any, dim: Any) -> None:
+    """Raises ProblemError where x is no torch tensor with such a dimension."""
+    if not isinstance(x, torch.Tensor):
+        raise ProblemError(f"x is a {type(x).__name__}; it must be a torch tensor.")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ProblemError(f"dim is {dim!r}; it must be a dimension of x, an int from {-x.dim()} to {x.dim() - 1}.")
+
+
 def split(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> Any:
     """Gives the rows of this rank, of a tensor that every rank has whole.
 
@@ -60,6 +68,7 @@ def split(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) ->
         A new contiguous tensor with length / n rows. Autograd follows it.
     """
     check_layout(layout)
+    _check_dim(x, dim)
     group = group_of(group)
     count, length = dist.get_world_size(group), x.shape[dim]
     parts = 2 * count if layout == "zigzag" else count
@@ -78,6 +87,7 @@ def join(x: Any, group: Any = None, *, layout: str = "zigzag", dim: int = 1) -> 
 
     It is for looking at results: x must not require grad, since whose gradient it were would be open.
     """
+    _check_dim(x, dim)
     _check_rows("x has", x.shape[dim], layout)
     if torch.is_grad_enabled() and x.requires_grad:
         raise ProblemError("x requires grad, and join has no gradient; give x.detach(), or call under torch.no_grad().")
@@ -99,6 +109,8 @@ def positions(length: int, group: Any = None, *, layout: str = "zigzag", device:
 
     >>> cos, sin = rope(rawattn.parallel.positions(q.shape[1], mesh["cp"], device=q.device))
     """
+    if not isinstance(length, int) or length < 0:
+        raise ProblemError(f"length is {length!r}; it must be an int >= 0, the rows of this rank.")
     _check_rows("length is", length, layout)
     group = group_of(group)
     whole = Whole((), False, dist.get_world_size(group), length, length, layout)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import ProblemError
@@ -155,6 +156,8 @@ class Neighbourhood(Ready):
     """
 
     def __init__(self, shape: tuple[int, ...], kernel: int | tuple[int, ...]) -> None:
+        if not isinstance(shape, Iterable):
+            raise ProblemError(f"shape is {shape!r}; it must be a tuple of ints >= 1, the lengths of the grid's axes.")
         self.shape = tuple(_size("shape", n) for n in shape)
         kernels = tuple(kernel) if isinstance(kernel, (tuple, list)) else (kernel,) * len(self.shape)
         if len(kernels) != len(self.shape):

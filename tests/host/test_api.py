@@ -501,6 +501,21 @@ def test_foreign_array_that_cannot_be_shared() -> None:
     refused(lambda: rawattn.attention(Stubborn(q), k, v), ProblemError, "q cannot be read without a copy", "in a database")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("__dlpack_device__", lambda self: None, "k is a Bad, whose __dlpack_device__ fails (TypeError: 'NoneType' object is"),
+        ("__dlpack__", 7, "k cannot be read without a copy (TypeError: 'int' object is not callable); it is a Bad."),
+        ("__dlpack__", lambda self, **options: {}["x"], "k cannot be read without a copy (KeyError: 'x'); it is a Bad."),
+        ("__cuda_array_interface__", 5, "k has dtype int64"),
+    ],
+)
+def test_foreign_array_with_a_bad_protocol(name: str, value: Any, message: str) -> None:
+    q, k, v = inputs().values()
+    bad = type("Bad", (Foreign,), {name: value})
+    refused(lambda: rawattn.attention(q, bad(k.astype(np.int64)), v), ProblemError, message)
+
+
 def test_foreign_array_on_a_device_of_another_kind() -> None:
     class Metal(Foreign):
         def __dlpack_device__(self) -> tuple[int, int]:

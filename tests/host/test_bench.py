@@ -102,6 +102,8 @@ def test_layers(config: dict[str, Any], layers: list[Layer], tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "config, reason",
     [
+        ('{"n_head": 12, "n_embd": 770}', "has a hidden size of 770 and 12 heads; it must be a multiple of them"),
+        ("\udcff\udcfe", "is no config.json of a transformers model"),
         ("no", "is no config.json of a transformers model"),
         ("[]", "is no config.json of a transformers model"),
         ("{}", "has None under num_attention_heads or n_head or .*; it must be an int >= 1"),
@@ -111,7 +113,7 @@ def test_layers(config: dict[str, Any], layers: list[Layer], tmp_path: pathlib.P
     ],
 )  # fmt: skip
 def test_configs_that_are_none(config: str, reason: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "config.json").write_text(config, errors="surrogateescape")
     with pytest.raises(ProblemError, match=f"config.json {reason}"):
         model_config.read(tmp_path / "config.json")
 

@@ -177,6 +177,7 @@ def test_sizes_of_parts() -> None:
         (lambda: masks.Chunked(0), "size is 0; it must be an int >= 1"),
         (lambda: masks.Neighbourhood((6, 10), 4), "kernel is 4; it must be odd, and at most 6"),
         (lambda: masks.Neighbourhood((6, 10), (3, 5, 7)), "one for each of shape's 2 axes"),
+        (lambda: masks.Neighbourhood(12, 3), "shape is 12; it must be a tuple of ints >= 1, the lengths of the grid's axes"),
         (lambda: masks.BlockTable(TABLE[0], 16), r"keep is of shape \(1, 4, 8\)"),
         (lambda: masks.BlockTable(TABLE, (1, 2, 3)), "or a pair of ints"),
         (lambda: rawattn.attention(*inputs(), alibi=3), r"alibi is 3; it must be an array of \(heads,\) or \(batch, heads\)"),

@@ -682,6 +682,16 @@ def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytes
     rawattn.attention(**tensors())
 
 
+@pytest.mark.parametrize("call", [rawattn.plan, rawattn.explain, rawattn.plan_backward, rawattn.explain_backward])
+def test_an_option_that_there_is_not(call: Any) -> None:
+    given = [tensors()["q"]] * (6 if "backward" in call.__name__ else 3)
+    said = rf"rawattn\.{call.__name__}\(\) got an unexpected keyword argument "
+    with pytest.raises(TypeError, match=rf"{said}'casual'. Did you mean 'causal'\?"):
+        call(*given, casual=True)
+    with pytest.raises(TypeError, match=rf"{said}'out'. Its options are causal, window, .*bias\."):
+        call(*given, out=given[0])
+
+
 def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "operations.jsonl"
     log.write_text("{}")
@@ -747,6 +757,9 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
 def test_a_line_that_is_no_operation(line: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "log").write_text(f"{line}\n")
     with pytest.raises(ProblemError, match="operations has the line"):
+        rawattn.warm_up(tmp_path / "log")
+    (tmp_path / "log").write_bytes(b"\xff\xfe")
+    with pytest.raises(ProblemError, match=r"operations is '.*log', which is no text .*; name a file of RAWATTN_LOG"):
         rawattn.warm_up(tmp_path / "log")
 
 

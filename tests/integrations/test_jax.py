@@ -446,8 +446,38 @@ def test_caches() -> None:
             ProblemError, match=r"cache's k is a ArrayImpl.* A JAX array is immutable: write by k\.at\[\.\.\.\]\.set"
         ):
             call(*given)
-    with pytest.raises(ProblemError, match="DynamicJaxprTracer"):
+    with pytest.raises(ProblemError, match="q is traced by JAX"):
         jax.jit(lambda x: rawattn.attention_kvcache(x, cache, step))(rows)
     assert np.array_equal(np.asarray(k), before)
     other = rawattn.KVCache(k.at[0, 0].set(new[0, 0, 0].astype("float16")), v)
     assert not near([rawattn.attention_kvcache(rows, other, step)], wanted[:1], 2e-3)
+
+
+def test_what_is_not_taken() -> None:
+    """Nothing is cast, and arrays of other libraries are refused; NumPy's are taken."""
+    q, _, _ = make()
+    slopes, bias = np.ones(4, np.float32), np.ones((20, 20), np.float32)
+    plain = {"bias": jnp.asarray(bias), "alibi": jnp.asarray(slopes)}
+    wanted = rawattn.jax.attention(q, q, q, **plain)
+    host = np.asarray(q)
+    assert same([rawattn.jax.attention(host, q, host, bias=bias, alibi=slopes)], [wanted])
+    with jax.enable_x64(False):
+        for given, message in (
+            ({"k": host.astype(np.float64)}, "k is a NumPy array of float64, of which JAX would make float32; give that, or set"),
+            ({"kv_lens": np.array([3, 4])}, "kv_lens is a NumPy array of int64, of which JAX would make int32"),
+            ({"bias": bias.astype(np.float64)}, "bias is a NumPy array of float64, of which JAX would make float32"),
+            ({"v": host.tolist()}, "v is a builtins.list; it must be an array of JAX or NumPy."),
+            ({"v": memoryview(host)}, "v is a builtins.memoryview; it must be an array of JAX or NumPy."),
+        ):
+            with pytest.raises(ProblemError) as error:
+                rawattn.jax.attention(**{"q": q, "k": q, "v": q, **given})
+            assert str(error.value).startswith(message)
+        with pytest.raises(ProblemError, match="value is a NumPy array of float64"):
+            rawattn.jax.dot_product_attention(q, q, host.astype(np.float64))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
+def test_the_other_door_is_named(transform: Any) -> None:
+    q, _, _ = make()
+    with pytest.raises(ProblemError, match=r"q is traced by JAX .* call rawattn.jax.attention instead"):
+        transform(lambda x: rawattn.attention(x, x, x))(q)
