@@ -65,8 +65,10 @@ def _sigmoid(x: Any) -> Expr:
 
 
 def _softplus(x: Any) -> Expr:
-    """Without overflow: max(x, 0) + log1p(exp(-|x|))."""
-    return add(maximum(x, 0.0), unary("log1p", unary("exp", negative(absolute(as_type(x, "float"))))))
+    """Without overflow: max(x, 0) + log1p(exp(-|x|)), by one condition, so that its derivative at 0 is right, too."""
+    x = as_type(x, "float")
+    above = compare("lt", 0.0, x)
+    return add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
 
 
 def _gelu(x: Any, approximate: str = "none") -> Expr:

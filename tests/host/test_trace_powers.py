@@ -43,6 +43,7 @@ POWERS: list[tuple[Any, Any, Any]] = [  # a score, its value, its derivative
     (lambda s, kv: s + TABLE[kv % 2] ** -2.0, S + np.where(AT[3] % 2, 1 / 9, 1 / 4), 1),
     (lambda s, q: s + (-2.0) ** (q % 4 - 1), S + (-2.0) ** (AT[2] % 4 - 1), 1),
     (lambda s: np.expm1(s), np.expm1(S), np.exp(S)),
+    (lambda s: torch.nn.functional.softplus(s), np.log1p(np.exp(S)), 1 / (1 + np.exp(-S))),
     (lambda s: torch.log1p(abs(s)), np.log1p(abs(S)), np.sign(S) / (1 + abs(S))),
 ]
 
