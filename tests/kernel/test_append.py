@@ -85,3 +85,18 @@ def test_append(name: str) -> None:
     for found, exact in zip((cache.k, cache.v, q_out), wanted, strict=False):
         np.testing.assert_allclose(found.double().cpu().numpy(), exact, rtol=close, atol=1e-5 if close else 0)
     assert rawattn.violations() == ()
+
+
+def test_a_negative_position() -> None:
+    """It is said of a row that goes into the cache, which is left out; a row with a negative slot may have one."""
+    import torch
+
+    k, angles = torch.ones(4, 1, 64, dtype=torch.float16, device="cuda"), torch.ones(9, 32, device="cuda")
+    for slots, positions, said in (([0, 1, -1, 2], [3, 4, -1, 5], 0), ([0, 1, 2, 3], [3, -7, 4, 5], 1)):
+        cache = rawattn.KVCache(*torch.zeros(2, 2, 8, 1, 64, dtype=torch.float16, device="cuda"))
+        slots_there, positions_there = (torch.tensor(x, device="cuda") for x in (slots, positions))
+        rotary = rawattn.Rotary(angles, angles, positions=positions_there)
+        rawattn.append(cache, None, k, k, slots=slots_there, rotary=rotary)
+        assert [each.partition(":")[0] for each in rawattn.violations()] == ["position"] * said
+        written = [slot for slot, position in zip(slots, positions, strict=True) if slot >= 0 and position >= 0]
+        assert torch.nonzero(cache.v.flatten(0, 2).any(1)).flatten().tolist() == written
