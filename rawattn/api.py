@@ -200,9 +200,20 @@ def attention_backward(
     }  # fmt: skip
     seed = _seed(q, dropout, seed, "give that of the forward")
     given = (do, q, k, v, o, lse, *given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed))
+    return backward(given, options, (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
+
+
+def backward(
+    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], wrt: Any, kernel: str | None, config: Any, out: Any
+) -> tuple[Any, ...]:
+    """Computes ``attention_backward``, by way of torch's operator where torch must see one. Where a graph broke, dynamo passes over
+    it."""
     options, captured = functions.taken(options, wrt)
-    lengths = (max_seqlen_q, max_seqlen_kv)
-    found: tuple[Any, ...] = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
+    found: tuple[Any, ...]
+    if _load_torch_op() and _torch_op.way(given, casts=False) is _torch_op.attention:
+        found = _torch_op.attention_backward(given, options, lengths, kernel, config, out, captured)
+    else:
+        found = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
     return found
 
 
@@ -609,7 +620,7 @@ def run(
 def _key(given: tuple[Any, ...], captured: tuple[Any, ...]) -> Any:
     """All of a call's torch tensors that it depends on, (signatures, forms of what functions captured); None for other arrays,
     and for tensors that must be looked at."""
-    signatures = arrays.signatures(given)
+    signatures = arrays.plain_signatures(given)
     forms = arrays.forms(captured) if captured else ()
     return None if signatures is None or forms is None else (signatures, forms)
 

@@ -50,6 +50,8 @@ class Array(NamedTuple):
 
 
 def _read_torch(x: Any, name: str) -> Array:
+    if _is_dynamo():
+        check_untraced((x,))
     if not (x.is_cuda or x.is_cpu):
         raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
     if (reason := _pending(x)) is not None:
@@ -171,6 +173,10 @@ _plain_tensors: tuple[type, ...] = ()  # torch.Tensor and Parameter, from the fi
 _forward_ad: Any = None  # torch.autograd.forward_ad, likewise
 _grad_enabled: Any = None  # torch.is_grad_enabled, likewise
 _increment_version: Any = None  # torch.autograd.graph.increment_version, likewise
+_is_dynamo: Any = None  # what says that torch traces, likewise
+_is_jit: Any = None
+_dispatch_modes: Any = None
+_function_modes: Any = None
 
 
 def reader(cls: type) -> Callable[[Any, str], Array]:
@@ -179,6 +185,9 @@ def reader(cls: type) -> Callable[[Any, str], Array]:
         global _tensor, _plain_tensors, _forward_ad, _grad_enabled, _increment_version
         _tensor, _plain_tensors, _forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
         _grad_enabled, _increment_version = torch.is_grad_enabled, torch.autograd.graph.increment_version
+        global _is_dynamo, _is_jit, _dispatch_modes, _function_modes
+        _is_dynamo, _is_jit = torch.compiler.is_dynamo_compiling, torch._C._is_tracing
+        _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
         return _read_torch
     if cupy is not None and issubclass(cls, cupy.ndarray):
         return _read_cupy
@@ -219,8 +228,41 @@ def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
     return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
 
 
+def check_untraced(given: tuple[Any, ...]) -> None:
+    """Raises ProblemError where torch would put what is done with these into a graph, and sees no operator."""
+    if _is_dynamo is not None and (_is_dynamo() or _is_jit() or _dispatch_modes() or _function_modes()):
+        tracer = _tracer()
+        if tracer and any(isinstance(x, _tensor) for x in given):
+            raise ProblemError(
+                f"{tracer} traces what is no operator of torch, so that a graph would lack it: a plan or explanation, "
+                "merge_states, or a KVCache, Step or Rotary that is made here. Call rawattn.attention, attention_varlen, "
+                "attention_backward or attention_kvcache, which are operators, or do this outside of what is traced (for "
+                "torch.compile that is a function under torch.compiler.disable, too)."
+            )
+
+
+def _tracer() -> str:
+    """What of torch makes a graph of this call, in words; "" where nothing does."""
+    if _is_dynamo():
+        return "torch.compile"
+    if _is_jit():
+        return "torch.jit.trace"
+    torch = sys.modules["torch"]
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if proxies is not None and proxies.get_proxy_mode() is not None:  # with pre_dispatch=True it is no dispatch mode
+        return "make_fx or torch.export"
+    is_fake = _dispatch_modes() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return "FakeTensorMode" if is_fake else ""
+
+
 def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
-    """The signature of each array; None where one of them has none."""
+    """The signature of each array; None where one of them has none. Raises ProblemError as ``check_untraced``."""
+    check_untraced(given)
+    return plain_signatures(given)
+
+
+def plain_signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
+    """``signatures`` of a call that is known not to be traced."""
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
         return None
     found: list[tuple[Any, ...]] = []
@@ -234,7 +276,7 @@ def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
 
 def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The signature of each array with its address modulo 16, of arrays that functions captured; None where one has none."""
-    found = signatures(captured)
+    found = plain_signatures(captured)
     return None if found is None else tuple([(x[0] % 16, x[1:]) if x else x for x in found])
 
 
@@ -275,7 +317,9 @@ class Held:
         return bool([x for x in self._tensors if x.requires_grad]) and bool(_grad_enabled())
 
     def check(self, owner: str) -> None:
-        """Raises ProblemError where a tensor has other memory than it had."""
+        """Raises ProblemError where a tensor has other memory than it had, which dynamo cannot ask."""
+        if _is_dynamo is not None and _is_dynamo():
+            check_untraced(tuple(self._tensors))
         if [x.data_ptr() for x in self._tensors] != self._there:
             moved = [x.data_ptr() != place for x, place in zip(self._tensors, self._there, strict=True)]
             name = self._names[moved.index(True)]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 codes: set[types.CodeType] = set()  # one, as all wrappers have the same
 
 
-def skip(frames: Any) -> None:
-    """Tells torch's hook of frames to pass over the wrappers: where a graph broke it would trace them, and all of sys.modules."""
+def skip(frames: Any, whole: Iterable[Callable[..., Any]] = ()) -> None:
+    """Tells torch's hook of frames to pass over the wrappers: where a graph broke it would trace them, and all of sys.modules. Of
+    the functions in ``whole`` it passes over all that they call, too."""
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
+        skipped, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         for code in codes:
-            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
+            frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skipped, default))
+        for function in whole:
+            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skipped, skipped))
 
 
 def eager(function: F) -> F:

@@ -155,6 +155,11 @@ def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple
         if each is not before:
             options = {**options, role: whole(each, its)}
     if type(wrt) is not tuple or wrt:
+        if is_compiling():
+            raise ProblemError(
+                "wrt was given where torch.compile, or torch.export with strict=True, traces the call; leave it out, and let "
+                "autograd follow rawattn.attention."
+            )
         options = {**options, "wrt": named_in(options, captured, wrt)}
     return options, captured
 
@@ -215,6 +220,8 @@ def parted(mask: Any, score: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Numb
         mask, captured, of_mask = _parted(mask, "mask")
     if type(score) is BiasText:
         captured += score.arrays
+        if not is_compiling():  # the graph broke since
+            score = from_text(score.text, score.numbers, score.sizes)
     elif score is not None and is_function(score):
         score, found, of_score = _parted(score, "score")
         captured += found
@@ -479,7 +486,7 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
         if name is None:
             words = ", ".join(labels(options)[each].partition(",")[0] for each in known) or "no arrays"
             raise ProblemError(f"wrt[{i}] is none of the arrays that score captured; it captured {words}.")
-        if arrays.read(x, f"wrt[{i}]").dtype not in FLOATS:
+        if ELEMENTS.get(str(x.dtype).rpartition(".")[2], ("",))[0] not in FLOATS:  # torch may trace, and x have no memory
             raise ProblemError(f"wrt[{i}] is of {x.dtype}; only floats have gradients.")
         if name in found:
             raise ProblemError(f"wrt[{i}] stands in wrt twice; give each array once.")

@@ -28,7 +28,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from . import api, arrays, eager, functions, torch_sharding
+from . import api, arrays, eager, functions, plans, torch_sharding
 from .arrays import CPU, META, Array
 from .errors import ProblemError
 from .operation import Backward, Forward
@@ -78,7 +78,7 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 
 # ---- which calls go through the operators
 
-eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None))
+eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), (plans.Plan.run, api.backward))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
@@ -115,10 +115,10 @@ _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad)
 
 
-def way(given: Sequence[Any]) -> Callable[..., Any] | None:
+def way(given: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
     """Returns the function that computes a call on these tensors: None where ``api.run`` does; ``differentiable`` where autograd
     follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where autocast
-    would cast, and for tensors without memory. It takes half a microsecond for plain tensors."""
+    would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
         return attention
     q = given[0]
@@ -128,7 +128,7 @@ def way(given: Sequence[Any]) -> Callable[..., Any] | None:
         return attention
     if _function_modes() and _seen_by_function_mode():
         return attention
-    return attention if _any_autocast() and not q.is_meta and _is_cast(given) else way_of_tensors(given)
+    return attention if casts and _any_autocast() and not q.is_meta and _is_cast(given) else way_of_tensors(given)
 
 
 def way_of_tensors(given: Sequence[Any]) -> Callable[..., Any] | None:
@@ -192,12 +192,7 @@ def attention(
     captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
     """Computes ``api.attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
-    for name, value in (("out", out), ("kernel", kernel), ("config", config)):
-        if value is not None:
-            raise ProblemError(
-                f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.attention has no {name}: "
-                "leave it out."
-            )
+    _check_has_not("attention", out=out, kernel=kernel, config=config)
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
         _check_tensors(Forward.names, given)
@@ -214,6 +209,40 @@ def attention(
     more = text, seed, list(captured) or None, q_lens, kv_lens
     o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, *more)
     return (o, lse) if options["return_lse"] else o
+
+
+def attention_backward(
+    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    captured: tuple[Any, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Computes ``api.attention_backward`` by way of the operator. Dynamo traces this function, too."""
+    _check_has_not("attention_backward", out=out, kernel=kernel, config=config)
+    options, wrt = {**options}, options.get("wrt", ())
+    options.pop("wrt", None)
+    *first, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 7)[:13]
+    if not torch.compiler.is_dynamo_compiling():
+        _check_tensors(Backward.names, given)
+        _check_tensors(tuple(functions.labels(options).values()), captured)
+        _register_sharding()
+    longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
+    rest = _text_of(options), seed, list(captured) or None, q_lens, kv_lens
+    more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, *rest)
+    if wrt:
+        names = functions.names(options)
+        found = _CAPTURED(*first, *more, [names.index(name) for name in wrt])
+    else:
+        found = _BACKWARD(*first, *more)
+    return (*found[:3], *(() if sinks is None else found[3:4]), *found[4:])
+
+
+def _check_has_not(operator: str, **given: Any) -> None:
+    """Raises ProblemError for an argument that an operator does not have."""
+    for name, value in given.items():
+        if value is not None:
+            raise ProblemError(
+                f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.{operator} has no {name}: "
+                "leave it out."
+            )
 
 
 def _check_tensors(names: tuple[str, ...], given: Sequence[Any]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import functions
+from . import eager, functions
 from .errors import ProblemError
 from .operation import append as append_operation
 from .operation import kvcache
 from .serving import KVCache, Rotary, Step, api
 from .serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
+from .serving.plan import KVCachePlan
 from .serving.rotary import check_angles
 from .serving.step import check_lengths
 from .spec import Spec
@@ -35,6 +36,7 @@ _SCHEMAS = (
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), (KVCachePlan.run, api.merge_states))
 _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
 
 
