@@ -206,8 +206,8 @@ def attention_backward(
 def backward(
     given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], wrt: Any, kernel: str | None, config: Any, out: Any
 ) -> tuple[Any, ...]:
-    """Computes ``attention_backward``, by way of torch's operator where torch must see one. Where a graph broke, dynamo passes over
-    it."""
+    """Computes ``attention_backward``, by way of torch's operator where torch must see one. Dynamo passes over it where a graph
+    broke."""
     options, captured = functions.taken(options, wrt)
     found: tuple[Any, ...]
     if _load_torch_op() and _torch_op.way(given, casts=False) is _torch_op.attention:

@@ -1,4 +1,4 @@
-"""What torch traces: attention_backward is an operator, and what is none is refused, by torch.compile, export, make_fx and jit."""
+"""What torch traces: attention_backward is an operator, and what is none is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 
 torch.manual_seed(0)
 Q, K, V, DO = torch.randn(2, 20, 4, 16), *torch.randn(2, 2, 20, 2, 16), torch.randn(2, 20, 4, 16)
-O, LSE = rawattn.attention(Q, K, V, return_lse=True)
+OUT, LSE = rawattn.attention(Q, K, V, return_lse=True)
 PLAN = rawattn.plan(Q, K, V)
 CASE = Cached(((2, 9), (2, 5)), heads=4, kv_heads=2)
 CACHE, STEP = CASE.cache("torch"), CASE.step("torch")
@@ -27,7 +27,7 @@ KVCACHE_PLAN = rawattn.plan_kvcache(ROWS, CACHE, STEP)
 BIAS, SINKS, KEPT = torch.randn(20, 20), torch.randn(4), rawattn.mask.function(lambda q, kv: (q + kv) % 3 < 2)
 
 NO_OPERATORS: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "merge_states": (lambda x: rawattn.merge_states([(O, LSE), (x, LSE)])[0], Q),
+    "merge_states": (lambda x: rawattn.merge_states([(OUT, LSE), (x, LSE)])[0], Q),
     "Plan.run": (lambda x: PLAN.run(x, K, V), Q),
     "KVCachePlan.run": (lambda x: KVCACHE_PLAN.run(x, CACHE, STEP), ROWS),
 }
@@ -84,20 +84,20 @@ def test_arrays_that_torch_does_not_trace() -> None:
     """Other libraries' are constants of a graph, and modes that make none see plain tensors."""
     q, k, v = (x.numpy() for x in (Q, K, V))
     plan = rawattn.plan(q, k, v)
-    assert torch.equal(make_fx(lambda x: x + torch.from_numpy(plan.run(q, k, v)))(Q)(Q), Q + O)
+    assert torch.equal(make_fx(lambda x: x + torch.from_numpy(plan.run(q, k, v)))(Q)(Q), Q + OUT)
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert torch.equal(PLAN.run(Q, K, V), O)
+        assert torch.equal(PLAN.run(Q, K, V), OUT)
     with torch.device("cpu"):
-        assert torch.equal(PLAN.run(Q, K, V), O)
+        assert torch.equal(PLAN.run(Q, K, V), OUT)
 
 
 BACKWARDS: dict[str, Callable[[Any], Any]] = {
-    "plain": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE),
-    "sinks": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, sinks=SINKS, causal=True),
-    "a function": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, mask=KEPT),
-    "bias": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, bias=BIAS),
-    "dropout": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, dropout=0.5, seed=3),
-    "wrt": lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, bias=BIAS, sinks=SINKS, wrt=(BIAS,)),
+    "plain": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE),
+    "sinks": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, sinks=SINKS, causal=True),
+    "a function": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, mask=KEPT),
+    "bias": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, bias=BIAS),
+    "dropout": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, dropout=0.5, seed=3),
+    "wrt": lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, bias=BIAS, sinks=SINKS, wrt=(BIAS,)),
 }
 
 
@@ -125,15 +125,15 @@ def test_backward_elsewhere() -> None:
     assert [x.shape for x in fakes] == [x.shape for x in BACKWARDS["sinks"](DO)]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(BACKWARDS["plain"](DO)[0], BACKWARDS["plain"](DO)[0])
-    with pytest.raises(ProblemError, match="out was given where torch traces.*attention_backward has no out"):
-        make_fx(lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, out=out))(DO)
+    with pytest.raises(ProblemError, match=r"out was given where torch traces.*attention_backward has no out"):
+        make_fx(lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, out=out))(DO)
     torch._dynamo.reset()
-    run = torch.compile(lambda x: rawattn.attention_backward(x, Q, K, V, O, LSE, out=out), backend="eager")
+    run = torch.compile(lambda x: rawattn.attention_backward(x, Q, K, V, OUT, LSE, out=out), backend="eager")
     assert run(DO)[0] is out and torch.equal(out, BACKWARDS["plain"](DO)[0])
     run = torch.compile(BACKWARDS["wrt"], backend="eager")
     assert torch.equal(run(DO)[4], BACKWARDS["wrt"](DO)[4])
 
 
 def test_an_explanation_in_a_graph() -> None:
-    with pytest.raises(Exception, match="traces what is no operator of torch.*a plan or explanation"):
+    with pytest.raises(Exception, match=r"traces what is no operator of torch.*a plan or explanation"):
         compiled(lambda x: x * len(str(rawattn.explain(x, K, V))), Q)
