@@ -17,6 +17,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from .. import api
 from ..errors import UnsupportedError
 from . import sdpa
+from .naming import naming
 
 NAME = "rawattn"
 
@@ -37,6 +38,7 @@ def _member(value: str) -> Any:
     return names(value)
 
 
+@naming(q="query", k="key", v="value", bias="attn_mask", dropout="dropout_p")
 def attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,

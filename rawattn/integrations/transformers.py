@@ -26,6 +26,7 @@ from .. import api, arrays, mask, serving
 from ..errors import UnsupportedError
 from ..serving import api as caches
 from . import sdpa, transformers_paged
+from .naming import naming
 from .transformers_paged import continuous_batching as continuous_batching
 
 NAME = "rawattn"
@@ -38,6 +39,7 @@ def enable(name: str = NAME) -> None:
     AttentionInterface.register(transformers_paged.NAME, attention_paged)
 
 
+@naming(q="query", k="key", v="value", scale="scaling", bias="position_bias or attention_mask")
 def attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0, scaling: float | None = None,
     softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None, position_bias: Any = None, **others: Any,

@@ -100,3 +100,15 @@ def test_errors_name_the_doors_arguments(call: Callable[[], Any], message: str) 
     with pytest.raises(ProblemError) as error:
         call()
     assert str(error.value).startswith(message)
+
+
+def test_errors_name_the_arguments_of_transformers() -> None:
+    door = pytest.importorskip("rawattn.integrations.transformers")
+    for given, message in (
+        ({"scaling": "x"}, "scaling is 'x'; it must be a finite number"),
+        ({"position_bias": torch.ones(3, 3)}, "position_bias or attention_mask has shape (3, 3); it must be (8, 8)"),
+        ({"key": TALL[..., :8]}, "key has head_dim 8 but query has 16; give key head_dim 16."),
+    ):
+        with pytest.raises(ProblemError) as error:
+            door.attention(torch.nn.Module(), **{"query": TALL, "key": TALL, "value": TALL, "attention_mask": None, **given})
+        assert str(error.value).startswith(message)
