@@ -105,7 +105,7 @@ def test_classes(tmp_path: pathlib.Path) -> None:
         lambda q, kv: (q + 1.0) ** y <= kv + 3,
         lambda q, kv: abs(reals[q]) ** reals[kv] > 0.5,
         lambda q, kv: reals[q] ** 3.0 < reals[kv],
-        lambda q, kv: reals[kv] ** (q % 3) < 1.0,
+        lambda q, kv: reals[kv] ** (q // 8) < 0.1,
         lambda q, kv: np.expm1(reals[q]) > np.log1p(reals[kv]),
     ]
     made = [function(f, "mask", (1, 1, 32, 32)) for f in masks]
