@@ -620,16 +620,20 @@ def test_wrong_arguments(among_four: None) -> None:
     )
     refused("x has 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.join, q[:, :7])
     refused("length is 7 rows on this rank; for layout='zigzag' it must be an even number", parallel.positions, 7)
+    refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
+    other = dist.new_group([0, 2])
+    refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
+    refused("group is a mesh that does not have this process", parallel.split, q, DeviceMesh("cpu", [0, 2]))
+
+
+def test_wrong_dimensions_and_lengths(among_four: None) -> None:
+    q = torch.zeros(1, 8, 4, 8)
     for call in (parallel.split, parallel.join):
         refused("dim is 7; it must be a dimension of x, an int from -4 to 3", call, q, dim=7)
         refused("dim is '1'; it must be a dimension of x", call, q, dim="1")
         refused("x is a ndarray; it must be a torch tensor", call, q.numpy())
     refused("length is 'x'; it must be an int >= 0", parallel.positions, "x")
     refused("length is -2; it must be an int >= 0", parallel.positions, -2)
-    refused("x requires grad, and join has no gradient", parallel.join, q.clone().requires_grad_())
-    other = dist.new_group([0, 2])
-    refused("group does not have this process|group is .*; it must be", parallel.context_attention, q, q, q, other)
-    refused("group is a mesh that does not have this process", parallel.split, q, DeviceMesh("cpu", [0, 2]))
 
 
 def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pytest.MonkeyPatch) -> None:
