@@ -153,17 +153,17 @@ def remainder(a: Any, b: Any) -> Expr:
 
 
 def power(a: Any, b: Any) -> Expr:
-    """An int that is known, also a captured one, makes products, of which a number >= 0 of integers is one; a constant base > 0
-    is a power of 2. All else is C's pow."""
+    """A constant base > 0 makes a power of 2, and an exponent that is an int, literal or captured, products. All else is C's
+    pow."""
     a, b = wrap(a), wrap(b)
+    if a.op == "const" and 0 < a.args[0] < math.inf and b.op != "const":
+        return unary("exp2", b if is_const(a, 2) else mul(b, unary("log2", a)))
     if b.type == "int" and b.op != "const" and not b.deps and not any(node.op == "load" for node in nodes(b)):
         b = const(tracer.get().specialise(b))
     if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
         n = int(b.args[0])
         found = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
         return div(1.0, found) if n < 0 else found
-    if a.op == "const" and 0 < a.args[0] < math.inf:
-        return unary("exp2", b if is_const(a, 2) else mul(b, unary("log2", a)))
     if is_const(b, 0.5):
         return unary("sqrt", a)
     if not has_float(a, b):

@@ -667,6 +667,22 @@ def test_values_that_are_compiled_in() -> None:
     assert (pairs(mask) == (Q - KV < 6)).all(), "an item is a number, and followed"
 
 
+def test_which_exponents_are_compiled_in() -> None:
+    """An int makes products, whose base may be an integer; a float, and the exponent of a positive literal, compile nothing."""
+    for f, count in (
+        (lambda n: lambda s, q: s + q**n, 3),
+        (lambda n: lambda s: s + 2**n, 1),
+        (lambda n: lambda s: s ** (n / 2), 1),
+    ):
+        assert len({trace.trace(f(n), "score").code for n in (2, 3, 4)}) == count
+        for n in (2, 3, 4):
+            np.testing.assert_allclose(logits(f(n), abs(S)), np.broadcast_to(on_arrays(f(n), abs(S)), (8, 8)))
+
+
+def on_arrays(f: Any, s: Any) -> Any:
+    return f(s, Q) if f.__code__.co_argcount == 2 else f(s)
+
+
 def test_globals_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (pairs(of_branches) == BRANCHES).all()
     monkeypatch.setitem(globals(), "REACH", 3)
