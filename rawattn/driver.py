@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
-from .errors import BinaryError, DeviceError, UnsupportedError
+from .errors import BinaryError, DeviceError, ProblemError, UnsupportedError
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION, JIT_COMPILER_NOT_FOUND, NOT_FOUND
@@ -82,9 +82,16 @@ def device_count() -> int:
     return count
 
 
+def check_number(index: Any) -> None:
+    """Raises ProblemError for what is not the number of a GPU, such as "cpu" or a ``torch.device``."""
+    if not hasattr(index, "__index__"):
+        raise ProblemError(f"device is {index!r}; it must be the number of a CUDA GPU, an int from 0 up.")
+
+
 @functools.cache
 def device(index: int) -> Device:
     """The facts of a GPU."""
+    check_number(index)
     handle, attributes = call("cuDeviceGet", index), library().CUdevice_attribute
 
     def attribute(name: str) -> int:
@@ -492,6 +499,7 @@ def violations(index: int) -> int:
 
 def take_violations(index: int) -> int:
     """Waits for the device, and gives and clears its word of violations."""
+    check_number(index)
     word = ctypes.c_uint32()
     with current(index):
         call("cuCtxSynchronize")
@@ -512,7 +520,7 @@ def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, t
     return kinds[dtype], (
         [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(box),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
 
@@ -523,7 +531,7 @@ def tensor_maps(
 ) -> Callable[[int], bytes]:
     """Returns a function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
-    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 128 bytes, not of 256
+    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 64 bytes, not of 256
     (perf/notes/attn_decode.md)."""
     cuda, (kind, after) = library(), _map_form(dtype, box, read_once)
     uint64 = cuda.cuuint64_t

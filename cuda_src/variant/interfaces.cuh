@@ -140,7 +140,7 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { typename K::template Tile<8, 64>; }, "Kv: Tile<rows, columns>, as which K and V lie in shared memory");
     static typename K::Board& board;
-    static_assert(requires { board.init(), K::at(board, i, kv.find(i)); }, "Kv: Board in shared memory, at(board, index, find(index))");
+    static_assert(requires { board.init(), K::at(board, i, kv.page(i, kv.find(i))); }, "Kv: Board in shared memory, at(board, index, page(index, find(index)))");
     static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");
 };
 // ... or, where all threads load, starts this thread's copies.

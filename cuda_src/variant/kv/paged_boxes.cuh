@@ -14,8 +14,7 @@ struct PagedBoxesKv {
     template <int rows, int columns> using Tile = GroupedTile<rows, columns>;
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows, groups = cfg::page_rows / 8;  // of a tile; of a box
     static_assert(boxes <= 32 && cfg::page_rows % 8 == 0);
-    // What the table says of this lane's rows of the tile. Nothing is asked of it before its page is loaded: it is on its way until then.
-    struct At { i32 tile, entry; };
+    struct At { i32 tile, page; };  // the page of this lane's rows of the tile, or -1
     struct Board {  // in shared memory, for this option alone
         __device__ void init() {}
     };
@@ -30,19 +29,19 @@ struct PagedBoxesKv {
 
     __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(threadIdx.x) % boxes * cfg::page_rows; }
     __device__ bool has_any(i32 tile) const { return keys.has_any(key(tile), cfg::page_rows); }
+    // What the table says of this lane's rows. It is on its way until `page` looks at it.
     __device__ i32 find(i32 tile) const { return has_any(tile) ? pages.entry(args, key(tile)) : -1; }
-    __device__ static At at(Board&, i32 tile, i32 entry) { return {tile, entry}; }
-    // The page of this lane's rows, or -1.
-    __device__ i32 page(At at) const {
-        if (!has_any(at.tile)) return -1;
-        const i32 found = checked_page(args.violations, at.entry, args.k.count);
+    __device__ i32 page(i32 tile, i32 entry) const {
+        if (!has_any(tile)) return -1;
+        const i32 found = checked_page(args.violations, entry, args.k.count);
         return found < args.k.count ? found : -1;
     }
+    __device__ static At at(Board&, i32 tile, i32 page) { return {tile, page}; }
 
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageBoxes& pool, ptx::Mbarrier& full, At at) const {
         constexpr i32 at_once = 4;  // more would spill
-        const i32 place = pool.place(page(at), head);
+        const i32 place = pool.place(at.page, head);
         __syncwarp();
         if (threadIdx.x % 32 == 0) full.arrive_expect(Tile::bytes);
 #pragma unroll 1
@@ -64,9 +63,9 @@ struct PagedBoxesKv {
         const i32 there = keys.end - at.tile * cfg::tile_kv;
         if (there < 0 || there >= cfg::tile_kv || there % cfg::page_rows == 0) return load(tile, args.v, full, at);
         const i32 lane = threadIdx.x % 32, cut = there / cfg::page_rows;
-        const i32 page = this->page(at), from = ptx::from_lane(page, cut);
+        const i32 from = ptx::from_lane(at.page, cut);
         if (lane == 0) full.arrive_expect(Tile::bytes);
-        if (lane < boxes && lane != cut) args.v.load(tile.data[lane * groups], full, args.v.place(page, head));
+        if (lane < boxes && lane != cut) args.v.load(tile.data[lane * groups], full, args.v.place(at.page, head));
         const i32 group = lane / Tile::panels, panel = lane % Tile::panels;
         const i32 rows = from < 0 ? 0 : max(0, min(there % cfg::page_rows - group * 8, 8));
         if (group < groups) args.v_end.load(tile.data[cut * groups + group][panel], full, max(0, from), group * 8, rows, panel * 64, head);

@@ -30,6 +30,7 @@ struct PagedPanelsKv {
         return page < args.k.count ? page : -1;
     }
 
+    __device__ static i32 page(i32, i32 found) { return found; }
     __device__ static At at(Board&, i32 tile, i32 page) { return {tile, page}; }
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, At at) const {

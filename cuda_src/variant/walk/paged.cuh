@@ -33,18 +33,21 @@ struct PagedWalk : IntervalWalk {
         const Kv source(producer.args, rows, work);
         const auto find = [&](i32 tile) { return tile < tiles.begin ? -1 : source.find(tile); };
         const auto at = [&](i32 tile, i32 page) { return Kv::at(producer.smem.board, tile, page); };
-        i32 tile = tiles.end - 1, before = find(tile), page = find(tile - 1);
+        i32 tile = tiles.end - 1;
+        const i32 last = find(tile);
+        i32 found = find(tile - 1), before = source.page(tile, last);
         producer.await_k();
         producer.load_k(source, at(tile, before));
         if (threadIdx.x == 0) producer.load_q(rows, work);
         __syncwarp();
         producer.q.advance(), producer.kv.advance();
         for (--tile; tile >= tiles.begin; --tile, producer.kv.advance()) {
-            const i32 next = find(tile - 1);
+            const i32 page = source.page(tile, found);
+            found = find(tile - 1);
             producer.await_k();
             producer.load_k(source, at(tile, page));
             producer.load_v(source, at(tile + 1, before));
-            before = page, page = next;
+            before = page;
         }
         producer.load_v(source, at(tile + 1, before));
     }

@@ -23,11 +23,13 @@ struct PagedListWalk : ListWalk {
         const Rows rows(producer.args, work.batch);
         const Kv source(producer.args, rows, work);
         const Mask mask(producer.args, rows, work);
-        const auto find = [&](Visit x) { return Kv::at(producer.smem.board.pages, x.tile, x.classes ? source.find(x.tile) : -1); };
-        auto before = find({0, 0}), here = find(at);
+        const auto at_page = [&](i32 tile, i32 found) { return Kv::at(producer.smem.board.pages, tile, source.page(tile, found)); };
+        auto before = Kv::at(producer.smem.board.pages, 0, -1);
+        i32 found = source.find(at.tile);
         for (bool first = true; at.classes; first = false) {
             const Visit after = reader.next();
-            const auto there = find(after);
+            const auto here = at_page(at.tile, found);
+            found = after.classes ? source.find(after.tile) : -1;
             const typename Columns<Mask>::Made columns(mask, at.tile, is_cut(at.classes));
             producer.await_k();
             columns.leave(producer.smem.board.columns[producer.kv.stage]);
@@ -37,7 +39,7 @@ struct PagedListWalk : ListWalk {
             else if (threadIdx.x == 0) producer.load_q(rows, work);
             __syncwarp();
             if (first) producer.q.advance();
-            before = here, here = there, at = after;
+            before = here, at = after;
             producer.kv.advance();
         }
         producer.load_v(source, before);
