@@ -84,6 +84,7 @@ def attention(
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
         seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
             positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
+            Where dropout is 0 it is checked and has no effect.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
@@ -167,7 +168,7 @@ def attention_backward(
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``attention_varlen``, for packed sequences.
         causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
             own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
-        dropout, seed: those of the forward; the seed is needed.
+        dropout, seed: those of the forward; the seed is needed where dropout is not 0.
         wrt: float arrays that score captured, or alibi and bias, whose gradients are wanted besides: a tuple of these arrays.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
@@ -256,8 +257,9 @@ def plan(
     >>> o = p.run(q, k, v)
 
     Arguments as in ``attention`` and, where ``cu_seqlens_q`` is given, ``attention_varlen``. ``on_compile`` is called before
-    NVRTC runs, which takes about a second; a cached kernel does not need it. With ``dropout`` the last input of ``run`` is the
-    seed, an array, before those that functions captured; here it may be left out.
+    NVRTC runs, which takes about a second; a cached kernel does not need it, and on the CPU, where NVRTC compiles nothing, it is
+    never called. With ``dropout`` the last input of ``run`` is the seed, an array, before those that functions captured; here it
+    may be left out.
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
     found, asked = _named("plan", Forward, given, options)

@@ -65,6 +65,9 @@ class Function(tuple[Any, ...]):
         """The same for whatever numbers; itself where these may make it a built-in option."""
         return self if not self.numbers or may_be(self.traced.code) else function(self.traced, (), self.sizes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_text, (self.traced.text, self.numbers, self.sizes)
+
 
 def function(traced: Traced, numbers: tuple[int | float, ...] = (), sizes: tuple[Sizes, ...] = ()) -> Function:
     """Returns what takes a function's place among the options."""
@@ -83,10 +86,18 @@ class BoundFunction:
         self.without_numbers = self.function.without_numbers
         assert traced.text  # which torch.compile reads: it is made here
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebound, (self.function, self.arrays)
+
     def __repr__(self) -> str:
         traced, numbers = self.function.traced, self.function.numbers
         captured = f", which captured {', '.join(traced.labels)}" if traced.labels else ""
         return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
+
+
+def _rebound(own: Function, arrays: tuple[Any, ...]) -> BoundFunction:
+    """A copy or a pickle of a ``BoundFunction``: of its text, so that no Python function is looked for."""
+    return BoundFunction(own.traced, arrays, own.numbers, own.sizes)
 
 
 class BiasText:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import functions
-from .arrays import read
+from .arrays import read, requires_grad
 from .errors import ProblemError, UnsupportedError
 from .operation.forward import limits as limits_of
 from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
@@ -154,7 +154,17 @@ def rounded_backward(
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return x.astype(dtype) if isinstance(x, np.ndarray) or not hasattr(x, "detach") else x.detach().to(dtype)
+    return x.astype(dtype) if isinstance(x, np.ndarray) or not hasattr(x, "detach") else _detached(x).to(dtype)
+
+
+def _detached(x: Any) -> Any:
+    """A torch tensor to which autograd does not follow. Raises ProblemError where it would have to."""
+    if requires_grad(x):
+        raise ProblemError(
+            "an input requires grad, and rawattn.reference has no autograd; detach it, or call under torch.no_grad(). "
+            "rawattn.reference.attention_backward gives gradients. Nothing is detached silently."
+        )
+    return x.detach()
 
 
 def _rounding(q: Any) -> Callable[[Any], Any]:
@@ -172,7 +182,7 @@ def make_formula(
     factor = make_scale(scale)
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
     options, captured = functions.taken({"mask": mask, "score": score})
-    held = [x.detach() if hasattr(x, "detach") else x for x in captured]
+    held = [_detached(x) if hasattr(x, "detach") else x for x in captured]
     own = dict(zip(functions.names(options), held, strict=True))
     if functions.among(options):
         found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
@@ -622,7 +632,7 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tupl
 def _numpy(x: Any) -> npt.NDArray[Any]:
     """The array as a NumPy one, floats as float64."""
     if hasattr(x, "detach"):
-        x = x.detach().cpu()
+        x = _detached(x).cpu()
         return (x.double() if x.is_floating_point() else x).numpy()
     x = x.get() if hasattr(x, "get") else np.asarray(x)
     return x if x.dtype.kind in "iu" else x.astype(np.float64)

@@ -50,6 +50,10 @@ NO_BATCH = (
     "is_grads_batched=True was given, and a captured tensor requires grad; ask for one gradient after the other, or use "
     "torch.func.vmap."
 )
+NO_RANDOMNESS = (
+    "dropout was given without seed under torch.vmap, whose randomness is 'error', the default; give torch.vmap "
+    "randomness='different', for a seed for each element, or randomness='same', for one, or give seed."
+)
 NO_GRADIENT_OF_PARTS = "q is a DTensor, which has no gradients of captured tensors: they would be parts of sums"
 _OPTIONS = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
@@ -98,7 +102,12 @@ def seed_of(q: Any, seed: Any, missing: str = "") -> Any:
     if seed is None:
         if missing:
             raise ProblemError(f"seed is None, and there is dropout; {missing}.")
-        return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+        try:
+            return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=q.device)
+        except RuntimeError as error:
+            if _functorch_level() is None or "randomness" not in str(error):
+                raise
+            raise ProblemError(NO_RANDOMNESS) from None
     return torch.full((1,), seed, dtype=torch.int64, device=q.device) if is_int(seed) else seed
 
 
@@ -666,19 +675,22 @@ for _key in ("CPU", "CUDA"):
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, computes one
-    element after the other."""
-    if len(rest) > 5 and functions.among(_options(rest[5])):
+    """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, and with a
+    seed for each element, computes one element after the other."""
+    if len(rest) > 5 and (functions.among(_options(rest[5])) or _is_mapped_at(in_dims, 9)):
         return _one_by_one(_ATTENTION, info.batch_size, in_dims, (q, k, v, *rest)), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
-    if any(dim is not None for dim in in_dims[3:10]):
-        name = "seed" if len(in_dims) > 9 and in_dims[9] is not None else "sinks"
-        raise ProblemError(f"{name} is mapped by vmap; it must be the same for every element of the batch.")
+    if in_dims[3] is not None:
+        raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
 
     args = _joined_batches((q, k, v, *rest), in_dims, info.batch_size, (0, 1, 2, 11, 12))
     o, lse = (x.unflatten(0, (info.batch_size, -1)) for x in _ATTENTION(*args))
     return (o, lse), (0, 0)
+
+
+def _is_mapped_at(in_dims: tuple[Any, ...], number: int) -> bool:
+    return len(in_dims) > number and in_dims[number] is not None
 
 
 def _joined_batches(args: tuple[Any, ...], dims: tuple[Any, ...], count: int, numbers: Sequence[int]) -> list[Any]:
@@ -698,15 +710,15 @@ def _joined(x: Any, dim: int | None, count: int) -> Any:
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, for varlen, which has no
-    batch, and for functions, which see it, computes one element after the other."""
+    batch, for functions, which see it, and with a seed for each element, computes one element after the other."""
     count, names = info.batch_size, ("dlse", "sinks", "cu_seqlens_q")
     others = dict(zip(names, args[6:9], strict=False))
-    has_functions = len(args) > 12 and bool(functions.among(_options(args[12])))
-    if len(args) > 13 and args[13] is not None and args[7] is not None and not has_functions:  # the forward was not one by one
+    is_split = _is_mapped_at(in_dims, 13) or (len(args) > 12 and bool(functions.among(_options(args[12]))))  # as the forward was
+    if len(args) > 13 and args[13] is not None and args[7] is not None and not is_split:
         raise ProblemError(
             "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
         )
-    if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not has_functions:
+    if others.get("sinks") is None and others.get("cu_seqlens_q") is None and not is_split:
         *found, dsinks = _BACKWARD(*_joined_batches(args, in_dims, count, (*range(7), 15, 16)))
         return (*(x.unflatten(0, (count, -1)) for x in found), dsinks.expand(count, 0)), (0,) * 4
     return _one_by_one(_BACKWARD, count, in_dims, args), (0,) * 4

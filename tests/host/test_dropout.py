@@ -373,9 +373,32 @@ def test_functions_under_vmap() -> None:
 
 
 def test_vmap() -> None:
-    """Elements are sequences of a batch, each with a number of its own; seeds cannot differ."""
+    """Elements are sequences of a batch, each with a number of its own. With seeds of their own they are computed one by one."""
     given = [x[:, None] for x in make(False)]
     o = torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3, seed=5))(*given)
     assert torch.equal(o[:, 0], rawattn.attention(*make(False), dropout=0.3, seed=5))
-    with pytest.raises(ProblemError, match="seed is mapped by vmap"):
-        torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3), randomness="different")(*given)
+    with pytest.raises(ProblemError, match=r"dropout was given without seed under torch\.vmap.*randomness='different'"):
+        torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3))(*given)
+    torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3), randomness="same")(*given)
+
+    def f(q: Any, k: Any, v: Any, seed: Any) -> Any:
+        return rawattn.attention(q, k, v, sinks=sinks, dropout=0.3, seed=seed)
+
+    seeds, sinks = torch.tensor([[5], [6]]), given[0].new_zeros(given[0].shape[-2])
+    pairs = [([x[i] for x in given], seeds[i]) for i in range(2)]
+    assert torch.equal(torch.vmap(f)(*given, seeds), torch.stack([f(*x, seed) for x, seed in pairs]))
+    gradient = torch.func.grad(lambda *x: f(*x).sum())
+    for found in (
+        torch.vmap(gradient)(*given, seeds),
+        torch.func.grad(lambda x: torch.vmap(f)(x, *given[1:], seeds).sum())(given[0]),
+    ):
+        assert torch.equal(found, torch.stack([gradient(*x, seed) for x, seed in pairs]))
+
+
+def test_vmap_draws_a_seed_for_each_element() -> None:
+    torch.manual_seed(0)
+    given = [x[:1].expand(2, *x.shape[1:])[:, None] for x in make(False)]
+    o = torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3), randomness="different")(*given)
+    assert not torch.equal(o[0], o[1])
+    torch.manual_seed(0)
+    assert torch.equal(o, torch.vmap(lambda *x: rawattn.attention(*x, dropout=0.3), randomness="different")(*given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -124,6 +126,24 @@ def test_a_compiled_call_is_the_first_since_torch_was_imported(options: str, out
         "assert words in told if words else torch.equal(found, f(q)), told\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pickles() -> None:
+    """By the expression, with the arrays: a lambda's are made where its module is not."""
+    q, k, v = make()
+    doc, window = ids(50), 7
+    for options in (
+        {"mask": rawattn.mask.function(lambda q, kv: (doc[q] == doc[kv]) & (q - kv < window))},
+        {"mask": rawattn.mask.function(rawattn.mask.Documents(doc))},
+        {"score": rawattn.score.function(lambda s, h: s * SLOPES[h])},
+    ):
+        ((role, own),) = options.items()
+        for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+            assert copied.function == own.function and repr(copied) == repr(own)
+            assert torch.equal(rawattn.attention(q, k, v, **{role: copied}), rawattn.attention(q, k, v, **options))
+            if role == "mask":
+                assert copied.arrays[0] is not doc and torch.equal(copied.arrays[0], doc)
+        assert copy.copy(own).arrays[0] is own.arrays[0]
 
 
 def test_the_operator() -> None:

@@ -441,3 +441,22 @@ def test_options_keep_what_is_false_but_given() -> None:
 def test_without_keys_an_expectation_warns_of_nothing() -> None:
     q, k = np.ones((1, 4, 2, 8), np.float32), np.ones((1, 0, 2, 8), np.float32)
     expect(q, k, k).check(np.zeros_like(q))
+
+
+def test_what_requires_grad_is_refused() -> None:
+    """No graph would hold the reference, which detaches its inputs."""
+    plain = [torch.randn(1, 4, 2, 8) for _ in range(4)]
+    slopes = torch.randn(2, requires_grad=True)
+    for i in range(4):
+        followed = [x.clone().requires_grad_() if i == j else x for j, x in enumerate(plain)]
+        for call in (reference.attention, reference.rounded)[: 2 * (i < 3)]:
+            with pytest.raises(ProblemError, match=r"requires grad, and rawattn\.reference has no autograd; detach it"):
+                call(*followed[:3])
+            with torch.no_grad():
+                call(*followed[:3])
+        with pytest.raises(ProblemError, match=r"rawattn\.reference\.attention_backward gives gradients"):
+            reference.attention_backward(followed[3], *followed[:3])
+    with pytest.raises(ProblemError, match="requires grad"):
+        reference.attention(*plain[:3], score=lambda s, h: s * slopes[h])
+    with pytest.raises(ProblemError, match="requires grad"):
+        reference.merge_states([(plain[0].requires_grad_(), torch.zeros(1, 2, 4))])
