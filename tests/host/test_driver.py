@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+import rawattn
 from rawattn import driver
-from rawattn.errors import BinaryError, DeviceError, UnsupportedError
+from rawattn.errors import BinaryError, DeviceError, ProblemError, UnsupportedError
 
 FACTS = driver.Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1)
 
@@ -520,3 +521,10 @@ def test_a_pair_that_no_graph_took_goes_back(cuda: Bindings) -> None:
             counters.take(5, True)
     graph, _ = capture(cuda, counters, 4)
     graph.die()
+
+
+def test_what_is_no_number_of_a_gpu() -> None:
+    for call in (rawattn.violations, lambda device: rawattn.warm_up([], device)):
+        for device in ("cpu", 1.5, None):
+            with pytest.raises(ProblemError, match=rf"device is {device!r}; it must be the number of a CUDA GPU"):
+                call(device)
