@@ -681,7 +681,7 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], q: Any, k: Any, v: Any, *rest: An
         return _one_by_one(_ATTENTION, info.batch_size, in_dims, (q, k, v, *rest)), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
-    if in_dims[3] is not None:
+    if _is_mapped_at(in_dims, 3):
         raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
 
     args = _joined_batches((q, k, v, *rest), in_dims, info.batch_size, (0, 1, 2, 11, 12))
