@@ -82,9 +82,8 @@ def attention(
             then see positions, and no alignment applies. Where one is given the other is 0.
         dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
-        seed: an int of 64 bits, or one int64 in an array (1,), which kernels read when they run, also in a graph: with a pair's
-            positions, head and sequence it says whether a weight is dropped. None: torch's generator of q's device gives one.
-            Where dropout is 0 it is checked and has no effect.
+        seed: an int of 64 bits, or one int64 in an array (1,), read when kernels run, also in a graph: with a pair's positions,
+            head and sequence it says which weights are dropped; unused where dropout is 0. None: torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
