@@ -80,7 +80,7 @@ def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
     """A key of all that a call depends on; None where that must be looked at."""
     if not torch_op.is_plain() or not options.keys() <= _PLAIN or options.get("mask", _CAUSAL) is not _CAUSAL:
         return None
-    signatures = arrays.signatures((query, key, value))
+    signatures = arrays.plain_signatures((query, key, value))
     try:
         return None if signatures is None else (_asked(**options), signatures, _HEADS_FIRST)
     except TypeError:  # what cannot be hashed is wrong

@@ -140,7 +140,7 @@ OF_NUMBERS: dict[str, tuple[str, Any, list[Any]]] = {  # role, what makes the fu
     "built in": ("mask", lambda n: lambda q, kv: (q >= kv) & (q - kv <= n), [30, 31, -1, 2]),
     "divisor": ("mask", lambda n: lambda q, kv: q // n == kv // n, [7, 8, 64, 1, 79]),
     "an index": ("mask", lambda n: lambda q, kv: DOC[kv] <= DOC[(q + n).clip(0, n + 70)], [0, 3, 9, 10, 50, 2]),
-    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30, -3.5e38]),
+    "a float": ("score", lambda x: lambda s, h, q, kv: s * x + TABLE[h, kv], [0.5, -1.0, -0.0, 0.0, float("inf"), 1e30, -3.4e38]),
     "a cap": ("score", lambda x: lambda s: x * torch.tanh(s / x), [30.0, 50.0, 20.0]),
     "an inverse": ("score", lambda x: lambda s, h, q, kv: s * (1.0 / x) + TABLE[h, kv], [2.0, 0.0, -0.0, 4.0]),
     "another type": ("score", lambda x: lambda s, h, q, kv: s + x * (q - kv) + TABLE[h, kv], [1, 2, 0.5, 3, 0.25]),
