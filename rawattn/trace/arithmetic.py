@@ -157,7 +157,7 @@ def power(a: Any, b: Any) -> Expr:
     pow."""
     a, b = wrap(a), wrap(b)
     if a.op == "const" and 0 < a.args[0] < math.inf and b.op != "const":
-        return unary("exp2", b if is_const(a, 2) else mul(b, unary("log2", a)))
+        return _of_constant(a, b)
     if b.type == "int" and b.op != "const" and not b.deps and not any(node.op == "load" for node in nodes(b)):
         b = const(tracer.get().specialise(b))
     if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
@@ -172,6 +172,15 @@ def power(a: Any, b: Any) -> Expr:
             "or .astype(float), or read a table of the powers."
         )
     return folded("pow", "float", as_type(a, "float"), as_type(b, "float"))
+
+
+def _of_constant(base: Expr, n: Expr) -> Expr:
+    """A whole base to the power of an integer >= 0 is a whole number."""
+    factor = unary("log2", base)
+    found = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
+    if n.type == "float" or base.args[0] % 1 or factor.args[0] % 1 == 0:
+        return found
+    return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), found, floor(add(found, 0.5)))
 
 
 def _product(x: Expr, n: int) -> Expr:

@@ -90,6 +90,26 @@ def test_gradients_of_exponents() -> None:
     assert np.isnan(evaluate(derivative, at, arrays)[0]).all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_whole_powers_of_literals(tmp_path: pathlib.Path) -> None:
+    """A whole base to the power of an integer is whole: it may be compared, and is divided without a rest."""
+    masks: list[Any] = [
+        lambda q, kv: (q * 27 - kv) % 3 ** (kv % 4) == 0,
+        lambda q, kv: 10 ** (kv % 6) == 10 ** (q % 6),
+        lambda q, kv: 5 ** (q % 8) <= 5 ** (kv % 8),
+        lambda q, kv: 7 ** (q > kv) == 7,
+    ]
+    made = [function(f, "mask", (1, 1, N, N)) for f in masks]
+    library = Library([option for option, _ in made], tmp_path)
+    for i, (option, arrays) in enumerate(made):
+        exact = [[bool(masks[i](q, kv)) for kv in range(N)] for q in range(N)]
+        kept = option.keep(np, arrays, 0, 0, np.arange(N)[:, None], np.arange(N)[None], N, N)
+        assert (np.broadcast_to(kept, (N, N)) == exact).all()
+        assert (library.keep(i, option, arrays, 0, 0, (N, N), 16) == exact).all()
+    traced, arrays, _ = trace.bind(lambda s, q: s + 3 ** (q - 4), "score")
+    np.testing.assert_allclose(evaluate(traced.code.root, {"s": 0.0, "q": np.arange(9)}, arrays), 3.0 ** np.arange(-4, 5), 1e-12)
+
+
 def test_compiled() -> None:
     """By NVRTC, in float and in double."""
     mask = function(lambda q, kv: np.expm1(TABLE[q]) ** TABLE[kv] < np.log1p(TABLE[kv]), "mask", (1, 1, 5, 5))[0]
