@@ -7,6 +7,7 @@ there. No array is kept: notes hold paths, types and code."""
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import dataclasses
 import enum
@@ -267,8 +268,7 @@ class Owner:
         return self.__found("attribute", name, f"{self.__label}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, Expr):
-            key = key.__index__()
+        key = _key(key)
         return self.__found("item", key, f"{self.__label}[{key!r}]")
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,8 +305,11 @@ class Owner:
         self.__refuse("whose members cannot be followed; capture a tuple or an array")
 
     def __instancecheck__(self, instance: Any) -> bool:
+        return _is_instance(instance, self)
+
+    def __noted(self) -> Any:
         self.__capture.note(self.__path, "value", self.__value)
-        return isinstance(instance.__value if type(instance) is Owner else instance, self.__value)
+        return self.__value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         made = self.__value
@@ -345,12 +348,37 @@ def called(owner: Owner) -> Any:
     return owner._Owner__called()
 
 
+class _Mapping(Owner):
+    """One that patterns of match take for a mapping."""
+
+    __slots__ = ()
+
+
+class _Sequence(Owner):
+    """Likewise for a sequence."""
+
+    __slots__ = ()
+
+
+collections.abc.Mapping.register(_Mapping)
+collections.abc.Sequence.register(_Sequence)
+
+
+def _key(key: Any) -> Any:
+    """A key whose symbols are the values that they stand for."""
+    if isinstance(key, tuple):
+        return tuple(map(_key, key))
+    if type(key) is not Expr:
+        return key
+    return key.__float__() if key.type == "float" else key.__index__()
+
+
 class _Type:
     """Stands for ``type`` in a function."""
 
     def __call__(self, x: Any, *more: Any) -> Any:
         """Returns the class of what a symbol stands for."""
-        if type(x) is Owner:
+        if issubclass(type(x), Owner):
             return x._Owner__found("type", None, f"type({x._Owner__label})")
         return type(x, *more) if more else x.__class__ if type(x) is Expr else _array_class(x) or type(x)
 
@@ -362,13 +390,29 @@ def _array_class(x: Any) -> type | None:
     return x._of.cls if type(x) is SymbolicArray else None
 
 
+def _classes(kind: Any) -> Any:
+    """What isinstance() asks for: the classes themselves, which are noted, in place of the objects that stand for them."""
+    if type(kind) is tuple:
+        return tuple(map(_classes, kind))
+    if type(kind) is _Type:
+        return type
+    return kind._Owner__noted() if issubclass(type(kind), Owner) else kind
+
+
 def _is_instance(x: Any, kind: Any) -> bool:
-    """``isinstance`` in a function. An array's symbol does not say its class otherwise: libraries would take it for one."""
-    cls = _array_class(x)
-    return isinstance(x, kind) if cls is None else issubclass(cls, kind)
+    """``isinstance`` in a function, of the class of what a symbol stands for: symbols have more methods. An array's symbol does
+    not say its class otherwise: libraries would take it for one."""
+    if issubclass(type(x), Owner):
+        return isinstance(x._Owner__value, _classes(kind))
+    cls = x.__class__ if type(x) is Expr else _array_class(x)
+    return isinstance(x, _classes(kind)) if cls is None else issubclass(cls, _classes(kind))
 
 
-_OF_SYMBOLS = {"type": _Type(), "isinstance": _is_instance}
+def _is_callable(x: Any) -> bool:
+    return callable(x._Owner__value if issubclass(type(x), Owner) else x)
+
+
+_OF_SYMBOLS = {"type": _Type(), "isinstance": _is_instance, "callable": _is_callable}
 
 
 def _is_of_library(f: Any) -> bool:
@@ -456,7 +500,8 @@ class Capture:
         if isinstance(value, (tuple, list)) and len(value) <= MOST_ITEMS:
             return self._items(value, path, label)
         self.notes.append(Note(path, "type", type(value)))
-        return Owner(value, path, label or type(value).__name__, self)
+        mapping, sequence = (isinstance(value, x) for x in (collections.abc.Mapping, collections.abc.Sequence))
+        return (_Mapping if mapping else _Sequence if sequence else Owner)(value, path, label or type(value).__name__, self)
 
     def _slot(self, slot: Slot, value: Any) -> Any:
         self.slots.append(slot)

@@ -104,6 +104,8 @@ class Expr:
         return bool(self.args[0]) if self.op == "const" else tracer.get().choose(self)
 
     def __index__(self) -> int:
+        if self.type == "float":
+            raise ProblemError("a float stands where Python needs an int, as range() and the index of a list need it.")
         return int(_specialised(self, "an int, as range() and the index of a list need it"))
 
     def __int__(self) -> int:

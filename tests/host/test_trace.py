@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import enum
 import fractions
@@ -830,6 +831,66 @@ def test_the_truth_of_an_object(empty: Any) -> None:
     assert (pairs(mask) == (Q >= KV)).all()
     empty.update({"a": 1} if isinstance(empty, dict) else {1})
     assert pairs(mask).all()
+
+
+def test_keys_are_values() -> None:
+    """Of a dict that was captured, a captured number finds what it finds in Python, in a tuple, too."""
+    reach: dict[Any, int] = {0: 7, 0.5: 1, (2, 0.5): 3}
+
+    def caught(a: Any, b: Any, q: Any, kv: Any) -> Any:
+        try:
+            return q - kv < reach[a, b]
+        except KeyError:
+            return q >= kv
+
+    def by_key(x: Any) -> Any:
+        return lambda q, kv: q - kv < reach[x]
+
+    def by_pair(a: Any, b: Any) -> Any:
+        return lambda q, kv: caught(a, b, q, kv)
+
+    for x in (0.5, 0, np.float32(0.5)):
+        assert (pairs(by_key(x)) == (reach[x] > Q - KV)).all()
+    assert (pairs(by_pair(2, 0.5)) == (Q - KV < 3)).all() and (pairs(by_pair(1, 0.5)) == (Q >= KV)).all()
+    with pytest.raises(ProblemError, match="depends on q"):
+        trace.bind(lambda q, kv: caught(q, 0.5, q, kv), "mask")
+    half, several = 0.5, [1, 2]
+    for f in (lambda q, kv: q < several[half], lambda q, kv: q < len(range(half))):  # type: ignore[call-overload,arg-type]
+        with pytest.raises(ProblemError, match="a float stands where Python needs an int"):
+            trace.bind(f, "mask")
+
+
+class OfNumpy(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize("own", [DOC, DOC.view(OfNumpy), {"a": 1}, [*range(300)], [1, 2], 2, 0.5, "a", Holder(), Holder, factory])
+def test_symbols_answer_as_their_values(own: Any) -> None:
+    """isinstance(), callable() and patterns of match. Symbols have more methods than what they stand for."""
+    kinds = [
+        OfNumpy, np.ndarray, collections.abc.Iterable, collections.abc.Callable, (int, (Holder, str)), int | float, type,
+        collections.abc.Sized, collections.abc.Mapping,
+    ]  # fmt: skip
+
+    def said(x: Any, kind: Any) -> Any:
+        return lambda q, kv: q >= kv if isinstance(x, kind) else q < kv
+
+    for kind in kinds:
+        assert (pairs(said(own, kind)) == ((Q >= KV) if isinstance(own, kind) else (Q < KV))).all(), kind
+
+    def of_call(q: Any, kv: Any) -> Any:
+        return q >= kv if callable(own) else q < kv
+
+    def of_match(q: Any, kv: Any) -> Any:
+        match own:
+            case {}:
+                return q > kv
+            case [*_]:
+                return q == kv
+        return q < kv
+
+    assert (pairs(of_call) == ((Q >= KV) if callable(own) else (Q < KV))).all()
+    assert (pairs(of_match) == (Q > KV if isinstance(own, dict) else Q == KV if isinstance(own, list) else Q < KV)).all()
 
 
 def test_what_objects_refuse() -> None:
