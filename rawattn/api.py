@@ -104,7 +104,7 @@ def attention(
     seed, given = _seed(q, dropout, seed), (q, k, v)
     if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
         given = given_of(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
-    return _run(given, options, NO_LENGTHS, kernel, config, out)
+    return forward(given, options, NO_LENGTHS, kernel, config, out)
 
 
 def attention_varlen(
@@ -141,7 +141,7 @@ def attention_varlen(
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
-    return _run(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
+    return forward(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
 
 
 def attention_backward(
@@ -541,9 +541,11 @@ def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
     return _seed(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
-def _run(
+def forward(
     given: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
+    """Computes ``attention`` and ``attention_varlen``: by way of torch's operator where torch must see one, and of an autograd
+    Function where autograd follows. Dynamo passes over it where a graph broke."""
     captured: tuple[Any, ...] = ()
     key = asked = numbers = None
     if values[_MASK] is not None or values[_SCORE] is not None:
@@ -801,7 +803,7 @@ def _line_break(path: str) -> str:
     """A newline where the last line of a file has none."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # it is empty, or a pipe
         file.seek(-1, os.SEEK_END)
-        return "" if file.read() == b"\n" else "\n"
+        return "" if file.read(1) == b"\n" else "\n"  # not all: a device such as /dev/full has no end
     return ""
 
 

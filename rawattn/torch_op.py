@@ -82,7 +82,7 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 
 # ---- which calls go through the operators
 
-eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), (plans.Plan.run, api.backward))
+eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), (plans.Plan.run, api.forward, api.backward))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
@@ -230,7 +230,7 @@ def attention_backward(
     options.pop("wrt", None)
     *first, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 7)[:13]
     if not torch.compiler.is_dynamo_compiling():
-        _check_tensors(Backward.names, given)
+        _check_tensors(Backward.names, given, "do")
         _check_tensors(tuple(functions.labels(options).values()), captured)
         _register_sharding()
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
@@ -254,12 +254,13 @@ def _check_has_not(operator: str, **given: Any) -> None:
             )
 
 
-def _check_tensors(names: tuple[str, ...], given: Sequence[Any]) -> None:
+def _check_tensors(names: tuple[str, ...], given: Sequence[Any], first: str = "q") -> None:
+    """Raises ProblemError for what is no tensor with a shape; ``first`` names one that is known to be a tensor."""
     for name, x in zip(names, given, strict=False):
         if x is None and name not in "qkv":
             continue
         if not isinstance(x, torch.Tensor):
-            raise ProblemError(f"{name} is a {type(x).__name__} but q a torch tensor; give all arrays from one library.")
+            raise ProblemError(f"{name} is a {type(x).__name__} but {first} a torch tensor; give all arrays from one library.")
         if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
             raise ProblemError(f"{name} is a {type(x).__name__}, which has no shape yet; run the module that makes it first.")
 

@@ -203,6 +203,9 @@ def with_kvcache(
         raise ProblemError("cache_batch_idx was given beside a table of pages, which already says where each sequence lies.")
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
+    for name, x in (("cache_batch_idx", rows), ("page_table", table)):
+        if not (x is None or isinstance(x, torch.Tensor)):
+            raise ProblemError(f"{name} is a {type(x).__name__}; it must be an int32 tensor.")
     if rows is not None:
         if rows.dtype is not torch.int32:
             raise ProblemError(f"cache_batch_idx has dtype {rows.dtype}; it must be int32: cache_batch_idx.int().")

@@ -703,6 +703,15 @@ def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatc
     assert first == "{}" and [Forward.from_json(json.loads(line)).mask.cuda_type for line in others] == ["Full", "Causal"]
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="has no device without an end")
+def test_a_log_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is there one byte is read: all of /dev/full, which gives zeros, fits into no memory."""
+    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setenv("RAWATTN_LOG", "/dev/full")
+    with pytest.raises(ProblemError, match=r"RAWATTN_LOG is '/dev/full', where no operation can be written"):
+        rawattn.attention(**tensors(), causal=True)
+
+
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new operation is written once, and a process that has read them compiles nothing."""
     log = tmp_path / "operations.jsonl"

@@ -206,6 +206,8 @@ def test_wrong_arguments_in_a_traced_call() -> None:
     with FlopCounterMode(display=False):
         with pytest.raises(ProblemError, match="k is a ndarray but q a torch tensor"):
             rawattn.attention(q, k.numpy(), v)
+        with pytest.raises(ProblemError, match="q is a ndarray but do a torch tensor"):
+            rawattn.attention_backward(q, q.numpy(), k, v, q, q[..., 0])
         with pytest.raises(ProblemError, match="max_seqlen_q is True"):
             rawattn.attention_varlen(q[0], k[0], v[0], STARTS, STARTS, True)
         with pytest.raises(ProblemError, match="window is 5"):

@@ -137,3 +137,21 @@ def test_backward_elsewhere() -> None:
 def test_an_explanation_in_a_graph() -> None:
     with pytest.raises(Exception, match=r"traces what is no operator of torch.*a plan or explanation"):
         compiled(lambda x: x * len(str(rawattn.explain(x, K, V))), Q)
+
+
+BROKEN: dict[str, tuple[Callable[[Any], Any], Any]] = {  # calls that a whole graph does not take
+    "out": (lambda x: rawattn.attention(x, K, V, out=torch.empty_like(x)) + 1, Q),
+    "kernel": (lambda x: rawattn.attention(x, K, V, kernel="cpu") + 1, Q),
+    "a mask of a cache": (lambda x: rawattn.attention_kvcache(x, CACHE, STEP, mask=lambda q, kv: q + kv > 2) + 1, ROWS),
+    "a score of a cache": (lambda x: rawattn.attention_kvcache(x, CACHE, STEP, score=lambda s: s * 0.5) + 1, ROWS),
+}
+
+
+@pytest.mark.parametrize(("step", "x"), BROKEN.values(), ids=BROKEN)
+def test_where_a_graph_broke_nothing_of_rawattn_is_traced(step: Callable[[Any], Any], x: Any) -> None:
+    """Also where the call is not the first of its kind. Tracing goes into what computes on the CPU, and fails there."""
+    wanted = [step(x), step(x)][1]
+    torch._dynamo.reset()
+    run = torch.compile(step, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(run(x), wanted)
