@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ProblemError, brief
 from .canonical import Code, number_keys, numbers_of
 from .expressions import Expr, nodes
-from .ranges import LIMITS, Leaf, Range, anything, bounds, exactly, hull
+from .ranges import LIMITS, Leaf, Range, anything, bounds, hull, rounded
 
 Class = tuple[int, int] | float | None  # of numbers: the ints from one to another, a float of its own, any other float
 FLOAT32_END = 2.0**128 - 2.0**103  # from here on numbers are rounded to infinity
@@ -183,7 +183,7 @@ def _of_number(x: Any, kind: str) -> Range:
         if x is None:
             return anything("float")
         _check_float(float(x))
-        return exactly(x, "float")
+        return rounded(x)
     return hull(*map(_exact_int, x)) if isinstance(x, tuple) else _exact_int(x)
 
 

@@ -16,6 +16,7 @@ from .expressions import LOADED, Expr, nodes
 from .formulas import FORMULAS
 
 LIMITS = {"bool": (0, 1), "int": (-(1 << 31), (1 << 31) - 1), "long": (-(1 << 63), (1 << 63) - 1), "float": (-np.inf, np.inf)}
+MOST = float(np.finfo(np.float32).max)  # float32's largest number
 FAR = 1 << 61  # beyond all integers that count; the sum of two such fits int64
 
 
@@ -53,6 +54,21 @@ def exactly(x: Any, kind: str) -> Range:
         return Range(x.astype(np.int64), x.astype(np.int64))
     x, nan = x.astype(np.float64), np.isnan(x.astype(np.float64))
     return Range(np.where(nan, np.inf, x), np.where(nan, -np.inf, x), nan)  # but for NaN it is empty
+
+
+def rounded(x: float) -> Range:
+    """The range of a float that is given as float64: kernels, and floats of a mask, have it as float32."""
+    with np.errstate(all="ignore"):
+        return hull(exactly(x, "float"), exactly(np.float32(x), "float"))
+
+
+def _of_float32(r: Range) -> Range:
+    """The same where a bound that float32 does not hold is infinite in kernels: two such may meet, and make NaN."""
+    lo, hi = (
+        np.where((np.abs(x) >= MOST) & ~np.isinf(x), np.where(x > 0, up, down), x)
+        for x, up, down in ((r.lo, MOST, -np.inf), (r.hi, np.inf, -MOST))
+    )
+    return Range(lo, hi, r.nan)
 
 
 def hull(*parts: Range) -> Range:
@@ -276,7 +292,7 @@ def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None =
     for node in nodes(root):
         operands = [done[a] for a in node.args if isinstance(a, Expr)]
         if node.op == "const":
-            found = exactly(node.args[0], node.type)
+            found = rounded(node.args[0]) if node.type == "float" else exactly(node.args[0], node.type)
         elif node.op in ("var", "param", "dim", "load"):
             found = leaf(node, operands)
         elif node.op == "lin":
@@ -288,5 +304,7 @@ def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None =
         if node.type == "int":
             lo, hi = LIMITS["int"]
             found = Range(np.clip(found.lo, lo, hi), np.clip(found.hi, lo, hi))
+        elif node.type == "float" and operands:
+            found = _of_float32(found)
         done[node] = found
     return done

@@ -104,6 +104,35 @@ def test_indices_of_64_bits(tmp_path: pathlib.Path) -> None:
             assert tiles[classes == FULL].all() and not tiles[classes == EMPTY].any()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_floats_are_those_of_float32(tmp_path: pathlib.Path) -> None:
+    """A literal is rounded, and what float32 does not hold is infinite, or NaN where such meet."""
+    n, tenth, far = 16, np.full(16, 0.1, np.float32), np.linspace(1e38, 3e38, 16).astype(np.float32)
+    given: list[Any] = [
+        lambda q, kv: tenth[q] <= 0.1,
+        lambda q, kv: tenth[kv] == 0.1,
+        lambda q, kv: ~(tenth[q] <= 0.1) & (q >= kv),
+        lambda q, kv: ~((q + 1) * 1e38 * 10 < (kv + 1) * 1e38 * 10),
+        lambda q, kv: (far[q] + far[q] + far[q]) - (far[kv] + far[kv] + far[kv]) < 0,
+        lambda q, kv: (q + 1.0) ** tenth[kv] < np.exp(kv * 40.0) - np.exp(q * 40.0),
+        lambda q, kv: np.expm1(q * 40.0) == np.expm1(kv * 40.0),
+        lambda q, kv: -np.exp(q * 40.0) < -np.exp(kv * 40.0),
+    ]
+    made = [function(each, "mask", (1, 1, n, n)) for each in given]
+    library = Library([option for option, _ in made], tmp_path)
+    for i, (option, arrays) in enumerate(made):
+        kept = definition(option, arrays, 0, n, n)
+        assert (library.keep(i, option, arrays, 0, 0, (n, n), n) == kept).all()
+        for size in (1, 4):
+            ends = np.arange(0, n, size)
+            rows, columns = ends[:, None], ends[None]
+            tiles = kept.reshape(n // size, size, n // size, size).transpose(0, 2, 1, 3).reshape(n // size, n // size, -1)
+            with np.errstate(all="ignore"):
+                on_host = option.classify(arrays, 0, 0, (rows, rows + size - 1), (columns, columns + size - 1), n, n)
+            for classes in (on_host, library.classify(i, option, arrays, 0, (0, 0), (n, n), (size, size))):
+                assert tiles[classes == FULL].all() and not tiles[classes == EMPTY].any()
+
+
 COUNT = 70  # masks in the library
 
 
