@@ -572,19 +572,20 @@ def append(
     in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
     for at in np.ndindex(new_k.shape[:-2]):
         i, place = in_sequences.get(at, (-1, -1))
-        row_k = new_k[at]
+        row_k, page, row = new_k[at], -1, 0
+        if slots is not None:
+            page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
+        elif step is not None and place >= 0:
+            page, row = _pages(cache, step, i)[1](place)
         if rotary is not None:
             position = place if rotary.positions is None else int(_numpy(rotary.positions)[at])
+            if position < 0 and page >= 0 and rotary.positions is not None:
+                raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
                 continue
             row_k = _rotated(new_k[at], rotary, position)
             if q_out is not None and new_q is not None:
                 q_out[at] = _rotated(new_q[at], rotary, position)
-        page, row = -1, 0
-        if slots is not None:
-            page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
-        elif step is not None and place >= 0:
-            page, row = _pages(cache, step, i)[1](place)
         owner = at[0] if len(at) == 2 else owners[at[0]]
         for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
@@ -460,3 +461,15 @@ def test_what_requires_grad_is_refused() -> None:
         reference.attention(*plain[:3], score=lambda s, h: s * slopes[h])
     with pytest.raises(ProblemError, match="requires grad"):
         reference.merge_states([(plain[0].requires_grad_(), torch.zeros(1, 2, 4))])
+
+
+def test_append_refuses_a_negative_position() -> None:
+    """As ``rawattn.append`` does on the CPU, for a row that goes into the cache; one that goes nowhere may have one."""
+    pools = [np.zeros((2, 4, 1, 8), np.float32) for _ in "kv"]
+    cache, rows = rawattn.KVCache(*pools), np.ones((2, 1, 8), np.float32)
+    angles = np.zeros((4, 4), np.float32)
+    rotary = rawattn.Rotary(angles, angles, positions=np.array([-1, 0]))
+    for append in (rawattn.append, reference.append):
+        with pytest.raises(ProblemError, match="positions has -1 for a row that goes into the cache"):
+            append(cache, None, rows, rows, slots=np.array([3, 1]), rotary=rotary)
+        append(cache, None, rows, rows, slots=np.array([-1, 1]), rotary=rotary)

@@ -58,9 +58,9 @@ __device__ inline float fast_log1p(float x) {
     return fabsf(x) < 1 / 32.f ? near : fast_log2(1 + x) * 0.6931471805599453f;
 }
 __device__ inline double fast_log1p(double x) { return ::log1p(x); }
-// C's pow, but for the sign of 0, and infinite powers of 1.
+// C's pow, but for the sign of 0, and infinite powers of 1. The fast logarithm has an absolute error near 1, which long distances raise.
 __device__ inline float fast_pow(float x, float y) {
-    const float size = fast_exp2(y * fast_log2(fabsf(x)));
+    const float size = fast_exp2(y * log2f(fabsf(x)));
     const bool is_whole = floorf(y) == y, is_even = floorf(y / 2) == y / 2;
     if (y == 0) return 1;
     return x >= 0 || is_even ? size : is_whole ? -size : nan();
