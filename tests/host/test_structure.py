@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30082,
+    "rawattn": 30673,
     "perf": 5826,
-    "cuda_src": 12605,
-    "tests": 38319,
+    "cuda_src": 12650,
+    "tests": 39272,
 }
 FUNCTION_LINES = 60
 

@@ -63,7 +63,8 @@ __device__ inline float fast_pow(float x, float y) {
     const float size = fast_exp2(y * log2f(fabsf(x)));
     const bool is_whole = floorf(y) == y, is_even = floorf(y / 2) == y / 2;
     if (y == 0) return 1;
-    return x >= 0 || is_even ? size : is_whole ? -size : nan();
+    return x >= 0 || is_even ? size : is_whole ? -size
+                                               : nan();
 }
 __device__ inline double fast_pow(double x, double y) { return ::pow(x, y); }
 }  // namespace function
