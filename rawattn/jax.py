@@ -25,6 +25,7 @@ from . import api, arrays, driver, functions
 from .api import MaskLike, ScoreLike
 from .arrays import Array
 from .errors import ProblemError, UnsupportedError
+from .integrations.naming import naming
 from .operation import Backward, Forward
 from .spec import Window, is_int, make_dropout
 from .variant.element import ELEMENTS
@@ -95,6 +96,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+@naming(q="query", k="key", v="value", q_lens="query_seq_lengths", kv_lens="key_value_seq_lengths")
 def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None, is_causal: bool = False,
     query_seq_lengths: Any = None, key_value_seq_lengths: Any = None, local_window_size: int | tuple[int, int] | None = None,

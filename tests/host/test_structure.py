@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30673,
+    "rawattn": 30675,
     "perf": 5826,
     "cuda_src": 12650,
-    "tests": 39272,
+    "tests": 39274,
 }
 FUNCTION_LINES = 60
 

@@ -255,6 +255,8 @@ def test_refusals() -> None:
     for mask in (jnp.ones((2, 4, 20, 23), bool), jnp.ones((20, 24))):
         with pytest.raises(ProblemError, match=r"mask is .* it must be of bool, and broadcast to \(2, 4, 20, 24\)"):
             rawattn.jax.dot_product_attention(q, k, k, mask=mask)
+    with pytest.raises(ProblemError, match="query_seq_lengths is fp"):
+        rawattn.jax.dot_product_attention(q, k, k, query_seq_lengths=jnp.ones(2))
     with pytest.raises(ProblemError, match=r"seed is None, and dropout is 0\.5; give an int"):
         rawattn.jax.attention(q, k, v, dropout=0.5)
     for seed in (0.5, True, 1 << 63, jnp.ones(1), jnp.ones(3, jnp.int32), jax.random.split(jax.random.key(0))):
