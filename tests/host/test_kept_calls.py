@@ -401,7 +401,7 @@ def test_what_a_door_was_given_goes_away() -> None:
         call()
     table = TABLE
     pools[1].untyped_storage().resize_(0)
-    with pytest.raises(ProblemError, match=r"v is a Tensor .* that has no memory"):
+    with pytest.raises(ProblemError, match=r"v_cache is a Tensor .* that has no memory"):
         call()
     assert len(LAUNCHED) == count
     pools.clear()
