@@ -23,6 +23,8 @@ hypothesis.settings.load_profile("rawattn")
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the tests out of the user's cache (RAWATTN_CACHE=FOLDER keeps what they compile), and lets subprocesses import us."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
+    if workers := getattr(config.option, "numprocesses", None):  # by default each would use threads on all cores
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if not os.environ.get("RAWATTN_CACHE"):
         config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="rawattn-tests-", ignore_cleanup_errors=True)

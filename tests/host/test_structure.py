@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30675,
     "perf": 5826,
     "cuda_src": 12650,
-    "tests": 39273,
+    "tests": 39347,
 }
 FUNCTION_LINES = 60
 
