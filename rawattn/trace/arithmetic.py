@@ -167,6 +167,11 @@ def power(a: Any, b: Any) -> Expr:
     if is_const(b, 0.5):
         return unary("sqrt", a)
     if not has_float(a, b):
+        if b.op == "const":
+            raise ProblemError(
+                f"an integer to the power of {b.args[0]}; as a product it has at most {MOST_FACTORS:,} factors: convert "
+                "one of both by .float() or .astype(float)."
+            )
         raise ProblemError(
             "an integer to the power of an integer that is neither a literal nor a captured int; convert one of both by .float() "
             "or .astype(float), or read a table of the powers."

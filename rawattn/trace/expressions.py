@@ -10,7 +10,6 @@ choices of such. A ``raw`` integer may have any of its bits, so arithmetic bring
 from __future__ import annotations
 
 import contextvars
-import functools
 import hashlib
 import sys
 import threading
@@ -40,9 +39,19 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {}  # what may be called on expressi
 
 def call(name: str, args: Any, kwargs: Any) -> Expr:
     """Returns what a function of an array library makes of expressions."""
+    name = name.removeprefix("special_")  # torch.special
     if name not in FUNCTIONS:
         raise ProblemError(f"{name}() is not known of single elements; there are {', '.join(sorted(FUNCTIONS))}.")
-    return FUNCTIONS[name](*args, **{word: value for word, value in kwargs.items() if word != "inplace"})
+    operands = (*args, *(kwargs[word] for word in _OPERANDS if word in kwargs))
+    words = {word: value for word, value in kwargs.items() if word not in (*_OPERANDS, "inplace")}
+    try:
+        return FUNCTIONS[name](*operands, **words)
+    except TypeError as error:
+        given = ", ".join(words) or f"{len(operands)} operands"
+        raise ProblemError(f"{name}() is given {given}, which is not known of single elements.") from error
+
+
+_OPERANDS = ("input", "other", "exponent")  # torch's names of them, in their order
 
 
 _CLASSES = {"bool": bool, "int": int, "long": int, "float": float}
@@ -156,7 +165,9 @@ class Expr:
     def __divmod__(self, other: Any) -> tuple[Expr, Expr]:
         return FUNCTIONS["floor_divide"](self, other), FUNCTIONS["remainder"](self, other)
 
-    def __pow__(self, other: Any) -> Expr:
+    def __pow__(self, other: Any, modulus: Any = None) -> Expr:
+        if modulus is not None:
+            raise ProblemError("pow() of three operands, which is not known of single elements; write x ** n % m.")
         return FUNCTIONS["pow"](self, other)
 
     def __rpow__(self, other: Any) -> Expr:
@@ -219,13 +230,19 @@ class Expr:
     def __ceil__(self) -> Expr:
         return FUNCTIONS["int"](FUNCTIONS["ceil"](self))
 
+    def __trunc__(self) -> Expr:
+        return FUNCTIONS["int"](self)
+
+    def __round__(self, digits: int | None = None) -> Expr:
+        return FUNCTIONS["int"](FUNCTIONS["round"](self)) if digits is None else FUNCTIONS["round"](self, digits)
+
     __radd__, __rmul__, __rand__, __ror__, __rxor__ = __add__, __mul__, __and__, __or__, __xor__
 
     # Methods and functions of array libraries.
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
             raise AttributeError(f"{name} is not known of single elements")
-        return functools.partial(FUNCTIONS[name], self)
+        return lambda *args, **kwargs: call(name, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,6 +5,7 @@ An argument answers to them in every way: ``torch.tanh(x)``, ``np.tanh(x)``, ``x
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..errors import ProblemError
@@ -26,7 +27,7 @@ from .arithmetic import (
     unary,
 )
 from .conditions import compare, invert, logical, where
-from .expressions import FUNCTIONS, Expr, const, wrap
+from .expressions import FUNCTIONS, Expr, const, is_const, wrap
 from .formulas import UNARY
 
 
@@ -64,11 +65,23 @@ def _sigmoid(x: Any) -> Expr:
     return div(1, add(1, unary("exp", negative(x))))
 
 
-def _softplus(x: Any) -> Expr:
+def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
     """Without overflow: max(x, 0) + log1p(exp(-|x|)), by one condition, so that its derivative at 0 is right, too."""
     x = as_type(x, "float")
+    if not is_const(wrap(beta), 1):
+        return div(_softplus(mul(x, beta), 1, threshold), beta)
     above = compare("lt", 0.0, x)
-    return add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
+    found = add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
+    return found if is_const(wrap(threshold), 20) else where(compare("lt", threshold, x), x, found)
+
+
+def _logaddexp(a: Any, b: Any) -> Expr:
+    """max(a, b) + log1p(exp(-|a - b|)), likewise; of the same infinity twice it is that."""
+    a, b = as_type(a, "float"), as_type(b, "float")
+    above = compare("lt", b, a)
+    same = logical("and", compare("eq", a, b), compare("eq", absolute(b), math.inf))
+    below = where(same, 0.0, where(above, sub(b, a), sub(a, b)))
+    return add(where(above, a, b), unary("log1p", unary("exp", below)))
 
 
 def _gelu(x: Any, approximate: str = "none") -> Expr:
@@ -80,6 +93,23 @@ def _gelu(x: Any, approximate: str = "none") -> Expr:
 
 def _ceil(x: Any) -> Expr:
     return negative(floor(negative(x)))
+
+
+def _round(x: Any, decimals: int = 0) -> Expr:
+    """Half to even."""
+    x = wrap(x)
+    if not is_const(wrap(decimals), 0):
+        raise ProblemError("a number is rounded to digits; write round(x * 100) / 100.")
+    if x.type != "float":
+        return x
+    low = floor(x)
+    rest, half = sub(x, low), mul(low, 0.5)
+    tie = logical("and", compare("eq", rest, 0.5), invert(compare("eq", floor(half), half)))
+    return where(logical("or", compare("lt", 0.5, rest), tie), add(low, 1), low)
+
+
+def _trunc(x: Any) -> Expr:
+    return where(compare("lt", x, 0), _ceil(x), floor(x))
 
 
 def _unary(name: str) -> Any:
@@ -130,6 +160,7 @@ FUNCTIONS |= {
     "double": lambda x: as_type(x, "float"), "to": _to, "astype": _to, "type": _to,
     "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1),
     "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
-    "detach": wrap, "contiguous": wrap,
+    "detach": wrap, "contiguous": wrap, "round": _round, "around": _round, "rint": _round, "trunc": _trunc, "fix": _trunc,
+    "logaddexp": _logaddexp, "isnan": lambda x: invert(compare("eq", x, x)),
 }  # fmt: skip
 FUNCTIONS |= {"truediv": div, "floordiv": floor_divide, "rpow": lambda a, b: power(b, a)}  # of a tensor and an argument

@@ -255,6 +255,8 @@ def _traced_anew(function: Any, role: str) -> Bound:
     except RawattnError:
         raise
     except Exception as error:
+        if str(error).startswith("called match pattern"):  # a symbol stands for the class
+            raise ProblemError(f"{role} {_named(function)}: a class of yours is no pattern; write isinstance(x, C).") from error
         raise ProblemError(
             f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that "
             "stand for one query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and "

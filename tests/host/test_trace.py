@@ -24,7 +24,7 @@ import pytest
 
 from rawattn import trace
 from rawattn.errors import ProblemError
-from rawattn.trace import proofs, tracing
+from rawattn.trace import gradients, proofs, tracing
 from rawattn.trace.canonical import Code
 from rawattn.trace.evaluation import evaluate
 from rawattn.variant.function import FunctionMask, FunctionScore
@@ -229,6 +229,21 @@ FLOATS: dict[str, tuple[Any, Any]] = {
     "logarithms": (lambda s, q: s * np.log1p(q) / torch.log10(q + 2.0), S * np.log1p(Q) / np.log10(Q + 2)),
     "waves": (lambda s, q, kv: s + np.sin(q - kv) * torch.cos(q), S + np.sin(Q - KV) * np.cos(Q)),
     "rounding": (lambda s, q: np.floor(s) + math.floor(q / 2) + torch.ceil(s), np.floor(S) + Q // 2 + np.ceil(S)),
+    "rounding to the nearest": (
+        lambda s, q: round(s) + np.rint(s * 0 + q / 2) + torch.round(input=s) + round(q) + s.round() + round(s, 0),
+        4 * np.round(S) + np.round(Q / 2) + Q,
+    ),
+    "rounding to 0": (lambda s, q: math.trunc(s) + np.trunc(-s) + torch.fix(2 * s) + math.trunc(q), np.trunc(2 * S) + Q),
+    "words": (
+        lambda s, q: s.pow(exponent=2) + torch.pow(q, exponent=2) + torch.add(input=s, other=q, alpha=2),
+        S**2 + Q**2 + S + 2 * Q,
+    ),
+    "torch.special": (lambda s: torch.special.expm1(s) + torch.special.log1p(abs(s)), np.expm1(S) + np.log1p(abs(S))),
+    "softplus of a beta": (
+        (lambda beta: lambda s: torch.nn.functional.softplus(s, beta) + torch.nn.functional.softplus(s, threshold=0.5))(2.0),
+        np.log1p(np.exp(2 * S)) / 2 + np.where(S > 0.5, S, np.log1p(np.exp(S))),
+    ),
+    "sums of exponentials": (lambda s, q: np.logaddexp(s, q) + torch.logaddexp(q, -1e4 - s), np.logaddexp(S, Q) + Q),
     "division": (lambda s, q: s // 0.5 + s % 0.5 + q // 2 + (q / 2).int(), S + np.floor(S / 0.5) * 0.5 + Q // 2 + Q // 2),
     "masked": (lambda s, q, kv: np.where(q >= kv, s, -np.inf), np.where(Q >= KV, S, -np.inf)),
     "captured": ((lambda x, t: lambda s, h, q, kv: s * t + x[h, kv])(torch.ones(2, 8).half(), 0.25), S / 4 + 1),
@@ -270,6 +285,25 @@ def counts(q: Any, kv: Any, n: int = 5) -> Any:
 def assigns(q: Any, kv: Any) -> Any:
     STATE.seen = q
     return q >= kv
+
+
+def of_pattern(x: Any, q: Any) -> Any:
+    match x:
+        case Model():
+            return q > 0
+    return q == 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sums_of_infinite_exponentials() -> None:
+    """As torch has them; and the derivative is a number."""
+    ends = np.array([np.inf, -np.inf, np.nan, 0.0])
+    traced, arrays, _ = trace.bind((lambda x: lambda s, kv: np.logaddexp(s, x[kv]))(ends), "score")
+    s, at = torch.tensor(np.repeat(ends[:, None], 4, 1)), torch.tensor(ends)[None]
+    found = evaluate(traced.code.root, {"s": s.numpy(), "kv": np.arange(4)[None]}, arrays)
+    np.testing.assert_array_equal(found, torch.logaddexp(s, at).numpy())
+    slope = evaluate(gradients.slope(traced.code.root), {"s": s.numpy(), "kv": np.arange(4)[None]}, arrays)
+    assert np.isfinite(slope[:2, :2]).all()
 
 
 STATE = Model(1, DOC)
@@ -324,6 +358,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "~ of a float": (lambda s: ~s, "score", "~ of a float"),
     "bits of floats": (lambda s: s << 2, "score", "shl of a float"),
     "rounding": (lambda s: torch.div(s, 2, rounding_mode="trunc"), "score", "rounding_mode"),
+    "rounding to digits": (lambda s: round(s, 2), "score", r"write round\(x \* 100\) / 100"),
+    "a modulus": (lambda q, kv: pow(q, 2, 5) == kv, "mask", r"three operands.*write x \*\* n % m"),
+    "a large power": (lambda q, kv: q**2000 > kv, "mask", "an integer to the power of 2000; as a product it has at most 1,024"),
+    "a word that is not known": (lambda s: np.exp(s, dtype=float), "score", r"exp\(\) is given dtype, which is not known"),
+    "too many operands": (lambda s: s.exp(1, 2), "score", r"exp\(\) is given 3 operands, which is not known"),
+    "a pattern": (lambda q, kv: of_pattern(STATE, q), "mask", r"a class of yours is no pattern; write isinstance\(x, C\)"),
 }
 ROWS = torch.zeros(8, 4)
 

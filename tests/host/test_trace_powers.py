@@ -44,6 +44,9 @@ POWERS: list[tuple[Any, Any, Any]] = [  # a score, its value, its derivative
     (lambda s, q: s + (-2.0) ** (q % 4 - 1), S + (-2.0) ** (AT[2] % 4 - 1), 1),
     (lambda s: np.expm1(s), np.expm1(S), np.exp(S)),
     (lambda s: torch.nn.functional.softplus(s), np.log1p(np.exp(S)), 1 / (1 + np.exp(-S))),
+    (lambda s: torch.nn.functional.softplus(s, beta=2), np.log1p(np.exp(2 * S)) / 2, 1 / (1 + np.exp(-2 * S))),
+    (lambda s: np.logaddexp(s, 1.0), np.logaddexp(S, 1), 1 / (1 + np.exp(1 - S))),
+    (lambda s: torch.round(s) + s, np.round(S) + S, 1),
     (lambda s: torch.log1p(abs(s)), np.log1p(abs(S)), np.sign(S) / (1 + abs(S))),
 ]
 

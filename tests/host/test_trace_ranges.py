@@ -4,6 +4,7 @@ for full that drops one. Masks are drawn by chance; NumPy's ranges and those of 
 from __future__ import annotations
 
 import itertools
+import math
 import pathlib
 from typing import Any
 
@@ -22,6 +23,7 @@ from rawattn.variant.function import FunctionMask
 from tests import expressions
 from tests.traced import Array, Library, function
 
+torch = pytest.importorskip("torch")
 HEADS = 2
 
 
@@ -108,6 +110,9 @@ def test_indices_of_64_bits(tmp_path: pathlib.Path) -> None:
 def test_floats_are_those_of_float32(tmp_path: pathlib.Path) -> None:
     """A literal is rounded, and what float32 does not hold is infinite, or NaN where such meet."""
     n, tenth, far = 16, np.full(16, 0.1, np.float32), np.linspace(1e38, 3e38, 16).astype(np.float32)
+    odd = np.array(
+        [np.nan, np.inf, -np.inf, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.49999997, -0.3, 1, 2**23 + 1, 3e38, 7, 0], np.float32
+    )
     given: list[Any] = [
         lambda q, kv: tenth[q] <= 0.1,
         lambda q, kv: tenth[kv] == 0.1,
@@ -117,6 +122,11 @@ def test_floats_are_those_of_float32(tmp_path: pathlib.Path) -> None:
         lambda q, kv: (q + 1.0) ** tenth[kv] < np.exp(kv * 40.0) - np.exp(q * 40.0),
         lambda q, kv: np.expm1(q * 40.0) == np.expm1(kv * 40.0),
         lambda q, kv: -np.exp(q * 40.0) < -np.exp(kv * 40.0),
+        lambda q, kv: np.isnan(odd[kv]) | (odd[q] <= 0),
+        lambda q, kv: ~torch.isnan(odd[q] - odd[kv]) & ~q.isnan(),
+        lambda q, kv: np.round(odd[q]) <= np.trunc(odd[kv]),
+        lambda q, kv: round(odd[q] / 2) == math.trunc(odd[kv]),
+        lambda q, kv: np.logaddexp(odd[q], odd[kv]) < 1.7,
     ]
     made = [function(each, "mask", (1, 1, n, n)) for each in given]
     library = Library([option for option, _ in made], tmp_path)
