@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30675,
+    "rawattn": 30730,
     "perf": 5826,
     "cuda_src": 12650,
-    "tests": 39347,
+    "tests": 39400,
 }
 FUNCTION_LINES = 60
 
