@@ -5,8 +5,9 @@
 // read all of it before they write, so q may be rotated in place. No thread waits for another's memory, so there is no barrier.
 //
 // What takes no part is left out: a token of no sequence or of one without keys, a negative slot. So is what the cache does not have,
-// a length, page, slot or position, which args.violations keeps: a negative position that was given, too, where the row has a place. The launch behind this one may begin when this one has waited for
-// the launch in front: what it reads early is older than that, and it waits in its turn for the rows that are written here.
+// a length, page, slot or position, which args.violations keeps; a negative position is such a one where it was given for a row that has
+// a place. The launch behind this one may begin when this one has waited for the launch in front: what it reads early is older than
+// that, and it waits in its turn for the rows that are written here.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options Element, KvElement, Storage, Tokens, Destination, Rotary, Queries, Launch
 #include "tile/facts.cuh"

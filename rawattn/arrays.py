@@ -242,7 +242,7 @@ def check_untraced(given: tuple[Any, ...]) -> None:
 
 
 def _tracer() -> str:
-    """What of torch makes a graph of this call, in words; "" where nothing does."""
+    """Names what of torch makes a graph of this call; "" where nothing does."""
     if _is_dynamo():
         return "torch.compile"
     if _is_jit():

@@ -12,9 +12,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 codes: set[types.CodeType] = set()  # one, as all wrappers have the same
 
 
-def skip(frames: Any, whole: Iterable[Callable[..., Any]] = ()) -> None:
+def skip(whole: Iterable[Callable[..., Any]]) -> None:
     """Tells torch's hook of frames to pass over the wrappers: where a graph broke it would trace them, and all of sys.modules. Of
     the functions in ``whole`` it passes over all that they call, too."""
+    frames: Any = getattr(getattr(sys.modules["torch"]._C, "_dynamo", None), "eval_frame", None)
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
         skipped, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         for code in codes:

@@ -82,7 +82,7 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 
 # ---- which calls go through the operators
 
-eager.skip(getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), (plans.Plan.run, api.forward, api.backward))
+eager.skip((plans.Plan.run, api.forward, api.backward))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state

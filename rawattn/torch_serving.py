@@ -36,10 +36,7 @@ _SCHEMAS = (
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-eager.skip(
-    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None),
-    (KVCachePlan.run, api.asked_of, api.attend, api.write, api.merge_states),
-)
+eager.skip((KVCachePlan.run, api.asked_of, api.attend, api.write, api.merge_states))
 _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
 
 

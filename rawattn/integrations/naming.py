@@ -1,4 +1,4 @@
-"""What errors of a door call its arguments: by the names that they have there, not by rawattn's."""
+"""This module lets errors of a door call its arguments by the names that they have there, not by rawattn's."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def scaled_dot_product_attention(
 
     Raises UnsupportedError where no kernel computes the call, ProblemError for a wrong argument.
     """
-    _check_tensors(query, key, value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
     shape, kv_shape = query.shape, key.shape
     if len(shape) not in (3, 4):
         raise ProblemError(f"query has {len(shape)} dimensions, {tuple(shape)}; it must have 4 or 3, (batch, heads, length, d).")
@@ -57,16 +59,9 @@ def scaled_dot_product_attention(
     return attended(query, key, value, options)[0]
 
 
-def _check_tensors(query: Any, key: Any, value: Any) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor):
-            raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
-
-
 def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
     is such a tensor, in memory that lies as query does where it may."""
-    _check_tensors(query, key, value)
     place = _place(query, key, value, options)
     call = None if place is None else api.kept_at(place) or _moved((query, key, value), place)
     if call is not None:

@@ -70,18 +70,21 @@ def of_ds(op: Backward) -> dict[str, PairAxes]:
     return found
 
 
+def _array(forward: Forward, name: str) -> Captured:
+    return next(each for each in score_of(forward).arrays if each.name == name)
+
+
 def is_cleared_for_ds(forward: Forward, name: str) -> bool:
     """Says whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
     its tiles out, or where it is larger than the pairs."""
-    array = next(each for each in score_of(forward).arrays if each.name == name)
-    return lists(forward.mask) or not _is_of_pairs(forward, math.prod(array.shape))
+    return lists(forward.mask) or not _is_of_pairs(forward, math.prod(_array(forward, name).shape))
 
 
 def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
     """The launch that clears it, where that is so."""
     if not is_cleared_for_ds(op.forward, name):
         return []
-    array = next(each for each in score_of(op.forward).arrays if each.name == name)
+    array = _array(op.forward, name)
     count = math.prod(array.shape)
     if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
         return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]

@@ -391,7 +391,7 @@ def _array_class(x: Any) -> type | None:
 
 
 def _classes(kind: Any) -> Any:
-    """What isinstance() asks for: the classes themselves, which are noted, in place of the objects that stand for them."""
+    """Returns the classes that isinstance() asks for, which are noted, in place of the objects that stand for them."""
     if type(kind) is tuple:
         return tuple(map(_classes, kind))
     if type(kind) is _Type:

@@ -124,7 +124,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda x: pick
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 @pytest.mark.parametrize("form", ["table", "indptr"])
 def test_copies(library: str, form: str, way: str) -> None:
-    """What a copy knows is true of its own arrays; its v is a view of its own k, where that was so."""
+    """A copy knows what is true of its own arrays; its v is a view of its own k, where that was so."""
     if library == "torch":
         pytest.importorskip("torch")
     from rawattn.testing import _moved

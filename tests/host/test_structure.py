@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 30730,
     "perf": 5826,
-    "cuda_src": 12650,
+    "cuda_src": 12651,
     "tests": 39400,
 }
 FUNCTION_LINES = 60

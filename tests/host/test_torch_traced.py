@@ -1,4 +1,4 @@
-"""What torch traces: attention_backward is an operator, and what is none is refused."""
+"""Where torch traces, attention_backward is an operator, and what is none is refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #pragma once
 // K and V lie in pools of small pages, which TMA reads for wgmma: a box for each page of a tile. Each lane looks up one of the pages, and
-// one lane issues the boxes of a whole tile. Values past the sequence's end arrive as zeros, by boxes for each panel of eight rows: what a page holds
-// there may be NaN, of which a weight of 0 makes NaN.
+// one lane issues the boxes of a whole tile. Values past the sequence's end arrive as zeros, by boxes for each panel of eight rows: what
+// a page holds there may be NaN, of which a weight of 0 makes NaN.
 #include "ptx/elect.cuh"
 #include "tile/checked_page.cuh"
 #include "tile/grouped_tile.cuh"
