@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from .. import functions
 from ..errors import ProblemError, UnsupportedError
 
 _BIAS = re.compile(r"(?:score Biased: )?Biased\.(slopes|bias)(?:, which score captured,)?")  # of alibi or of bias
@@ -21,7 +22,8 @@ def naming(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             try:
                 return function(*given, **options)
             except (ProblemError, UnsupportedError) as error:
-                error.args = (renamed(str(error), names),)
+                if not functions.is_compiling():  # torch.compile cannot trace what follows
+                    error.args = (renamed(str(error), names),)
                 raise
 
         return named
