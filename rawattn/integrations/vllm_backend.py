@@ -135,8 +135,6 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Any = None,
     ) -> None:  # fmt: skip
-        if alibi_slopes is not None:
-            raise UnsupportedError("alibi_slopes were given; rawattn does not have them over caches yet.")
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type is {attn_type!r}; rawattn serves {AttentionType.DECODER!r} in vLLM.")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -144,6 +142,8 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         self.kv_cache_dtype, self.writes = kv_cache_dtype, kv_sharing_target_layer_name is None
         self.sliding_window, self.sinks = sliding_window, sinks  # which have no numbers before weights are loaded
         self.options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap}
+        if alibi_slopes is not None:
+            self.options["alibi"] = torch.tensor(alibi_slopes, dtype=torch.float32)  # where vLLM makes the layer: on its device
         self._cache: tuple[Any, tuple[Any, Any], serving.KVCache] | None = None
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:

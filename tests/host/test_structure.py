@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30730,
     "perf": 5826,
     "cuda_src": 12651,
-    "tests": 39405,
+    "tests": 39410,
 }
 FUNCTION_LINES = 60
 

@@ -164,6 +164,13 @@ def test_sinks_that_are_loaded_late(backend: Any) -> None:
     assert len(places) == 1
 
 
+def test_alibi(backend: Any) -> None:
+    slopes = [0.5, 0.25, 0.125, 0.0625]
+    q, k, o = attend(backend, backend[1].get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, slopes))
+    wanted = rawattn.attention(q[None], k[None], k[None], causal=True, scale=0.25, alibi=torch.tensor(slopes))[0]
+    torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False, torch.tensor([0]), torch.tensor([1])], ids=str)
 def test_windows_of_queries_that_are_not_causal(causal: Any, backend: Any, device: str) -> None:
     """They see as many keys after them as before, as in vLLM's own backends."""
@@ -226,8 +233,6 @@ def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refusals(backend: Any) -> None:
     base, door = backend
     impl = door.get_impl_cls()
-    with pytest.raises(UnsupportedError, match="alibi_slopes were given"):
-        impl(HEADS, DIM, 0.25, KV_HEADS, [0.1] * HEADS)
     with pytest.raises(UnsupportedError, match=r"attn_type is .*encoder_only"):
         impl(HEADS, DIM, 0.25, KV_HEADS, attn_type=base.AttentionType.ENCODER_ONLY)
     with pytest.raises(UnsupportedError, match="output_scale was given"):
