@@ -36,6 +36,7 @@ By functions of ``rawattn.integrations``, the call of ``eager``, or of ``eager_n
 
 door_fa2, door_fa3       flash_attn_func of flash-attn 2 and 3
 door_kvcache             flash-attn 2's step over a cache, which appends nothing
+door_kvcache_append      the same, which appends a key
 door_sdpa                scaled_dot_product_attention of tensors that lie as (batch, length, heads, head_dim)
 door_sdpa_heads_first    the same of tensors that lie as (batch, heads, length, head_dim)
 door_flex                flex_attention of the former, without a mask
@@ -70,8 +71,8 @@ BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it go
 PROFILED = 12  # functions
 FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
 DOOR_ROWS = (
-    "eager_noncausal", "door_fa2", "door_fa3", "door_kvcache", "door_sdpa", "door_sdpa_heads_first", "door_flex",
-    "door_flex_causal",
+    "eager_noncausal", "door_fa2", "door_fa3", "door_kvcache", "door_kvcache_append", "door_sdpa", "door_sdpa_heads_first",
+    "door_flex", "door_flex_causal",
 )  # fmt: skip
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
@@ -315,13 +316,16 @@ class Host:
         call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
         return lambda i: call
 
-    def door_kvcache(self) -> Row:
+    def door_kvcache(self, *new: Any) -> Row:
         from rawattn.integrations.flash_attn import flash_attn_with_kvcache
 
         lens = self.torch.full((1,), FIRST_KV_LEN, dtype=self.torch.int32, device=self.device)
         k, v = self.cache
-        call = lambda: flash_attn_with_kvcache(self.token, k, v, cache_seqlens=lens, causal=True)  # noqa: E731
+        call = lambda: flash_attn_with_kvcache(self.token, k, v, *new, cache_seqlens=lens, causal=True)  # noqa: E731
         return lambda i: call
+
+    def door_kvcache_append(self) -> Row:
+        return self.door_kvcache(*[self.tensor(1, 1, 8, 128) for _ in range(2)])
 
     def door_sdpa(self, *inputs: Any) -> Row:
         from rawattn.integrations.sdpa import scaled_dot_product_attention

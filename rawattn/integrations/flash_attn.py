@@ -203,6 +203,8 @@ def with_kvcache(
         raise ProblemError("cache_batch_idx was given beside a table of pages, which already says where each sequence lies.")
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
+    if k is None and rotary[0] is not None:
+        raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
     for name, x in (("cache_batch_idx", rows), ("page_table", table)):
         if not (x is None or isinstance(x, torch.Tensor)):
             raise ProblemError(f"{name} is a {type(x).__name__}; it must be an int32 tensor.")
@@ -210,36 +212,47 @@ def with_kvcache(
         if rows.dtype is not torch.int32:
             raise ProblemError(f"cache_batch_idx has dtype {rows.dtype}; it must be int32: cache_batch_idx.int().")
         table = rows[:, None]
-    asked: caches.Asked | None = None
-    place: Any = None
-    given = (q, lens, table, starts, first)
-    if k is None and rotary[0] is None and scales[0] is scales[1] is None and isinstance(lens, torch.Tensor):
-        asked = _asked(options, return_lse, longest)
-        place = None if asked is None else caches.kept_for(asked, pools, given, (options["causal"], longest))
-        call = None if place is None else caches.call_for(place, given)
+    if isinstance(k, torch.Tensor) and isinstance(lens, torch.Tensor):
+        lens = _counted(lens, k, starts)
+    asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None and isinstance(lens, torch.Tensor) else None
+    step_of = (lens, table, starts, first)
+    beside, into, is_written = (options["causal"], longest), None, k is None
+    if asked is not None and k is not None and type(rotary[2]) is bool:
+        given = (k, v, None if rotary[0] is None else q, *step_of, *rotary[:2])
+        into = caches.kept_for("append", pools, given, (*beside, options["window"], rotary[2]))
+        results = caches.write_for(into, pools, given)
+        q, is_written = results[0] if results else q, results is not None
+    if asked is not None and is_written:
+        place = caches.kept_for(asked.key, pools, (q, *step_of), beside)
+        call = caches.call_for(place, (q, *step_of))
         if call is not None:
             return one_or_all(call(q, None, (), place[1]))
     if table is not None and table.dim() != 2:
         raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
     cache = _cache(*pools, "NHD", *(1.0 if x is None else x for x in scales))
-    batch = q.shape[0] if starts is None else starts.shape[0] - 1
-    capacity = cache.page_size * (1 if table is None else table.shape[1])
     if not isinstance(lens, torch.Tensor):
         if not (lens is None or hasattr(lens, "__index__")):
             raise ProblemError(f"cache_seqlens is {brief(lens)}; it must be an int32 tensor of shape (batch,), or an int.")
+        batch = q.shape[0] if starts is None else starts.shape[0] - 1
+        capacity = cache.page_size * (1 if table is None else table.shape[1])
         lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
-    if k is not None:  # rawattn counts the new rows too
-        lens = lens + (k.shape[1] if starts is None else torch.diff(starts))
+        lens = _counted(lens, k, starts) if isinstance(k, torch.Tensor) else lens
     step = serving.Step(lens, table, starts, first, causal=options["causal"], max_q_len=longest)
-    if k is not None:
-        rotated = caches.append(cache, step, k, v, rotary=_rotary(q, rotary, options, first), q=None if rotary[0] is None else q)
+    if not is_written:
+        turned = _rotary(q, rotary, options, first)
+        rotated = caches.append(cache, step, k, v, rotary=turned, q=None if turned is None else q)
+        held = [x.held for x in (step, turned) if x is not None]
+        caches.keep_write_for(into, cache, held, (k, v, None, None if turned is None else q))
         q = q if rotated is None else rotated
-    elif rotary[0] is not None:
-        raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
     found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **_without_step(options))
-    if place is not None and asked is not None:
-        caches.keep_for(place, q, cache, step, asked)
+    if asked is not None:
+        caches.keep_for(caches.kept_for(asked.key, pools, (q, *step_of), beside), q, cache, step, asked)
     return found
+
+
+def _counted(lens: Any, k: Any, starts: Any) -> Any:
+    """The lengths with the new rows of k, which rawattn counts, too."""
+    return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
 
 _cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .. import arrays, driver, functions, memory
 from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
-from ..arrays import Array
+from ..arrays import Array, Held
 from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
@@ -217,23 +217,44 @@ def kept_of(calls: Mapping[Any, Any], key: Any, given: tuple[Any, ...], places: 
     return call
 
 
-def kept_for(asked: Asked, pools: tuple[Any, Any], given: tuple[Any, ...], beside: Any) -> Any:
+def kept_for(what: Any, pools: tuple[Any, Any], given: tuple[Any, ...], beside: Any) -> Any:
     """A key of a call over these pools without a ``KVCache`` and a ``Step``, and the places of the other arrays, which ``given``
-    has in a step's order behind q; None where tensors must be looked at. ``beside`` is what else the step says."""
+    has as calls have them: q, or the rows to append and q, then a step's and those of a rotary. None where tensors must be looked
+    at. ``what`` is asked for, and ``beside`` what else the step says."""
     signatures, like = arrays.signatures(pools), arrays.forms_and_places(given)
-    return None if signatures is None or like is None else ((asked.key, signatures, like[0], beside), like[1])
+    return None if signatures is None or like is None else ((what, signatures, like[0], beside), like[1])
 
 
 def call_for(place: Any, given: tuple[Any, ...]) -> GpuCall | None:
     """The call that is kept under a key of ``kept_for``."""
-    found: GpuCall | None = kept_of(_calls, place[0], given, place[1])
+    found: GpuCall | None = None if place is None else kept_of(_calls, place[0], given, place[1])
     return found
+
+
+def write_for(place: Any, pools: tuple[Any, Any], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Does the append that is kept under a key of ``kept_for``. Gives the rotated q, if any; None where none is kept."""
+    kept = None if place is None else _calls.get(place[0])
+    if kept is None or not kept.is_apart(place[1], given):
+        return None
+    results: tuple[Any, ...] = kept.call(given[0], None, (), place[1])
+    for pool in pools:
+        arrays.written(pool)
+    return results
 
 
 def keep_for(place: Any, q: Any, cache: KVCache, step: Step, asked: Asked) -> None:
     """Keeps the call that was made for the same tensors under a key of ``kept_for``, too."""
     like, _ = like_of(q, cache, step, None, ())
-    call = None if like is None else _calls.get((asked.key, like))
+    _keep(place, None if like is None else (asked.key, like))
+
+
+def keep_write_for(place: Any, cache: KVCache, held: list[Held], own: tuple[Any, ...]) -> None:
+    """Keeps the append of these rows, likewise."""
+    _keep(place, _like_of_write(cache, held, own, None, False)[0])
+
+
+def _keep(place: Any, key: Any) -> None:
+    call = None if place is None or key is None else _calls.get(key)
     if call is not None:
         cache_put(_calls, place[0], call, KEPT_CALLS)
 
@@ -373,15 +394,9 @@ def write(
     given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
     own, in_place = (k, v, slots, q), q is not None and q_out is q
     beside = [x.held for x in (step, rotary) if x is not None]
-    key: Any = None
-    call: GpuCall | CpuCall | None = None
-    places: tuple[int, ...] = ()
-    like = arrays.forms_and_places(own if in_place or q_out is None else (*own, q_out))
-    if like is not None and not [x for x in (cache.held, *beside) if x.requires_grad]:
-        key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
-        places = sum([x.places for x in beside], like[1] if in_place or q_out is None else like[1][:-1])
-        kept = _calls.get(key)
-        call = kept.call if kept is not None and kept.is_apart(places, own) else None
+    key, places = _like_of_write(cache, beside, own, None if in_place else q_out, in_place)
+    kept = None if key is None else _calls.get(key)
+    call: GpuCall | CpuCall | None = kept.call if kept is not None and kept.is_apart(places, own) else None
     if call is None:
         op, found = _append_of(cache, step, rotary, given)
         names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
@@ -394,6 +409,18 @@ def write(
     for pool in (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
+
+
+def _like_of_write(
+    cache: KVCache, beside: list[Held], own: tuple[Any, ...], q_out: Any, in_place: bool
+) -> tuple[Any, tuple[int, ...]]:
+    """A key of all appends of torch tensors that lie so, and the places of all that is read; (None, ()) where tensors must be
+    looked at."""
+    like = arrays.forms_and_places(own if q_out is None else (*own, q_out))
+    if like is None or [x for x in (cache.held, *beside) if x.requires_grad]:
+        return None, ()
+    key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
+    return key, sum([x.places for x in beside], like[1] if q_out is None else like[1][:-1])
 
 
 class _Write:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import ProblemError, arrays
+from rawattn import ProblemError, UnsupportedError, arrays
 from rawattn.serving import api
 from tests.host.test_kvcache_plan import compilations
 
@@ -376,6 +376,84 @@ def test_a_kept_call_of_a_door() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rawattn.serving, "Step", lambda *_, **__: pytest.fail("a step was made"))
         assert [said(*call) for call in calls[::-1]] == cold[::-1] and warm == cold
+
+
+def appended() -> dict[str, tuple[Any, ...]]:
+    """What a door is given that appends: q, pools, new rows, a step's arrays, and options."""
+    cos, sin, new = torch.zeros(64, 16), torch.zeros(64, 16), NEW.clone()
+    turned = {"rotary_cos": cos, "rotary_sin": sin, "causal": True}
+    few, lens = (LENS[:2], None, None, TABLE[:2]), LENS.clone()
+    return {
+        "first": (Q, POOL, NEW, (LENS, None, None, TABLE), {}),
+        "other rows": (Q, POOL, new, (LENS, None, None, TABLE), {}),
+        "other lengths": (Q, POOL, NEW, (lens, None, None, TABLE), {}),
+        "the other way round": (Q, POOL, NEW.flip(0), (LENS, None, None, TABLE), {}),
+        "causal": (Q, POOL, NEW, (LENS, None, None, TABLE), {"causal": True}),
+        "a window": (Q, POOL, NEW, (LENS, None, None, TABLE), {"window_size": (64, 0)}),
+        "first keys": (Q, POOL, NEW, (LENS, None, lens, TABLE), {}),
+        "fewer sequences": (Q[:2], POOL, NEW[:, :2], few, {}),
+        "other pools": (Q, POOL.clone(), NEW, (LENS, None, None, TABLE), {}),
+        "fewer pages": (Q, POOL[:, :8], NEW, (LENS, None, None, TABLE), {}),
+        "rows": (Q, POOL, NEW, (LENS, lens, None, None), {}),
+        "rotated": (Q, POOL, NEW, (LENS, None, None, TABLE), turned),
+        "rotated by others": (Q, POOL, NEW, (LENS, None, None, TABLE), turned | {"rotary_cos": cos.clone()}),
+        "rotated otherwise": (Q, POOL, NEW, (LENS, None, None, TABLE), turned | {"rotary_interleaved": False}),
+        "many rows": (MANY[0], POOL, rows(2, BATCH, 300, 2, 64), (LENS, None, None, TABLE), turned),
+    }
+
+
+def test_a_kept_append_of_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches what new calls of ``append`` and of ``attention_kvcache`` do, and tells autograd of the caches."""
+    flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), arrays.maker, list[Any]()
+    monkeypatch.setattr(flash_attn, "_counted", lambda lens, k, starts: lens)  # whose sum lies anywhere
+    monkeypatch.setattr(arrays, "maker", lambda *given: lambda like: (made.append(x := make(*given)(like)), x)[1])
+
+    def said(q: Any, pools: Any, new: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Returns what was launched, but for the places of results."""
+        LAUNCHED.clear(), made.clear()
+        lens, rows, first, table = places
+        given = {"cache_seqlens": lens, "cache_batch_idx": rows, "cache_leftpad": first, "block_table": table, **options}
+        before = [x._version for x in pools]
+        flash_attn.flash_attn_with_kvcache(q, *pools, *new, **given)
+        assert all(x._version > version for x, version in zip(pools, before, strict=True))
+        texts = [*LAUNCHED]
+        for i, x in enumerate(made):
+            place = x.data_ptr().to_bytes(8, "little")
+            texts = [(*kernel, args.replace(place, b"result %d" % i), on) for *kernel, args, on in texts]
+        return texts
+
+    calls = [*appended().values()]
+    cold = []
+    for call in calls:
+        forget()
+        cold.append(said(*call))
+    assert len({str(x) for x in cold}) == len(calls)
+    forget()
+    warm = [said(*call) for call in calls]
+    monkeypatch.setattr(rawattn.serving, "Step", lambda *_, **__: pytest.fail("a step was made"))
+    assert [said(*call) for call in calls[::-1]] == cold[::-1] and warm == cold
+
+
+def test_what_a_door_appends() -> None:
+    """What is refused anew is refused where calls are kept: rows in the cache, without memory, or rotated where they may not."""
+    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
+    angles, view = {"rotary_cos": torch.zeros(512, 16), "rotary_sin": torch.zeros(512, 16)}, rows(2, *NEW[0].shape)
+    many, last = rows(2, BATCH, 300, 2, 64), view[1]
+    for _ in range(2):
+        door(Q, *POOL, *NEW, cache_seqlens=LENS, block_table=TABLE)
+        door(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
+        door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE)
+        door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles, window_size=(9, 9))
+    LAUNCHED.clear()
+    with pytest.raises(UnsupportedError, match="rotary_cos was given for several queries"):
+        door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles)
+    inside = POOL[0].view(-1)[: NEW[0].numel()].view(NEW[0].shape)
+    with pytest.raises(ProblemError, match="v overlaps the cache's k"):
+        door(Q, *POOL, NEW[0], inside, cache_seqlens=LENS, block_table=TABLE)
+    view.untyped_storage().resize_(0)
+    with pytest.raises(ProblemError, match=r"k is a Tensor .* that has no memory"):
+        door(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
+    assert not LAUNCHED
 
 
 def test_what_a_door_was_given_goes_away() -> None:

@@ -98,6 +98,24 @@ def test_lengths_of_a_step() -> None:
         assert torch.equal(attend(n), wanted[n])
 
 
+def test_kvcache_append() -> None:
+    """flash-attn's step with new keys gives the bits of ``attention_append``, and the same caches."""
+    from rawattn.integrations.flash_attn import flash_attn_with_kvcache as door
+
+    pools, turns = torch.randn(2, 64, 16, 2, 64, device="cuda").bfloat16(), torch.randn(2, 256, 16, device="cuda")
+    ours, table = pools.clone(), torch.randperm(64, device="cuda").int().view(4, 16)
+    lens = torch.tensor([1, 100, 250, 0], dtype=torch.int32, device="cuda")
+    for i in range(6):
+        q, k, v = (torch.randn(4, 1, heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2))
+        given = {"rotary_cos": turns[0], "rotary_sin": turns[1]} if i % 2 else {}
+        found = door(q, *pools, k, v, cache_seqlens=lens, block_table=table, causal=True, **given)
+        lens = lens + 1
+        rotary = rawattn.Rotary(*turns, interleaved=True) if given else None
+        wanted = rawattn.attention_append(q, k, v, rawattn.KVCache(*ours), rawattn.Step(lens, table), rotary=rotary)
+        assert torch.equal(found, wanted) and torch.equal(pools, ours)
+    assert rawattn.violations() == ()
+
+
 def test_kvcache() -> None:
     """flash-attn's step gives the bits of ``attention_kvcache``: lengths change in place, and steps lie elsewhere."""
     from rawattn.integrations.flash_attn import flash_attn_with_kvcache as door
