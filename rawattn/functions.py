@@ -134,7 +134,9 @@ def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
     if score is not None:
         raise ProblemError("alibi or bias was given beside score; add it in the function that is the score.")
     if softcap is not None:
-        softcap = number("softcap", softcap, "a finite number > 0, or None or 0.0 for no cap") or None
+        need = "a finite number > 0, or None or 0.0 for no cap"
+        if (softcap := number("softcap", softcap, need) or None) is not None and softcap < 0:
+            raise ProblemError(f"softcap is {softcap}; it must be {need}.")
     if not is_compiling():
         return Biased(softcap, alibi, bias)
     given = [x for x in (alibi, bias) if x is not None]

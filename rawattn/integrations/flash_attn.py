@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import api, serving, torch_op
+from .. import api, arrays, eager, serving, torch_op
 from ..errors import ProblemError, UnsupportedError, brief
 from ..plans import one_or_all
 from ..serving import api as caches
@@ -205,6 +205,8 @@ def with_kvcache(
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
     if k is None and rotary[0] is not None:
         raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
+    if rotary[0] is None and rotary[1] is not None:
+        raise ProblemError("rotary_sin was given without rotary_cos; give both.")
     for name, x in (("cache_batch_idx", rows), ("page_table", table)):
         if not (x is None or isinstance(x, torch.Tensor)):
             raise ProblemError(f"{name} is a {type(x).__name__}; it must be an int32 tensor.")
@@ -217,9 +219,10 @@ def with_kvcache(
     asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None and isinstance(lens, torch.Tensor) else None
     step_of = (lens, table, starts, first)
     beside, into, is_written = (options["causal"], longest), None, k is None
-    if asked is not None and k is not None and type(rotary[2]) is bool:
+    style = None if rotary[0] is None else rotary[2]
+    if asked is not None and k is not None and type(style) in (bool, type(None)):
         given = (k, v, None if rotary[0] is None else q, *step_of, *rotary[:2])
-        into = caches.kept_for("append", pools, given, (*beside, options["window"], rotary[2]))
+        into = caches.kept_for("append", pools, given, (*beside, options["window"], style))
         results = caches.write_for(into, pools, given)
         q, is_written = results[0] if results else q, results is not None
     if asked is not None and is_written:
@@ -239,7 +242,7 @@ def with_kvcache(
         lens = _counted(lens, k, starts) if isinstance(k, torch.Tensor) else lens
     step = serving.Step(lens, table, starts, first, causal=options["causal"], max_q_len=longest)
     if not is_written:
-        turned = _rotary(q, rotary, options, first)
+        turned = _rotary(q, rotary, options, first, step.batch)
         rotated = caches.append(cache, step, k, v, rotary=turned, q=None if turned is None else q)
         held = [x.held for x in (step, turned) if x is not None]
         caches.keep_write_for(into, cache, held, (k, v, None, None if turned is None else q))
@@ -251,10 +254,19 @@ def with_kvcache(
 
 
 def _counted(lens: Any, k: Any, starts: Any) -> Any:
-    """The lengths with the new rows of k, which rawattn counts, too."""
+    """The lengths with the new rows of k, which rawattn counts, too. Those that a step refuses are as they are."""
+    if lens.dtype is not torch.int32 or lens.dim() != 1:
+        return lens
+    if not (starts is None or isinstance(starts, torch.Tensor)):
+        return lens
+    if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
+        return lens
+    if torch_op.is_plain() and not arrays.are_held((lens, starts)):
+        return lens
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
 
+eager.skip((with_kvcache,))  # where a graph broke at the door
 _cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)
 
 
@@ -272,13 +284,14 @@ def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.As
         return None
 
 
-def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first: Any) -> Any:
+def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first: Any, batch: int) -> Any:
     cos, sin, interleaved = given
     if cos is None:
         return None
     if first is not None:
         raise UnsupportedError("rotary_cos was given beside cache_leftpad, from which positions count there; rotate before.")
-    if q.dim() == 4 and q.shape[1] > 1 and not options["causal"] and options["window"] is None:
+    rows = q.shape[1] if q.dim() == 4 else q.shape[0] - batch + 1  # of a sequence, or more
+    if rows > 1 and not options["causal"] and options["window"] is None:
         raise UnsupportedError("rotary_cos was given for several queries that are not causal, which all have one position there.")
     return serving.Rotary(cos, sin, interleaved)
 

@@ -227,14 +227,14 @@ def kept_for(what: Any, pools: tuple[Any, Any], given: tuple[Any, ...], beside: 
 
 def call_for(place: Any, given: tuple[Any, ...]) -> GpuCall | None:
     """The call that is kept under a key of ``kept_for``."""
-    found: GpuCall | None = None if place is None else kept_of(_calls, place[0], given, place[1])
+    found: GpuCall | None = None if place is None else kept_of(_doors, place[0], given, place[1])
     return found
 
 
 def write_for(place: Any, pools: tuple[Any, Any], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Does the append that is kept under a key of ``kept_for``. Gives the rotated q, if any; None where none is kept."""
-    kept = None if place is None else _calls.get(place[0])
-    if kept is None or not kept.is_apart(place[1], given):
+    kept = None if place is None else _doors.get(place[0])
+    if kept is None or not arrays.are_held(pools) or not kept.is_apart(place[1], given):
         return None
     results: tuple[Any, ...] = kept.call(given[0], None, (), place[1])
     for pool in pools:
@@ -244,19 +244,19 @@ def write_for(place: Any, pools: tuple[Any, Any], given: tuple[Any, ...]) -> tup
 
 def keep_for(place: Any, q: Any, cache: KVCache, step: Step, asked: Asked) -> None:
     """Keeps the call that was made for the same tensors under a key of ``kept_for``, too."""
-    like, _ = like_of(q, cache, step, None, ())
+    like, _ = (None, ()) if place is None else like_of(q, cache, step, None, ())
     _keep(place, None if like is None else (asked.key, like))
 
 
 def keep_write_for(place: Any, cache: KVCache, held: list[Held], own: tuple[Any, ...]) -> None:
     """Keeps the append of these rows, likewise."""
-    _keep(place, _like_of_write(cache, held, own, None, False)[0])
+    _keep(place, None if place is None else _like_of_write(cache, held, own, None, False)[0])
 
 
 def _keep(place: Any, key: Any) -> None:
-    call = None if place is None or key is None else _calls.get(key)
+    call = None if key is None else _calls.get(key)
     if call is not None:
-        cache_put(_calls, place[0], call, KEPT_CALLS)
+        cache_put(_doors, place[0], call, KEPT_CALLS)
 
 
 def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
@@ -627,6 +627,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 KEPT_CALLS = 1024
 _calls: dict[Any, Any] = {}  # GpuCall of attention, _Write of append
+_doors: dict[Any, Any] = {}  # some of them, by keys of ``kept_for``
 _layouts: dict[Any, GpuCall] = {}
 _merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}

@@ -19,7 +19,8 @@ from rawattn.serving import api
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
-KEPT = (plain, "_calls"), (plain, "_layouts"), (api, "_calls"), (api, "_layouts"), (api, "_merges")  # with addresses of counters
+KEPT = [(plain, "_calls"), (plain, "_layouts")]  # with addresses of counters
+KEPT += [(api, name) for name in ("_calls", "_doors", "_layouts", "_merges")]
 
 
 def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emulator.Kernel:

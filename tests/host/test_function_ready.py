@@ -185,6 +185,7 @@ def test_sizes_of_parts() -> None:
         (lambda: rawattn.attention(*inputs(), bias=TABLE[None]), "that broadcasts to"),
         (lambda: rawattn.attention(*inputs(), bias=TABLE, score=lambda s, q: s * q), "alibi or bias was given beside score"),
         (lambda: rawattn.attention(*inputs(), bias=TABLE, softcap="3"), "softcap is '3'"),
+        (lambda: rawattn.attention(*inputs(), bias=TABLE, softcap=-3.0), "softcap is -3.0; it must be a finite number > 0"),
     ],
 )
 def test_errors(make: Any, message: str) -> None:

@@ -40,7 +40,7 @@ def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def forget() -> None:
-    for kept in (api._calls, api._layouts, api._plans):
+    for kept in (api._calls, api._doors, api._layouts, api._plans):
         kept.clear()
 
 
@@ -453,6 +453,10 @@ def test_what_a_door_appends() -> None:
     view.untyped_storage().resize_(0)
     with pytest.raises(ProblemError, match=r"k is a Tensor .* that has no memory"):
         door(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
+    lens = LENS.clone()
+    lens.untyped_storage().resize_(0)
+    with pytest.raises(ProblemError, match=r"cache_seqlens is a Tensor .* that has no memory"):
+        door(Q, *POOL, *NEW, cache_seqlens=lens, block_table=TABLE)
     assert not LAUNCHED
 
 

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30768,
+    "rawattn": 30784,
     "perf": 5830,
     "cuda_src": 12651,
-    "tests": 39506,
+    "tests": 39548,
 }
 FUNCTION_LINES = 60
 

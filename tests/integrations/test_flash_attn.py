@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import rawattn  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
@@ -245,9 +248,41 @@ def test_rotary(interleaved: bool) -> None:
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, window_size=[-1, -1])
     with pytest.raises(ProblemError, match="rotary_cos was given without k"):
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, **rotary, **cache.places)
+    with pytest.raises(ProblemError, match="rotary_sin was given without rotary_cos"):
+        fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, rotary_sin=sin, **cache.places)
+    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="several queries that are not causal"):
+        packed, places = (x.flatten(0, 1) for x in (q, k, v)), {"cache_seqlens": cache.places["cache_seqlens"]}
+        packed_q, *packed_new = packed
+        fa3.flash_attn_with_kvcache(
+            packed_q, cache.k, cache.v, *packed_new, **rotary, **places, page_table=cache.table, cu_seqlens_q=starts
+        )
     with pytest.raises(UnsupportedError, match="rotary_cos was given beside cache_leftpad"):
         first = torch.zeros(3, dtype=torch.int32)
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, cache_leftpad=first, causal=True)
+
+
+def test_a_step_with_new_keys_is_traced() -> None:
+    """As two operators, whose graph writes other caches, too."""
+    pools, (q, k, v), lens = make(2, 2, 16, 2, 8), make(3, 2, 1, 2, 8), torch.tensor([3, 4], dtype=torch.int32)
+
+    def step(q: Any, k: Any, v: Any, lens: Any, pools: Any) -> Any:
+        return fa2.flash_attn_with_kvcache(q, *pools, k, v, cache_seqlens=lens, causal=True)
+
+    graph, other = make_fx(step)(q, k, v, lens, pools.clone()), pools.clone()
+    assert torch.equal(graph(q, k, v, lens, other), step(q, k, v, lens, pools)) and torch.equal(other, pools)
+
+
+@pytest.mark.parametrize("wrong", ["one length", "int64", "starts"])
+def test_lengths_beside_new_rows(wrong: str) -> None:
+    """Adding the rows hides no fault of theirs."""
+    q, new, pools, lens = make(5, 4, 8), make(2, 5, 2, 8), make(2, 3, 16, 2, 8), torch.tensor([3, 4, 5], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 3, 5], dtype=torch.int32)
+    changed = {"one length": (lens[:1], starts), "int64": (lens.long(), starts), "starts": (lens, starts.long())}
+    said = {"one length": "cu_seqlens_q has shape", "int64": "cache_seqlens has dtype int64", "starts": "cu_seqlens_q has dtype"}
+    for given, message in (((lens, starts), None), (changed[wrong], said[wrong])):
+        with pytest.raises(ProblemError, match=message) if message else contextlib.nullcontext():
+            fa3.flash_attn_with_kvcache(q, *pools, *new, cache_seqlens=given[0], cu_seqlens_q=given[1], causal=True)
 
 
 def test_scales_of_caches() -> None:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.gpu("any")
 def forget() -> None:
     for owner in (api, caches):
         owner._calls.clear(), owner._layouts.clear()
+    caches._doors.clear()
 
 
 def heads(is_first: bool, n: int) -> tuple[Any, ...]:
