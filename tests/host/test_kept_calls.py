@@ -324,7 +324,7 @@ def test_options_of_other_types_are_wrong_when_warm() -> None:
 
 
 def over_a_cache() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
-    """q, pools, what a door is given of a step (lengths, rows, first keys, pages), and options; most share memory."""
+    """Gives q, pools, what a door is given of a step (lengths, rows, first keys, pages), and options; most share memory."""
     lens, window = LENS.clone(), {"window_size": (64, 0)}
     few = (LENS[:2], None, None, TABLE[:2])
     return {
@@ -348,81 +348,51 @@ def over_a_cache() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]
     }
 
 
-def test_a_kept_call_of_a_door() -> None:
-    """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``."""
-    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
-
-    def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns what was launched, but for the places of results."""
-        LAUNCHED.clear()
-        lens, rows, first, table = places
-        found = door(
-            q, *pools, cache_seqlens=lens, cache_batch_idx=rows, cache_leftpad=first, block_table=table, **options
-        )  # fmt: skip
-        results, texts = found if isinstance(found, tuple) else (found,), [*LAUNCHED]
-        for i, x in enumerate(results):
-            place = x.data_ptr().to_bytes(8, "little")
-            texts = [(*kernel, args.replace(place, b"result %d" % i), on) for *kernel, args, on in texts]
-        return texts, [(x.shape, x.stride(), x.dtype) for x in results]
-
-    calls = [*over_a_cache().values()]
-    cold = []
-    for call in calls:
-        forget()
-        cold.append(said(*call))
-    assert len({str(x) for x in cold}) == len(calls)
-    forget()
-    warm = [said(*call) for call in calls]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rawattn.serving, "Step", lambda *_, **__: pytest.fail("a step was made"))
-        assert [said(*call) for call in calls[::-1]] == cold[::-1] and warm == cold
-
-
-def appended() -> dict[str, tuple[Any, ...]]:
-    """What a door is given that appends: q, pools, new rows, a step's arrays, and options."""
-    cos, sin, new = torch.zeros(64, 16), torch.zeros(64, 16), NEW.clone()
-    turned = {"rotary_cos": cos, "rotary_sin": sin, "causal": True}
-    few, lens = (LENS[:2], None, None, TABLE[:2]), LENS.clone()
+def appended() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
+    """Gives the same with new rows among the options."""
+    lens, some = LENS.clone(), (LENS, None, None, TABLE)
+    new, turned = {"k": NEW[0], "v": NEW[1]}, {"rotary_cos": torch.zeros(64, 16), "rotary_sin": torch.zeros(64, 16)}
+    turned |= new | {"causal": True}
+    many = dict(zip("kv", rows(2, BATCH, 300, 2, 64), strict=True))
     return {
-        "first": (Q, POOL, NEW, (LENS, None, None, TABLE), {}),
-        "other rows": (Q, POOL, new, (LENS, None, None, TABLE), {}),
-        "other lengths": (Q, POOL, NEW, (lens, None, None, TABLE), {}),
-        "the other way round": (Q, POOL, NEW.flip(0), (LENS, None, None, TABLE), {}),
-        "causal": (Q, POOL, NEW, (LENS, None, None, TABLE), {"causal": True}),
-        "a window": (Q, POOL, NEW, (LENS, None, None, TABLE), {"window_size": (64, 0)}),
-        "first keys": (Q, POOL, NEW, (LENS, None, lens, TABLE), {}),
-        "fewer sequences": (Q[:2], POOL, NEW[:, :2], few, {}),
-        "other pools": (Q, POOL.clone(), NEW, (LENS, None, None, TABLE), {}),
-        "fewer pages": (Q, POOL[:, :8], NEW, (LENS, None, None, TABLE), {}),
-        "rows": (Q, POOL, NEW, (LENS, lens, None, None), {}),
-        "rotated": (Q, POOL, NEW, (LENS, None, None, TABLE), turned),
-        "rotated by others": (Q, POOL, NEW, (LENS, None, None, TABLE), turned | {"rotary_cos": cos.clone()}),
-        "rotated otherwise": (Q, POOL, NEW, (LENS, None, None, TABLE), turned | {"rotary_interleaved": False}),
-        "many rows": (MANY[0], POOL, rows(2, BATCH, 300, 2, 64), (LENS, None, None, TABLE), turned),
+        "first": (Q, POOL, some, new),
+        "other rows": (Q, POOL, some, new | {"k": NEW[0].clone()}),
+        "other lengths": (Q, POOL, (lens, None, None, TABLE), new),
+        "the other way round": (Q, POOL, some, {"k": NEW[1], "v": NEW[0]}),
+        "causal": (Q, POOL, some, new | {"causal": True}),
+        "a window": (Q, POOL, some, new | {"window_size": (64, 0)}),
+        "first keys": (Q, POOL, (LENS, None, lens, TABLE), new),
+        "fewer sequences": (Q[:2], POOL, (LENS[:2], None, None, TABLE[:2]), {"k": NEW[0, :2], "v": NEW[1, :2]}),
+        "other pools": (Q, POOL.clone(), some, new),
+        "fewer pages": (Q, POOL[:, :8], some, new),
+        "rows": (Q, POOL, (LENS, lens, None, None), new),
+        "rotated": (Q, POOL, some, turned),
+        "rotated by others": (Q, POOL, some, turned | {"rotary_cos": torch.zeros(64, 16)}),
+        "rotated otherwise": (Q, POOL, some, turned | {"rotary_interleaved": False}),
+        "many rows": (MANY[0], POOL, some, turned | many),
     }
 
 
-def test_a_kept_append_of_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It launches what new calls of ``append`` and of ``attention_kvcache`` do, and tells autograd of the caches."""
+@pytest.mark.parametrize("calls_of", [over_a_cache, appended])
+def test_a_kept_call_of_a_door(calls_of: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``, and tells autograd of caches that it writes."""
     flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), arrays.maker, list[Any]()
     monkeypatch.setattr(flash_attn, "_counted", lambda lens, k, starts: lens)  # whose sum lies anywhere
     monkeypatch.setattr(arrays, "maker", lambda *given: lambda like: (made.append(x := make(*given)(like)), x)[1])
 
-    def said(q: Any, pools: Any, new: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns what was launched, but for the places of results."""
+    def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Returns what was launched, but for the places of results, and how results lie."""
         LAUNCHED.clear(), made.clear()
-        lens, rows, first, table = places
-        given = {"cache_seqlens": lens, "cache_batch_idx": rows, "cache_leftpad": first, "block_table": table, **options}
-        before = [x._version for x in pools]
-        flash_attn.flash_attn_with_kvcache(q, *pools, *new, **given)
-        assert all(x._version > version for x, version in zip(pools, before, strict=True))
+        names, before = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table"), [x._version for x in pools]
+        found = flash_attn.flash_attn_with_kvcache(q, *pools, **dict(zip(names, places, strict=True)), **options)
+        assert all((x._version > version) == ("k" in options) for x, version in zip(pools, before, strict=True))
         texts = [*LAUNCHED]
         for i, x in enumerate(made):
             place = x.data_ptr().to_bytes(8, "little")
             texts = [(*kernel, args.replace(place, b"result %d" % i), on) for *kernel, args, on in texts]
-        return texts
+        return texts, [(x.shape, x.stride(), x.dtype) for x in (found if isinstance(found, tuple) else (found,))]
 
-    calls = [*appended().values()]
+    calls = [*calls_of().values()]
     cold = []
     for call in calls:
         forget()
@@ -435,7 +405,7 @@ def test_a_kept_append_of_a_door(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_door_appends() -> None:
-    """What is refused anew is refused where calls are kept: rows in the cache, without memory, or rotated where they may not."""
+    """A kept call refuses what a new one refuses: rows in the cache, without memory, or rotated where they may not be."""
     door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
     angles, view = {"rotary_cos": torch.zeros(512, 16), "rotary_sin": torch.zeros(512, 16)}, rows(2, *NEW[0].shape)
     many, last = rows(2, BATCH, 300, 2, 64), view[1]

@@ -19,7 +19,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 30784,
     "perf": 5830,
     "cuda_src": 12651,
-    "tests": 39548,
+    "tests": 39518,
 }
 FUNCTION_LINES = 60
 

@@ -1,4 +1,4 @@
-"""Where torch traces, attention_backward is an operator, and what is none is refused."""
+"""``attention_backward`` is an operator where torch traces, and calls that are no operators are refused there."""
 
 from __future__ import annotations
 

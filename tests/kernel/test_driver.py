@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def least_tolerant() -> str:
-    """The mode of a capture that any thread's calls spoil; this one's alone where JAX is, whose threads call CUDA at any time."""
+    """The mode of a capture that any thread's calls spoil; this one's alone where JAX is, beside which the former break."""
     return "thread_local" if "jax" in sys.modules else "global"
 
 
