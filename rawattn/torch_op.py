@@ -26,6 +26,7 @@ import torch
 import torch.utils.flop_counter
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._device import DeviceContext
 
 from . import api, arrays, eager, functions, plans, torch_sharding
@@ -471,7 +472,17 @@ class Asked:
             self.backward = api.asked_of(Backward, {**options, "wrt": wrt} if wrt else options, lengths)
 
 
-class Attention(torch.autograd.Function):
+class LowestFunction(_SingleLevelFunction):
+    """An autograd.Function below an operator or a call, whose ``apply`` looks for no transform.
+
+    That of ``torch.autograd.Function`` looks for transforms and for what they left behind, which costs a microsecond, and takes a
+    Function below a transform only where it has ``setup_context``. ``_followed`` knows of transforms, and ``arrays.read`` refuses a
+    tensor that one left behind."""
+
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
+class Attention(LowestFunction):
     """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
 
     @staticmethod
@@ -526,7 +537,7 @@ class Attention(torch.autograd.Function):
         return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
 
 
-class AttentionBackward(torch.autograd.Function):
+class AttentionBackward(LowestFunction):
     """The gradients, where autograd would follow them further: it cannot, and says so when it comes to that."""
 
     @staticmethod
@@ -547,13 +558,6 @@ class CapturedBackward(AttentionBackward):
     def forward(ctx: Any, *args: Any) -> Any:
         """Computes the operator."""
         return tuple(_below_autograd(_CAPTURED, *args))
-
-
-# Function.apply looks for transforms and their leftovers, which costs a microsecond. ``_followed`` knows of transforms, and
-# ``arrays.read`` refuses a tensor that one left behind.
-_apply, _apply_backward, _apply_captured = (
-    super(torch.autograd.Function, each).apply for each in (Attention, AttentionBackward, CapturedBackward)
-)
 
 
 def _below_autograd(operator: Any, *args: Any) -> Any:
@@ -582,7 +586,7 @@ def differentiable(given: tuple[Any, ...], asked: api.Asked, out: Any, captured:
         asked.followed[wrt] = _ask(asked.options, asked.lengths, asked.kernel, asked.config, wrt)
     found = asked.followed[wrt]
     own = [x for name, x in zip(functions.names(asked.options), captured, strict=True) if name in wrt] if wrt else ()
-    return _apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, found, *own)
+    return Attention.apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, found, *own)
 
 
 def _ask(
@@ -615,7 +619,7 @@ def _autograd(
         asked = Asked(spec, lengths, True, wrt=wrt)
         names = functions.names(_options(spec)) if wrt else ()
         own = [x for name, x in zip(names, captured or (), strict=False) if name in wrt]
-        return _followed(_apply, q, k, v, sinks, given, tuple(captured or ()), asked, *own)
+        return _followed(Attention.apply, q, k, v, sinks, given, tuple(captured or ()), asked, *own)
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured, q_lens, kv_lens)
 
@@ -624,7 +628,7 @@ def _autograd_backward(*args: Any) -> tuple[Any, ...]:
     """Lets autograd follow to where it is told that there is no formula."""
     _check_followed((*args[:10], *(args[14] or () if len(args) > 14 else ())))
     if _grad_enabled() and _any_requires_grad(*args[:10]):
-        return _followed(_apply_backward, *args)
+        return _followed(AttentionBackward.apply, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return _BACKWARD(*args)
 
@@ -633,7 +637,7 @@ def _autograd_captured(*args: Any) -> list[Any]:
     """The same with gradients of captured tensors."""
     _check_followed((*args[:10], *args[14]))
     if _grad_enabled() and _any_requires_grad(*args[:10], *args[14]):
-        return list(_followed(_apply_captured, *args))
+        return list(_followed(CapturedBackward.apply, *args))
     with torch._C._AutoDispatchBelowAutograd():
         return list(_CAPTURED(*args))
 
