@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import driver
-from .errors import ProblemError, UnsupportedError
+from .errors import INSTALL_EITHER, ProblemError, UnsupportedError
 from .variant.element import KV_ELEMENTS
 
 CPU = -1
@@ -125,9 +125,7 @@ def import_cupy(what: str) -> Any:
     try:
         import cupy
     except ImportError:
-        raise UnsupportedError(
-            f"{what} needs CuPy, which is not installed: pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
-        ) from None
+        raise UnsupportedError(f"{what} needs CuPy, which is not installed: {INSTALL_EITHER}.") from None
     driver.library()
     return cupy
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from . import cache
-from .errors import CompileError, UnsupportedError
+from .errors import INSTALL_EITHER, CompileError, UnsupportedError
 from .tokens import code
 
 LINE_INFO = "--generate-line-info"  # for profilers and sanitizers: the same machine code in four times the file
@@ -42,7 +42,6 @@ OPTIONS = (
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
-PIP_LINE = "pip install 'rawattn[cuda13]' (NVIDIA driver 580 or newer) or pip install 'rawattn[cuda12]'"
 
 _SEAL_BYTES = 40
 
@@ -346,7 +345,7 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()  # CuPy loads the library at the first call
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC ({reason}); {PIP_LINE}") from error
+        raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC ({reason}); {INSTALL_EITHER}") from error
     return nvrtc
 
 

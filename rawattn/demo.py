@@ -20,7 +20,7 @@ from rich.console import Console
 
 from . import __version__, api, arrays, compiler, cpu, driver, reference
 from .device import TYPICAL
-from .errors import DeviceError, UnsupportedError
+from .errors import INSTALL_EITHER, DeviceError, UnsupportedError
 from .operation import Forward
 from .select import select
 from .spec import Spec
@@ -63,7 +63,7 @@ def missing_gpu() -> tuple[str | None, bool]:
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
     if imported("cupy") is None:
-        return f"{gpu.name} needs CuPy and NVRTC; {compiler.PIP_LINE}", True
+        return f"{gpu.name} needs CuPy and NVRTC; {INSTALL_EITHER}", True
     return None, False
 
 

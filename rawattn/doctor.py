@@ -16,12 +16,16 @@ from rich.console import Console
 
 from . import compiler, driver
 from .cache import private_folder
-from .errors import DeviceError, UnsupportedError
+from .errors import INSTALL, INSTALL_EITHER, DeviceError, UnsupportedError
 from .operation import Forward
 from .select import select
 from .variant.element import BF16
 
 Version = tuple[int, ...]
+# Subject of a finding -> the newest version with which the tests passed.
+TESTED: dict[str, Version] = {
+    "NumPy": (2, 4), "Numba": (0, 68), "torch": (2, 15), "Bindings": (13, 5), "CuPy": (14, 2), "NVRTC": (13, 5)
+}  # fmt: skip
 
 
 class Finding(NamedTuple):
@@ -36,7 +40,7 @@ class Finding(NamedTuple):
 def run(console: Console) -> int:
     """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
     with console.status("looking"):
-        findings = list(examine())
+        findings = [_beside_tested(finding) for finding in examine()]
     for subject, found, fix, broken in findings:
         mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
         console.print(f"{mark:<5}", style=style, end="")
@@ -57,6 +61,19 @@ def examine() -> Iterator[Finding]:
     yield _nvrtc(cuda)
     yield from findings
     yield _cache()
+
+
+def _beside_tested(finding: Finding) -> Finding:
+    """Adds the newest version that was tested, and makes a note of one that is newer."""
+    newest = TESTED.get(finding.subject)
+    if newest is None or finding.fix or not finding.found[:1].isdigit():
+        return finding
+    tested = ".".join(map(str, newest))
+    if _numbers(finding.found) > newest:
+        return finding._replace(
+            fix=f"newer than tested, which is up to {tested}; if something fails, report it, or take {tested}"
+        )
+    return finding._replace(found=f"{finding.found}, tested up to {tested}")
 
 
 def _numbers(text: str) -> Version:
@@ -95,7 +112,7 @@ def _bindings(cuda: Version | None) -> Finding:
     try:
         version = importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("Bindings", "cuda-bindings is not installed", f"to use a GPU, {compiler.PIP_LINE}")
+        return Finding("Bindings", "cuda-bindings is not installed", f"to use a GPU, {INSTALL_EITHER}")
     if _numbers(version) < (12, 9):
         return Finding("Bindings", f"{version}, but 12.9 is needed", _pip_line(cuda), cuda is not None)
     return Finding("Bindings", version)
@@ -125,8 +142,8 @@ def _nvrtc(cuda: Version | None) -> Finding:
 def _pip_line(cuda: Version | None) -> str:
     """Returns what installs bindings, CuPy and NVRTC where the driver supports this CUDA version, which is None without a GPU."""
     if cuda is None:
-        return f"to compile for a GPU, {compiler.PIP_LINE}"
-    return f"pip install 'rawattn[{'cuda13' if cuda >= (13, 0) else 'cuda12'}]'"
+        return f"to compile for a GPU, {INSTALL_EITHER}"
+    return INSTALL[13 if cuda >= (13, 0) else 12]
 
 
 def _driver() -> tuple[Version | None, list[Finding]]:
@@ -135,7 +152,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
         cuda = driver.version()
         devices = [driver.device(index) for index in range(driver.device_count())]
     except UnsupportedError as error:
-        return None, [Finding("GPU", f"none in use, attention() runs on the CPU ({_first_line(error)})")]
+        return None, [Finding("GPU", f"none in use ({_first_line(error)})", "attention() runs on the CPU")]
     except DeviceError as error:
         return None, [Finding("Driver", _first_line(error), "reinstall the NVIDIA driver, or restart after its update", True)]
     old = cuda < (12, 0)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .device import Device, arch_of
-from .errors import BinaryError, DeviceError, ProblemError, UnsupportedError
+from .errors import INSTALL_EITHER, BinaryError, DeviceError, ProblemError, UnsupportedError
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION, JIT_COMPILER_NOT_FOUND, NOT_FOUND
@@ -34,9 +34,7 @@ def library() -> Any:
     try:
         cuda = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise UnsupportedError(
-            f"a GPU needs the package cuda-bindings ({error}): pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'."
-        ) from None
+        raise UnsupportedError(f"a GPU needs the package cuda-bindings ({error}): {INSTALL_EITHER}.") from None
     try:
         code = cuda.cuInit(0)[0]
     except RuntimeError as error:  # the bindings look for libcuda now

@@ -14,6 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
+# CUDA's major version -> the line that installs what the extra of that name brings; rawattn's own name need not be published.
+INSTALL = {
+    12: 'pip install "cuda-bindings==12.9.*" "cupy-cuda12x==14.*" "nvidia-cuda-nvrtc-cu12>=12.8"',
+    13: 'pip install "cuda-bindings==13.*" "cupy-cuda13x==14.*" "nvidia-cuda-nvrtc==13.*"',
+}
+INSTALL_EITHER = f"{INSTALL[13]} (NVIDIA driver 580 or newer) or {INSTALL[12]}"
+
 
 class RawattnError(Exception):
     """The root of everything that rawattn raises on purpose."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import arrays, cpu, driver, select
+from rawattn import arrays, cpu, driver, errors, select
 from rawattn.arrays import Array
 from rawattn.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
@@ -645,5 +645,5 @@ def test_no_gpu(x: Any, no_driver: None) -> None:
 @pytest.mark.parametrize("x", [OnGpu(), OnGpuByDlpack(inputs()["q"])], ids=["cuda_array_interface", "dlpack"])
 def test_cupy_missing(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    parts = "q (a OnGpu", "needs CuPy", "pip install 'rawattn[cuda12]' or 'rawattn[cuda13]'"
+    parts = "q (a OnGpu", "needs CuPy", errors.INSTALL[12], errors.INSTALL[13]
     refused(lambda: rawattn.attention(x, x, x), UnsupportedError, *parts)

@@ -18,7 +18,7 @@ import pytest
 
 import rawattn
 from rawattn import __main__ as command_line
-from rawattn import bundle, compiler, driver, plans
+from rawattn import bundle, compiler, driver, errors, plans
 from rawattn.device import TYPICAL, Device, boards
 from rawattn.errors import BinaryError, ProblemError, UnsupportedError
 from rawattn.operation import Forward
@@ -147,7 +147,7 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> Device:
     """An L4 whose driver loads everything, in a place without NVRTC."""
 
     def missing() -> None:
-        raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC (no such thing); {compiler.PIP_LINE}")
+        raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC (no such thing); {errors.INSTALL_EITHER}")
 
     monkeypatch.setattr(compiler, "_nvrtc", missing)
     monkeypatch.setattr(plans, "_kernels", {})

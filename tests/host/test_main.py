@@ -47,7 +47,7 @@ def no_driver() -> None:
 
 
 def no_nvrtc() -> None:
-    raise errors.UnsupportedError(f"compiling a kernel needs CuPy and NVRTC (No module named 'cupy'); {compiler.PIP_LINE}")
+    raise errors.UnsupportedError(f"compiling a kernel needs CuPy and NVRTC (No module named 'cupy'); {errors.INSTALL_EITHER}")
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
@@ -264,7 +264,7 @@ def test_compile_with_a_cache_that_cannot_be_written(
 def test_compile_without_nvrtc(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compiler, "_nvrtc", no_nvrtc)
     assert main(["compile", "--arch", "sm_90a", *SMALL]) == 1
-    assert "pip install 'rawattn[cuda13]'" in capsys.readouterr().err
+    assert errors.INSTALL[13] in capsys.readouterr().err
 
 
 def test_clear(cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,9 +321,37 @@ def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.
     status, found = examine(capsys)
     assert status == 0
     assert list(found) == ["Python", "NumPy", "Numba", "torch", "Bindings", "CuPy", "NVRTC", "GPU", "Cache"]
-    assert {mark for mark, _ in found.values()} == {"ok"}
-    assert found["GPU"][1].startswith("none in use, attention() runs on the CPU (there is no NVIDIA driver")
+    newer = {subject for subject, (mark, text) in found.items() if mark == "note" and "newer than tested" in text}
+    assert {subject for subject, (mark, _) in found.items() if mark == "note"} - newer == {"GPU"}
+    assert {mark for mark, _ in found.values()} == {"ok", "note"}
+    assert found["GPU"][1].startswith("none in use (there is no NVIDIA driver")
     assert found["Cache"][1] == f"{cache}, 0 GPU kernels, 0.0 MB"
+
+
+@pytest.mark.parametrize("version, mark", [("2.15.0+cu132", "ok"), ("2.16.0", "note"), ("3.0", "note")])
+def test_doctor_says_what_was_tested(
+    version: str, mark: str, no_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("torch"), "__version__", version)
+    monkeypatch.setitem(doctor.TESTED, "torch", (2, 15))
+    text = {"ok": "tested up to 2.15", "note": "newer than tested, which is up to 2.15"}[mark]
+    found = examine(capsys)[1]["torch"]
+    assert found[0] == mark and found[1].startswith(version) and text in found[1]
+
+
+def test_what_doctor_says_to_install_is_what_the_extras_bring() -> None:
+    """The ranges of pyproject.toml, in the words that pip takes on one line."""
+    for major, line in errors.INSTALL.items():
+        extra = re.search(
+            rf"^cuda{major} = \[(.*)\]$",
+            (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(),
+            re.MULTILINE,
+        )
+        assert extra is not None
+        for package in re.findall(r'"([^"]*)"', extra[1]):
+            name, least, below = re.fullmatch(r"([\w-]+)>=([\d.]+),<(\d+)", package).groups()  # type: ignore[union-attr]
+            assert f'"{name}=={least}.*"' in line or f'"{name}>={least}"' in line, "the lower bound"
+            assert int(below) == int(least.partition(".")[0]) + 1, "== has the upper bound too"
 
 
 def test_doctor_counts_the_cache(no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +365,7 @@ def test_doctor_without_a_gpu_and_cupy(no_gpu: None, monkeypatch: pytest.MonkeyP
     status, found = examine(capsys)
     assert status == 0, "the CPU path needs no CuPy"
     for subject in ("CuPy", "NVRTC"):
-        assert found[subject][0] == "note" and found[subject][1].endswith(f": to compile for a GPU, {compiler.PIP_LINE}")
+        assert found[subject][0] == "note" and found[subject][1].endswith(f": to compile for a GPU, {errors.INSTALL_EITHER}")
 
 
 def test_doctor_knows_a_torch_without_cuda(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,7 +389,7 @@ def test_doctor_without_bindings(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     status, found = examine(capsys)
     assert status == 0, "the CPU path needs none"
-    assert found["Bindings"] == ("note", f"cuda-bindings is not installed: to use a GPU, {compiler.PIP_LINE}")
+    assert found["Bindings"] == ("note", f"cuda-bindings is not installed: to use a GPU, {errors.INSTALL_EITHER}")
     assert "a GPU needs the package cuda-bindings" in found["GPU"][1]
 
 
@@ -369,19 +397,19 @@ def test_doctor_with_old_bindings(gpu: Any, monkeypatch: pytest.MonkeyPatch, cap
     gpu((12, 8), TYPICAL["sm_90a"])
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "12.8.0")
     status, found = examine(capsys)
-    assert (status, found["Bindings"]) == (1, ("fix", "12.8.0, but 12.9 is needed: pip install 'rawattn[cuda12]'"))
+    assert (status, found["Bindings"]) == (1, ("fix", "12.8.0, but 12.9 is needed: " + errors.INSTALL[12]))
 
 
-@pytest.mark.parametrize("cuda, extra", [((13, 0), "cuda13"), ((12, 8), "cuda12"), ((12, 2), "cuda12")])
+@pytest.mark.parametrize("cuda, major", [((13, 0), 13), ((12, 8), 12), ((12, 2), 12)])
 def test_doctor_with_a_gpu_but_no_cupy(
-    cuda: tuple[int, int], extra: str, gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cuda: tuple[int, int], major: int, gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu(cuda, TYPICAL["sm_90a"])
     without(monkeypatch, "cupy", "cupy.cuda")
     status, found = examine(capsys)
     assert status == 1
     for subject in ("CuPy", "NVRTC"):
-        assert found[subject][0] == "fix" and found[subject][1].endswith(f": pip install 'rawattn[{extra}]'")
+        assert found[subject][0] == "fix" and found[subject][1].endswith(f": {errors.INSTALL[major]}")
     assert found["Driver"] == ("ok", f"for CUDA {cuda[0]}.{cuda[1]}")
     assert found["GPU 0"] == ("ok", "H200 (typical), sm_90a, served by attn_fwd")
 
@@ -413,7 +441,7 @@ def test_doctor_looks_at_nvrtc(
     gpu((12, 8), TYPICAL["sm_90a"])
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: version)
     status, found = examine(capsys)
-    assert (status, found["NVRTC"]) == (1, ("fix", f"{text}: pip install 'rawattn[cuda12]'{more}"))
+    assert (status, found["NVRTC"]) == (1, ("fix", f"{text}: {errors.INSTALL[12]}{more}"))
 
 
 def test_doctor_finds_two_cupys(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -423,7 +451,7 @@ def test_doctor_finds_two_cupys(gpu: Any, monkeypatch: pytest.MonkeyPatch, capsy
     named = [argparse.Namespace(name=name) for name in ("cupy-cuda12x", "numpy", "cupy-cuda13x")]
     monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: named)
     status, found = examine(capsys)
-    fix = "pip uninstall cupy-cuda12x cupy-cuda13x, then pip install 'rawattn[cuda13]'"
+    fix = f"pip uninstall cupy-cuda12x cupy-cuda13x, then {errors.INSTALL[13]}"
     assert (status, found["CuPy"]) == (1, ("fix", f"cupy-cuda12x and cupy-cuda13x overwrite each other: {fix}"))
 
 
@@ -514,7 +542,7 @@ def test_demo_without_nvrtc(
     assert main([]) == int(installed)
     out = capsys.readouterr().out
     assert re.search(r"^error .*numpy", out, re.MULTILINE) and "no NVRTC compiling a kernel needs CuPy and NVRTC" in out
-    assert compiler.PIP_LINE in out
+    assert errors.INSTALL_EITHER in out
 
 
 def test_demo_without_torch(small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -530,7 +558,7 @@ def test_demo_with_a_gpu_but_no_cupy(
     gpu((13, 0), TYPICAL["sm_90a"])
     without(monkeypatch, "cupy", "cupy.cuda")
     assert main([]) == 1
-    assert f"no GPU   H200 (typical) needs CuPy and NVRTC; {compiler.PIP_LINE}" in capsys.readouterr().out
+    assert f"no GPU   H200 (typical) needs CuPy and NVRTC; {errors.INSTALL_EITHER}" in capsys.readouterr().out
 
 
 def test_demo_with_a_gpu_that_has_no_kernel(small: None, gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
