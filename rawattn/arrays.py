@@ -247,9 +247,12 @@ def _tracer() -> str:
         return "torch.jit.trace"
     torch = sys.modules["torch"]
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if proxies is not None and proxies.get_proxy_mode() is not None:  # with pre_dispatch=True it is no dispatch mode
+    keys = torch._C._TorchDispatchModeKey
+    if proxies is not None and (  # with pre_dispatch=True it is no dispatch mode; get_proxy_mode of torch 2.5 asks both
+        proxies.get_innermost_proxy_mode() or torch._ops._get_dispatch_mode_pre_dispatch(keys.PROXY)
+    ):
         return "make_fx or torch.export"
-    is_fake = _dispatch_modes() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    is_fake = _dispatch_modes() and torch._C._get_dispatch_mode(keys.FAKE) is not None
     return "FakeTensorMode" if is_fake else ""
 
 

@@ -262,7 +262,9 @@ def check_pages(arrays: dict[str, Array]) -> None:
 
 def check_page_size(page_size: int, form: str, table: int) -> None:
     """Raises ProblemError where sequences have more than one page, of no size that kernels take."""
-    if page_size & (page_size - 1) and form != "dense" and not (form == "table" and table == 1):
+    if form == "dense" or (form == "table" and table == 1):
+        return
+    if (page_size := int(page_size)) & (page_size - 1):  # int() of a SymInt, whose & torch 2.4 lacks
         raise ProblemError(f"the cache has page_size {page_size}; it must be a power of two where a sequence has several pages.")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rawattn
+from tests.versions import since
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -113,6 +114,7 @@ def work(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@since(2, 5)
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Any) -> None:
     command = [sys.executable, "-W", "ignore", __file__]
@@ -135,6 +137,7 @@ SHARDINGS: list[tuple[tuple[int, ...], str, str, int, int, str]] = [
 ]
 
 
+@since(2, 5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", SHARDINGS, ids=str)
 def test_placements_of_gradients(case: Any, world: None) -> None:
@@ -156,6 +159,7 @@ def test_placements_of_gradients(case: Any, world: None) -> None:
     assert [x.shape for x in torch.autograd.grad((o.sum(), lse.sum()), given)] == [x.shape for x in given]
 
 
+@since(2, 5)
 def test_placements_of_gradients_of_varlen(world: None) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -167,6 +171,7 @@ def test_placements_of_gradients_of_varlen(world: None) -> None:
     assert [list(x.placements) for x in found[:3]] == [[Shard(1)]] * 3 and found[0].to_local().shape == (20, 2, 8)
 
 
+@since(2, 5)
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_of_captured_tensors_are_refused(world: None) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh

@@ -15,6 +15,7 @@ from rawattn import api, plans
 from rawattn.errors import ProblemError
 from rawattn.operation import Backward
 from tests.training import Model, gap, losses, sdpa
+from tests.versions import since
 
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("torch._dynamo.testing")
@@ -375,6 +376,7 @@ def test_fake_and_meta_tensors() -> None:
         check([torch.empty(x.shape, dtype=torch.bfloat16, requires_grad=True) for x in make()])
 
 
+@since(2, 5)
 def test_flops() -> None:
     def count(function: Callable[[], Any]) -> int:
         with FlopCounterMode(display=False) as counter:
@@ -388,6 +390,7 @@ def test_flops() -> None:
     assert count(lambda: varlen(*make(6), causal=True)[0].sum().backward()) == lengths, "as of equal lengths"
 
 
+@since(2, 5)
 def test_autocast_as_torch_s_own_has_it() -> None:
     """The forward casts, the backward takes what was cast, in such a region, too, and the backward's operator casts nothing."""
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -467,21 +470,19 @@ def keep_attention(context: Any, op: Any, *args: Any, **options: Any) -> Any:
     return policies.MUST_SAVE if op is OP else policies.PREFER_RECOMPUTE
 
 
-CHECKPOINTS: dict[str, tuple[dict[str, Any], int]] = {
-    "reentrant": ({"use_reentrant": True}, 2),
-    "not reentrant": ({"use_reentrant": False}, 2),
-    "o and lse kept": (
-        {
-            "use_reentrant": False,
-            "context_fn": functools.partial(checkpointing.create_selective_checkpoint_contexts, keep_attention),
-        },
-        1,
-    ),
-}
+def selective() -> Any:
+    return checkpointing.create_selective_checkpoint_contexts(keep_attention)
+
+
+CHECKPOINTS = [
+    pytest.param({"use_reentrant": True}, 2, id="reentrant"),
+    pytest.param({"use_reentrant": False}, 2, id="not reentrant"),
+    pytest.param({"use_reentrant": False, "context_fn": selective}, 1, id="o and lse kept", marks=since(2, 5)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed")
-@pytest.mark.parametrize("options, forwards", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("options, forwards", CHECKPOINTS)
 def test_checkpointing(options: dict[str, Any], forwards: int, runs: list[str]) -> None:
     given = make()
     wanted = gradients(lambda *given: causal_loss(*(x.sin() for x in given)), given)
@@ -557,6 +558,7 @@ def test_inductor(runs: list[str]) -> None:
     assert same(found, torch.autograd.grad(rawattn.attention(*given, causal=True), given, do))
 
 
+@since(2, 6)
 def test_compiled_autograd() -> None:
     """Dynamo traces the backward of eager calls, too, where it is told to."""
     autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
@@ -636,6 +638,7 @@ def curve(attend: Callable[..., Any], dtype: Any, cast: Any) -> Any:
     return losses(Model(attend, dtype, cast), 200)
 
 
+@since(2, 5)
 @pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16], ids=str)
 def test_training_is_as_exact_as_torch_s(cast: Any, one_thread: None) -> None:
     exact = curve(sdpa, torch.float64, torch.float64)

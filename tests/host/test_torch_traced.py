@@ -10,6 +10,7 @@ import pytest
 import rawattn
 from rawattn import ProblemError
 from tests.caches import Cached
+from tests.versions import since
 
 torch = pytest.importorskip("torch")
 make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
@@ -57,13 +58,14 @@ TRACERS: dict[str, tuple[Callable[..., Any], str]] = {
     "make_fx": (lambda f, x: make_fx(f)(x), "make_fx or torch.export"),
     "pre_dispatch": (lambda f, x: make_fx(f, pre_dispatch=True)(x), "make_fx or torch.export"),
     "jit": (lambda f, x: torch.jit.trace(f, x, check_trace=False), "torch.jit.trace"),
-    "export": (exported, "make_fx or torch.export"),
+    "export": (exported, "(make_fx or torch.export|FakeTensorMode)"),  # the latter in torch 2.4
     "compile": (compiled, "torch.compile"),
 }
+TRACED = [pytest.param("compile", marks=since(2, 5)) if name == "compile" else name for name in TRACERS]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about jit
-@pytest.mark.parametrize("tracer", [*TRACERS, "fake"])
+@pytest.mark.parametrize("tracer", [*TRACED, "fake"])
 @pytest.mark.parametrize("name", NO_OPERATORS)
 def test_what_is_no_operator(name: str, tracer: str) -> None:
     """A graph would hold memory that nothing fills."""
@@ -73,6 +75,7 @@ def test_what_is_no_operator(name: str, tracer: str) -> None:
     assert tracer == "compile" or isinstance(caught.value, ProblemError)
 
 
+@since(2, 11)
 @pytest.mark.parametrize("name", NO_OPERATORS)
 def test_where_a_graph_may_break(name: str) -> None:
     function, x = NO_OPERATORS[name]
@@ -102,8 +105,8 @@ BACKWARDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize("tracer", TRACED)
+@pytest.mark.parametrize("name", [name if name != "a function" else pytest.param(name, marks=since(2, 13)) for name in BACKWARDS])
 def test_backward(name: str, tracer: str) -> None:
     function = BACKWARDS[name]
     if (name, tracer) == ("wrt", "compile"):
@@ -115,6 +118,7 @@ def test_backward(name: str, tracer: str) -> None:
         assert torch.equal(found, wanted)
 
 
+@since(2, 11)
 def test_backward_elsewhere() -> None:
     """vmap and fakes see the operator, too; where a graph may break, what it does not have is taken."""
     given, out = torch.stack([DO, 2 * DO]), torch.empty_like(Q)
@@ -134,6 +138,7 @@ def test_backward_elsewhere() -> None:
     assert torch.equal(run(DO)[4], BACKWARDS["wrt"](DO)[4])
 
 
+@since(2, 11)
 def test_an_explanation_in_a_graph() -> None:
     with pytest.raises(Exception, match=r"traces what is no operator of torch.*a plan or explanation"):
         compiled(lambda x: x * len(str(rawattn.explain(x, K, V))), Q)
@@ -147,6 +152,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], Any]] = {  # calls that a whole gr
 }
 
 
+@since(2, 11)
 @pytest.mark.parametrize(("step", "x"), BROKEN.values(), ids=BROKEN)
 def test_where_a_graph_broke_nothing_of_rawattn_is_traced(step: Callable[[Any], Any], x: Any) -> None:
     """Also where the call is not the first of its kind. Tracing goes into what computes on the CPU, and fails there."""

@@ -10,6 +10,7 @@ import pytest
 from rawattn import ProblemError
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("torch.nn.attention.flex_attention")
 from rawattn.integrations import flash_attn, flash_attn_interface, flex_attention, sdpa, xformers  # noqa: E402
 
 Q, K = torch.ones(2, 8, 4, 16), torch.ones(2, 8, 2, 16)

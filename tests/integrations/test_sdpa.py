@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
 from rawattn.integrations import sdpa  # noqa: E402
 from rawattn.variant import mask  # noqa: E402
+from tests.versions import since  # noqa: E402
 
 NAMES = ("heads_first", "rows_first", "packed", "expanded")
 
@@ -54,6 +55,7 @@ def test_function(options: dict[str, Any], layout: str, device: str) -> None:
         near(sdpa.scaled_dot_product_attention(*three, **options), F.scaled_dot_product_attention(*three, **options))
 
 
+@since(2, 5)
 def test_grouped_heads(device: str) -> None:
     given = make(kv_heads=2, device=device)
     near(sdpa.scaled_dot_product_attention(*given, enable_gqa=True), F.scaled_dot_product_attention(*given, enable_gqa=True))
@@ -123,6 +125,7 @@ def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
     near(sdpa.scaled_dot_product_attention(*given, attn_mask=table), F.scaled_dot_product_attention(*given, attn_mask=table))
 
 
+@since(2, 11)
 @pytest.mark.parametrize("shape", [(20, 20), (2, 1, 1, 20)], ids=str)
 def test_gradients_of_masks(shape: tuple[int, ...], device: str) -> None:
     """Of a float one, eager and compiled; a bool one is refused where torch.compile traces."""
@@ -138,6 +141,7 @@ def test_gradients_of_masks(shape: tuple[int, ...], device: str) -> None:
         compiled(*given[:3], given[3] > 0)
 
 
+@since(2, 11)
 @pytest.mark.parametrize(("dtype", "strict"), [(torch.float32, True), (torch.float32, False), (torch.bool, False)], ids=str)
 def test_export_of_masks(dtype: Any, strict: bool) -> None:
     class Layer(torch.nn.Module):
@@ -175,6 +179,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     registration.remove()
 
 
+@since(2, 5)
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_operators(causal: bool, layout: str, called: list[str]) -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
 from rawattn.integrations import sglang as plugin  # noqa: E402
 from tests.integrations import sglang_like as like  # noqa: E402
+from tests.versions import since  # noqa: E402
 
 DOOR = "rawattn.integrations.sglang_backend"
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 96
@@ -110,6 +111,7 @@ def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 9
     return torch.cat(found).flatten(1)
 
 
+@since(2, 5)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("window", [-1, 4])
 def test_steps(window: int, page_size: int, make: Any, device: str) -> None:

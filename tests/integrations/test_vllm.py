@@ -21,6 +21,7 @@ import rawattn  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
 from rawattn.integrations import vllm as plugin  # noqa: E402
 from tests.integrations import vllm_like  # noqa: E402
+from tests.versions import since  # noqa: E402
 
 DOOR = "rawattn.integrations.vllm_backend"
 
@@ -74,6 +75,7 @@ def expected(q: Any, keys: list[Any], values: list[Any], options: dict[str, Any]
     return torch.cat(found)
 
 
+@since(2, 5)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_a_step(options: dict[str, Any], backend: Any, device: str) -> None:
     """Old keys lie in the cache, new ones are written, and rows of padding are left alone."""
@@ -171,6 +173,7 @@ def test_alibi(backend: Any) -> None:
     torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
 
 
+@since(2, 5)
 @pytest.mark.parametrize("causal", [True, False, torch.tensor([0]), torch.tensor([1])], ids=str)
 def test_windows_of_queries_that_are_not_causal(causal: Any, backend: Any, device: str) -> None:
     """They see as many keys after them as before, as in vLLM's own backends."""
