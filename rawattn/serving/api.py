@@ -160,14 +160,9 @@ def asked_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], r
     """Returns what is asked for by options whose functions have no arrays, and the arrays that they captured."""
     if (needed := len(functions.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
-    is_function = type(options["mask"]) is functions.Function
-    if is_function and options["window"] is not None:
-        raise ProblemError("mask was given beside window; write what both keep in the function.")
-    plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
-    spec = spec_of(step.is_causal and not is_function, plain, return_lse)
-    asked = Asked(spec, tuple(functions.among(options)), captured)
+    asked = Asked(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
     causal = step.causal if "causal" in step.arrays else step.is_causal
-    return of_step(asked, causal) if is_function and causal is not False else asked
+    return of_step(asked, causal) if type(options["mask"]) is functions.Function and causal is not False else asked
 
 
 def of_step(asked: Asked, causal: Any) -> Asked:
@@ -312,7 +307,8 @@ def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -
         found |= functions.read(own, asked.captured)
         if "mask" in own:  # which has in it what the step says
             found.pop("causal", None)
-        room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
+        *_, rows, heads, _ = found["q"].shape
+        room = Limits(step.batch, heads, *(max_kv_len(found, step),) * 2, q_below=max(1, rows))  # of a sequence without keys, too
         made = functions.resolved(own, found, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
     return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
@@ -568,10 +564,13 @@ def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = Fa
 
 
 def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
-    """The options of a call; ``causal`` is what the step says of all sequences."""
-    mask = options["mask"]
-    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **options)
-    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None else spec
+    """The options of a call, the defaults in place of functions; ``causal`` is what the step says of all sequences, which a mask
+    that is a function has in it."""
+    mask, is_function = options["mask"], type(options["mask"]) is functions.Function
+    if is_function and options["window"] is not None:
+        raise ProblemError("mask was given beside window; write what both keep in the function.")
+    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **functions.without(options))
+    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None and not is_function else spec
 
 
 def split_keys_of(split: Any) -> int:

@@ -17,7 +17,7 @@ from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Append, AttentionKVCache, Combine
 from ..variant.element import FP8
-from ..variant.mask import FromKey, FromQuery, causal_and
+from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 
 Array = npt.NDArray[Any]
@@ -108,7 +108,6 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         if spec is not op.spec:  # functions see positions
             mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
             score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
-            mask = FromQuery(mask, q_len - kv_len) if kv_len < q_len else mask
         if first is not None:
             if kv_len and not 0 <= first[i] <= kv_len:
                 raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be from 0 to {kv_len}, the sequence's length.")

@@ -28,25 +28,30 @@ IDS = np.random.default_rng(0).integers(0, 3, (5, 64)).astype(np.int32)
 SLOPES = np.array([0.1, -0.2, 0.3, 0.05], np.float32)
 MASK = lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) | (q - kv < 3)  # noqa: E731
 SCORE = lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)  # noqa: E731
+# Where an index is brought into its array by hand, which has no wrong one in a call.
+IN_NUMPY = {MASK: lambda b, h, q, kv: (IDS[b, np.maximum(q, 0)] == IDS[b, kv]) | (q - kv < 3)}
 
 
-def by_hand(case: Cached, mask: Any = None, score: Any = None) -> list[tuple[Array, Array]]:
+def by_hand(
+    case: Cached, mask: Any = None, score: Any = None, scale: float | None = None, sinks: Any = None
+) -> list[tuple[Array, Array]]:
     """o and lse of each sequence, (heads, q_len, columns) and (heads, q_len)."""
     found, q = [], case.rows(case.heads, case.head_dim, 1).astype(np.float64)
     for i, (q_len, kv_len) in enumerate(case.lengths):
         k, v = (np.repeat(x.astype(np.float64), case.heads // case.kv_heads, 1) for x in case.keys(i))
-        s = np.einsum("qhd,khd->hqk", case.of(q, i), k) / case.head_dim**0.5
+        s = np.einsum("qhd,khd->hqk", case.of(q, i), k) * (case.head_dim**-0.5 if scale is None else scale)
+        mask = IN_NUMPY.get(mask, mask)
         at = i, np.arange(case.heads)[:, None, None], np.arange(q_len)[:, None] + kv_len - q_len, np.arange(kv_len)
         if score is not None:
             s = score(s, *at)
-        kept = np.broadcast_to(True if mask is None else mask(*at), s.shape) & (at[2] >= 0)
+        kept = np.broadcast_to(True if mask is None else mask(*at), s.shape)
         if case.begins is not None:
             kept = kept & (at[3] >= case.begins[i])
         causal = case.causal if isinstance(case.causal, bool) else bool(case.causal[i])
         s = np.where(kept & (at[3] <= at[2]) if causal else kept, s, -np.inf)
-        top = s.max(-1, keepdims=True, initial=-1e30)
+        top = np.maximum(s.max(-1, keepdims=True, initial=-1e30), -1e30 if sinks is None else sinks[:, None, None])
         p = np.exp(s - top)
-        total = p.sum(-1, keepdims=True)
+        total = p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[:, None, None] - top))
         with np.errstate(divide="ignore"):
             lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
         found.append((np.einsum("hqk,khd->hqd", p / np.where(total == 0, 1, total), v), lse))
