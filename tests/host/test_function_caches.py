@@ -150,6 +150,7 @@ ON_GPUS: dict[str, tuple[Cached, str, str]] = {  # sequences, mask, score
     "documents of some, begins": (dataclasses.replace(LONG, causal=(1, 0, 0, 1, 1), begins=(65, 3, 1, 0, 100)), "documents", ""),
     "draft in bits, slopes": (dataclasses.replace(LONG, causal=False, lengths=((7, 150), (7, 70), (7, 7))), "words", "slopes"),
     "slopes": (dataclasses.replace(LONG, form="dense", page_size=160, causal=False), "", "slopes"),
+    "before the first key": (dataclasses.replace(LONG, causal=False, lengths=((70, 40), (5, 3), (9, 70))), "blocks", "slopes"),
     "copied": (dataclasses.replace(LONG, page_size=2), "documents", "slopes"),
 }
 
@@ -159,12 +160,13 @@ KERNELS = "attn_decode", "attn_fwd", "attn_fwd_mma"
 
 def functions_of(mask: str, score: str, move: Any) -> dict[str, Any]:
     """A mask and a score by name, with what they captured where ``move`` takes it."""
-    ids, words, slopes = (move(x) for x in (DOCUMENTS, WORDS, SLOPES))
+    ids, words, slopes, n = *(move(x) for x in (DOCUMENTS, WORDS, SLOPES)), 5
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv: ids[b, q] == ids[b, kv],
         "words": lambda b, h, q, kv, kv_len: (
             (kv < kv_len - 7) | (words[b, q - kv_len + 7] >> (kv - kv_len + 7).clip(0, 6) & 1 > 0)
         ),
+        "blocks": lambda b, h, q, kv: (q // 8 - kv // n <= 1) & (ids[b, q] != ids[b, kv] + q % 2),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
@@ -181,12 +183,16 @@ def in_numpy(case: Cached, mask: str, score: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv: DOCUMENTS[b, np.maximum(q, 0)] == DOCUMENTS[b, kv],
         "words": words,
+        "blocks": lambda b, h, q, kv: (
+            (q // 8 - kv // 5 <= 1) & (DOCUMENTS[b, np.maximum(q, 0)] != DOCUMENTS[b, kv] + q % 2)
+        ),
         "slopes": SCORE,
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
 
 
 QUICK = {(kernel, "documents of some, begins") for kernel in KERNELS} | {("attn_decode", "draft in bits, slopes")}
+QUICK |= {("attn_decode", "before the first key")}
 EACH = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in itertools.product(KERNELS, ON_GPUS)]
 
 
@@ -199,7 +205,7 @@ def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: p
         case = dataclasses.replace(case, page_size=256)
     q, functions = _moved(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)
     more: dict[str, Any] = {"kernel": kernel, "config": configs.get(kernel), "return_lse": True}
-    o, lse = rawattn.attention_kvcache(q, case.cache("torch"), case.step("torch", max_q_len=7), **functions, **more)
+    o, lse = rawattn.attention_kvcache(q, case.cache("torch"), case.step("torch", max_q_len=max(q for q, _ in case.lengths)), **functions, **more)
     check(case, o.double().numpy(), lse.numpy(), 1.2e-2, **in_numpy(case, mask, score))
     assert word[0] == 0
 
