@@ -60,10 +60,11 @@ def attention_kvcache(
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
         (heads, total_q). Rows of q that belong to no sequence are left as they are.
 
-    A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
-    sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
-    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
-    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins with that key itself.
+    A query that keeps no key, so any in a sequence of length 0, or before the first key of a causal one, has o = 0 and lse = -inf
+    (with sinks its sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps,
+    reaches no result, and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a
+    window keeps, and up to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins
+    with that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,

@@ -183,9 +183,7 @@ def in_numpy(case: Cached, mask: str, score: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv: DOCUMENTS[b, np.maximum(q, 0)] == DOCUMENTS[b, kv],
         "words": words,
-        "blocks": lambda b, h, q, kv: (
-            (q // 8 - kv // 5 <= 1) & (DOCUMENTS[b, np.maximum(q, 0)] != DOCUMENTS[b, kv] + q % 2)
-        ),
+        "blocks": lambda b, h, q, kv: (q // 8 - kv // 5 <= 1) & (DOCUMENTS[b, np.maximum(q, 0)] != DOCUMENTS[b, kv] + q % 2),
         "slopes": SCORE,
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
@@ -205,7 +203,9 @@ def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: p
         case = dataclasses.replace(case, page_size=256)
     q, functions = _moved(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)
     more: dict[str, Any] = {"kernel": kernel, "config": configs.get(kernel), "return_lse": True}
-    o, lse = rawattn.attention_kvcache(q, case.cache("torch"), case.step("torch", max_q_len=max(q for q, _ in case.lengths)), **functions, **more)
+    o, lse = rawattn.attention_kvcache(
+        q, case.cache("torch"), case.step("torch", max_q_len=max(q for q, _ in case.lengths)), **functions, **more
+    )
     check(case, o.double().numpy(), lse.numpy(), 1.2e-2, **in_numpy(case, mask, score))
     assert word[0] == 0
 

@@ -39,7 +39,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], Meaning]] = {  # what is given to the c
     "kv_begin": ({}, {"begins": BEGINS}),
 }  # fmt: skip
 ONE = {frozenset(("mask", "mask option")), frozenset(("score", "score option")), frozenset(("causal", "causal of each"))}
-PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if frozenset(pair) not in ONE]  # which one argument cannot be both of
+PAIRS = [
+    pair for pair in itertools.combinations(OPTIONS, 2) if frozenset(pair) not in ONE
+]  # which one argument cannot be both of
 REFUSED = {
     ("window", "mask"): "mask was given beside", ("window", "mask option"): "mask was given beside",
     ("softcap", "score"): "score was given beside softcap", ("softcap", "score option"): "score was given beside softcap",
