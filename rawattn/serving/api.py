@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from .. import arrays, driver, functions, memory
 from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array, Held
+from ..cpu import CPU
+from ..device import Device
 from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
@@ -19,7 +21,7 @@ from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
 from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
-from ..select import select
+from ..select import Selection, select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
 from ..variant.mask import causal_and
@@ -327,20 +329,20 @@ def explain_kvcache(
     split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
     kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
-    """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
-    result.
+    """Says what ``attention_kvcache`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain_kvcache(q, cache, step))
 
-    Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
+    Raises UnsupportedError where no kernel computes it, with the reasons.
     """
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
-    if found["q"].is_cpu:
-        raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
-    return explain_operation(op, device_of(found["q"]), kernel, config)
+    device = device_of(found["q"])
+    if device.is_cpu:
+        return Explanation(op, device, selected(op, device, kernel, config), None)
+    return explain_operation(op, device, kernel, config)
 
 
 def append(
@@ -653,6 +655,17 @@ def _call_of(
     return plan.bind(found, loose)  # type: ignore[return-value]
 
 
+def selected(op: AttentionKVCache, device: Device, kernel: str | None, config: Any) -> Selection:
+    """The kernel and its configuration. Raises UnsupportedError where no kernel computes the operation."""
+    if not device.is_cpu:
+        return select(op, device, kernel, config)
+    from . import cpu
+
+    check_cpu(kernel, config)
+    cpu.check(op)
+    return Selection(CPU, None, "the CPU has no other")
+
+
 def check_cpu(kernel: str | None, config: Any) -> None:
     """Raises UnsupportedError where another kernel is asked for than there is on the CPU."""
     if kernel not in (None, "cpu") or config is not None:
@@ -720,15 +733,21 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
     check_output(name, array, alignment, inputs)
 
 
-def violations(device: int = 0) -> tuple[str, ...]:
+def violations(device: Any = 0) -> tuple[str, ...]:
     """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
 
-    >>> rawattn.violations()
+    >>> rawattn.violations(q.device)
     ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
 
-    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written.
+    Args:
+        device: the GPU's number, or as torch, CuPy and JAX name it: ``torch.device``, "cuda:0", ``cupy.cuda.Device``, a JAX
+            device. "cuda" is torch's current one. A CPU gives (), since there what is wrong raises.
+
+    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written. Raises ProblemError for
+    what is no device.
     """
-    found = driver.take_violations(device)
+    number = arrays.number_of_device(device)
+    found = 0 if number is None else driver.take_violations(number)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
 
 

@@ -94,9 +94,7 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
 
 def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
-    reason = _refusal(op)
-    if reason is not None:
-        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
+    check(op)
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
@@ -126,6 +124,13 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
+
+
+def check(op: AttentionKVCache) -> None:
+    """Raises UnsupportedError where the CPU path does not compute the operation."""
+    reason = _refusal(op)
+    if reason is not None:
+        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
 
 
 def _refusal(op: AttentionKVCache) -> str | None:
