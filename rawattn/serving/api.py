@@ -24,7 +24,9 @@ from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_a
 from ..select import Selection, select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
+from ..variant.element import ELEMENTS
 from ..variant.mask import causal_and
+from ..variant.parts import MOST_ARRAYS
 from .cache import LAYOUTS, KVCache
 from .rotary import Rotary
 from .step import Step
@@ -498,7 +500,7 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
         parts: pairs (o, lse) as ``attention``, ``attention_varlen`` and ``attention_kvcache`` give them, of the same queries over
             keys that no two parts share: o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), lse
             (batch, heads, q_len) or (heads, total_q), natural logarithms, float32 (float64 for fp64). Strides are free but for
-            o's last dimension. A GPU takes up to 16.
+            o's last dimension. A GPU merges 16 in one launch, and adds others to a sum in float32, 15 with each launch, in order.
         sinks: (heads,), as in ``attention``: given here once, and not to the parts.
         out: receives o. It may be float32 where the parts are bf16 or fp16, and o of the first part may then be such a sum of
             others: of many parts, some at a time, o is rounded once. It may be o of the first part itself.
@@ -527,7 +529,10 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     key = None if like is None or form is None else (like, form[0], in_place)
     call: GpuCall | CpuCall | None = _merges.get(key)
     if call is None:
-        call = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        op, found = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        if op.count > MOST_ARRAYS and not found["o_0"].is_cpu:
+            return _merge_in_turn(list(zip(given[::2], given[1::2], strict=True)), sinks, out, found)
+        call = _call_of(op, found, "NHD")
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_merges, key, call, KEPT_CALLS)
     if in_place:
@@ -538,8 +543,22 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     return o, lse
 
 
-def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall | CpuCall:
-    """The merge of these parts, o_0, lse_0, o_1 and so on."""
+def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: dict[str, Array]) -> tuple[Any, Any]:
+    """``merge_states`` of more parts than a launch takes: some at a time are added to a sum, in order, which is rounded once."""
+    if out is not None and out is not parts[0][0]:
+        check_written("out", arrays.read(out, "out"), out, 1, inputs.items())
+    first = inputs["o_0"]
+    total = arrays.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
+    found = merge_states(parts[:MOST_ARRAYS], out=total)
+    for i in range(MOST_ARRAYS, len(parts), MOST_ARRAYS - 1):
+        rest = parts[i : i + MOST_ARRAYS - 1]
+        is_last = i + len(rest) == len(parts)
+        found = merge_states([found, *rest], **({"sinks": sinks, "out": out} if is_last else {"out": total}))
+    return to_libraries(found, (out,), parts[0][0])
+
+
+def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
+    """The merge of these parts, o_0, lse_0, o_1 and so on, and its arrays."""
     names = Combine.input_names(len(given))
     named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
@@ -548,7 +567,7 @@ def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall 
     op = Combine.of_call(found, options, ())
     if op.in_place:
         check_written("out", found["o_0"], given[0], 1, [(name, x) for name, x in found.items() if name != "o_0"])
-    return _call_of(op, found, "NHD")
+    return op, found
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
