@@ -125,8 +125,9 @@ def attention_varlen(
             cu_seqlens_q[i + 1]. Starts with 0 and never falls; sequences may be empty. Rows past its last value are left as they
             are in o. On a GPU the values are not checked, since that would wait for the device.
         cu_seqlens_kv: the same for the rows of k and v.
-        max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They guide which tiles are used; no
-            result depends on them.
+        max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They are hints, by which a GPU's tiles
+            are chosen: wrong ones, too small ones too, make no result wrong, but other tiles round otherwise, so last bits may
+            differ. With ``invariant`` they choose nothing.
         The rest as in ``attention``; q_offset and kv_offset are the positions of every sequence's first rows.
 
     Returns:

@@ -475,6 +475,28 @@ def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.empty(shape, dtype)
 
 
+def number_of_device(device: Any) -> int | None:
+    """The number of a GPU that is named as torch, CuPy or JAX do, or by the number itself; None for a CPU. "cuda" alone is
+    torch's current one. Raises ProblemError for what is no device."""
+    kind, index = "cuda", getattr(device, "id", device)  # CuPy's have an id
+    if isinstance(device, str):
+        kind, _, number = device.partition(":")
+        index = int(number) if number.isdecimal() else number or None
+    elif hasattr(device, "platform"):  # JAX's
+        kind, index = device.platform, device.local_hardware_id
+    elif hasattr(device, "type"):  # torch's
+        kind, index = device.type, device.index
+    if kind == "cpu":
+        return None
+    if index is None and device is not None:
+        torch = sys.modules.get("torch")
+        index = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else 0
+    if kind not in ("cuda", "gpu") or not hasattr(index, "__index__"):
+        need = "a device as torch, CuPy or JAX name it, such as 'cuda:0', or the number of a CUDA GPU, an int from 0 up"
+        raise ProblemError(f"device is {device!r}; it must be {need}.")
+    return int(index)
+
+
 def written(out: Any) -> None:
     """Tells autograd that a tensor was changed in place, so that a backward that needs its old numbers fails in words."""
     if isinstance(out, _tensor):

@@ -388,13 +388,13 @@ def _with_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...
 
 
 def at_positions(option: Any) -> Any:
-    """An option of a cache's step: functions see positions there, and a built-in mask of the same meaning is aligned to the last
-    key."""
+    """An option of a cache's step: functions see positions there, below 0 before the first key, and a built-in mask of the same
+    meaning is aligned to the last key."""
     if hasattr(option, "align"):
         return dataclasses.replace(option, align="bottom_right")
     if isinstance(option, Both):
         return Both(at_positions(option.a), at_positions(option.b))
-    return option
+    return dataclasses.replace(option, q_below=True) if hasattr(option, "q_below") else option
 
 
 # ---- of an operation

@@ -516,19 +516,14 @@ def attention_kvcache(
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         for j in kept:  # the others may lie nowhere
             k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *places(j)) * _scale(cache, n, i) for n in "kv")
-        first = max(0, len(queries[rows]) - kv_len) if any(map(functions.is_function, (mask, score))) else 0
-        own = queries[rows][None, first:]  # beside functions, those before the first key keep none
-        formula = make_formula(
-            own, k, "float64", lambda x: x, False, None, softcap, scale, mask if functions.is_function(mask) else None, score,
-            max(0, kv_len - own.shape[1]), 0,
-        )  # fmt: skip
-        within = _Within(run, formula.mask) if functions.is_function(mask) else run
-        logit = formula.score if functions.is_function(score) else make_score(softcap, score)
+        own = queries[rows][None]
+        mask_function = mask if functions.is_function(mask) else None
+        formula = make_formula(own, k, "float64", lambda x: x, False, None, softcap, scale, mask_function, score, 0, 0)
+        seen = {"q_offset": kv_len - own.shape[1]}  # positions are below 0 before the first key
+        within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
+        logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)  # type: ignore[type-var]
         formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
-        found, total = (x[0] for x in formula.forward(own, k, v, sinks, None, None))
-        o[rows][first:], lse[at][..., first:] = found, total
-        if first and sinks is not None:
-            lse[at][..., :first] = sinks[:, None]
+        o[rows], lse[at] = (x[0] for x in formula.forward(own, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
 
 

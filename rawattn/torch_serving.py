@@ -86,10 +86,8 @@ def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
     """Writes the options, which ``_constant`` took apart, as the operator takes them: a spec, functions in the places of its mask
     and score, and with a function as mask whether the step is causal for all sequences, which the spec does not say then."""
     options = {name: _option(value) for name, value in constants}
-    own = functions.among(options)
-    plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
+    own, spec = functions.among(options), api.spec_of(causal, options, False)
     has_mask = type(options["mask"]) is functions.Function
-    spec = api.spec_of(causal and not has_mask, plain, False)
     try:
         return json.dumps(spec.to_json() | functions.to_json(own) | ({"step_is_causal": causal} if has_mask else {}))
     except TypeError as error:

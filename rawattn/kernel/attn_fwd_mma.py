@@ -248,8 +248,10 @@ class AttnFwdMma(OneLaunch):
         return self._split(op, config, device, splits, keys)
 
     def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
-        """Two launches: of each row the results over each split of the keys, and their fold."""
+        """Two launches: of each row the results over each split of the keys, and their fold; none where no row is computed."""
         whole = super().lower(op, config, device)
+        if not whole.launches:
+            return whole
         main = whole.launches[-1]
         fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len

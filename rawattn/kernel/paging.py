@@ -13,7 +13,7 @@ from ..tma import SWIZZLE_ROWS
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
-from ..variant.mask import AtPositionsMask, CausalEachMask, KvBeginMask
+from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
 from ..variant.scale import Scale
 from . import tiling
@@ -58,7 +58,6 @@ def rows_option(op: AttentionKVCache, base: Option) -> Option:
 def mask_option(op: AttentionKVCache) -> Any:
     """The mask, with what the step says of each sequence."""
     found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask  # type: ignore[arg-type]  # Masks are Options
-    found = AtPositionsMask(found) if has_functions(op) else found
     return KvBeginMask(found) if op.kv_begin else found
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from .. import arrays, driver, functions, memory
 from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
 from ..arrays import Array, Held
+from ..cpu import CPU
+from ..device import Device
 from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
@@ -19,10 +21,12 @@ from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
 from ..operation.kvcache import table_of
 from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
-from ..select import select
+from ..select import Selection, select
 from ..spec import Spec, Window
 from ..trace.proofs import Limits
+from ..variant.element import ELEMENTS
 from ..variant.mask import causal_and
+from ..variant.parts import MOST_ARRAYS
 from .cache import LAYOUTS, KVCache
 from .rotary import Rotary
 from .step import Step
@@ -60,10 +64,11 @@ def attention_kvcache(
         o, q's shape with head_dim_v columns; with ``return_lse`` also lse, float32 (float64 for fp64), (batch, heads, q_len) or
         (heads, total_q). Rows of q that belong to no sequence are left as they are.
 
-    A query that keeps no key, so any in a sequence of length 0 or before the first key, has o = 0 and lse = -inf (with sinks its
-    sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps, reaches no result,
-    and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a window keeps, and up
-    to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins with that key itself.
+    A query that keeps no key, so any in a sequence of length 0, or before the first key of a causal one, has o = 0 and lse = -inf
+    (with sinks its sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps,
+    reaches no result, and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a
+    window keeps, and up to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins
+    with that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
@@ -160,14 +165,9 @@ def asked_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], r
     """Returns what is asked for by options whose functions have no arrays, and the arrays that they captured."""
     if (needed := len(functions.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
-    is_function = type(options["mask"]) is functions.Function
-    if is_function and options["window"] is not None:
-        raise ProblemError("mask was given beside window; write what both keep in the function.")
-    plain = {name: None if type(value) is functions.Function else value for name, value in options.items()}
-    spec = spec_of(step.is_causal and not is_function, plain, return_lse)
-    asked = Asked(spec, tuple(functions.among(options)), captured)
+    asked = Asked(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
     causal = step.causal if "causal" in step.arrays else step.is_causal
-    return of_step(asked, causal) if is_function and causal is not False else asked
+    return of_step(asked, causal) if type(options["mask"]) is functions.Function and causal is not False else asked
 
 
 def of_step(asked: Asked, causal: Any) -> Asked:
@@ -312,7 +312,8 @@ def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -
         found |= functions.read(own, asked.captured)
         if "mask" in own:  # which has in it what the step says
             found.pop("causal", None)
-        room = Limits(step.batch, found["q"].shape[-2], *(max_kv_len(found, step),) * 2)
+        *_, rows, heads, _ = found["q"].shape
+        room = Limits(step.batch, heads, *(max_kv_len(found, step),) * 2, q_below=max(1, rows))  # of a sequence without keys, too
         made = functions.resolved(own, found, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
     return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
@@ -330,20 +331,20 @@ def explain_kvcache(
     split: str | int = "auto", return_lse: bool = False, invariant: bool = False, dropout: float = 0,
     kernel: str | None = None, config: Any = None,
 ) -> Explanation:  # fmt: skip
-    """Says what ``attention_kvcache`` would run for these arrays on a GPU, and why, without compiling or running it. Print the
-    result.
+    """Says what ``attention_kvcache`` would run for these arrays, and why, without compiling or running it. Print the result.
 
     >>> print(rawattn.explain_kvcache(q, cache, step))
 
-    Raises UnsupportedError where no kernel computes it, with the reasons; on the CPU, where there is no choice, too.
+    Raises UnsupportedError where no kernel computes it, with the reasons.
     """
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
-    if found["q"].is_cpu:
-        raise UnsupportedError(f"{op} is computed by the kernel cpu, without a choice; explain_kvcache is for arrays on a GPU.")
-    return explain_operation(op, device_of(found["q"]), kernel, config)
+    device = device_of(found["q"])
+    if device.is_cpu:
+        return Explanation(op, device, selected(op, device, kernel, config), None)
+    return explain_operation(op, device, kernel, config)
 
 
 def append(
@@ -499,7 +500,7 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
         parts: pairs (o, lse) as ``attention``, ``attention_varlen`` and ``attention_kvcache`` give them, of the same queries over
             keys that no two parts share: o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), lse
             (batch, heads, q_len) or (heads, total_q), natural logarithms, float32 (float64 for fp64). Strides are free but for
-            o's last dimension. A GPU takes up to 16.
+            o's last dimension. A GPU merges 16 in one launch, and adds others to a sum in float32, 15 with each launch, in order.
         sinks: (heads,), as in ``attention``: given here once, and not to the parts.
         out: receives o. It may be float32 where the parts are bf16 or fp16, and o of the first part may then be such a sum of
             others: of many parts, some at a time, o is rounded once. It may be o of the first part itself.
@@ -528,7 +529,10 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     key = None if like is None or form is None else (like, form[0], in_place)
     call: GpuCall | CpuCall | None = _merges.get(key)
     if call is None:
-        call = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        op, found = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        if op.count > MOST_ARRAYS and not found["o_0"].is_cpu:
+            return _merge_in_turn(list(zip(given[::2], given[1::2], strict=True)), sinks, out, found)
+        call = _call_of(op, found, "NHD")
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_merges, key, call, KEPT_CALLS)
     if in_place:
@@ -539,8 +543,22 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
     return o, lse
 
 
-def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall | CpuCall:
-    """The merge of these parts, o_0, lse_0, o_1 and so on."""
+def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: dict[str, Array]) -> tuple[Any, Any]:
+    """``merge_states`` of more parts than a launch takes: some at a time are added to a sum, in order, which is rounded once."""
+    if out is not None and out is not parts[0][0]:
+        check_written("out", arrays.read(out, "out"), out, 1, inputs.items())
+    first = inputs["o_0"]
+    total = arrays.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
+    found = merge_states(parts[:MOST_ARRAYS], out=total)
+    for i in range(MOST_ARRAYS, len(parts), MOST_ARRAYS - 1):
+        rest = parts[i : i + MOST_ARRAYS - 1]
+        is_last = i + len(rest) == len(parts)
+        found = merge_states([found, *rest], **({"sinks": sinks, "out": out} if is_last else {"out": total}))
+    return to_libraries(found, (out,), parts[0][0])
+
+
+def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
+    """The merge of these parts, o_0, lse_0, o_1 and so on, and its arrays."""
     names = Combine.input_names(len(given))
     named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
@@ -549,7 +567,7 @@ def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> GpuCall 
     op = Combine.of_call(found, options, ())
     if op.in_place:
         check_written("out", found["o_0"], given[0], 1, [(name, x) for name, x in found.items() if name != "o_0"])
-    return _call_of(op, found, "NHD")
+    return op, found
 
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
@@ -568,10 +586,13 @@ def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = Fa
 
 
 def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
-    """The options of a call; ``causal`` is what the step says of all sequences."""
-    mask = options["mask"]
-    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **options)
-    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None else spec
+    """The options of a call, the defaults in place of functions; ``causal`` is what the step says of all sequences, which a mask
+    that is a function has in it."""
+    mask, is_function = options["mask"], type(options["mask"]) is functions.Function
+    if is_function and options["window"] is not None:
+        raise ProblemError("mask was given beside window; write what both keep in the function.")
+    spec = Spec.of(causal=causal and mask is None, return_lse=return_lse, **functions.without(options))
+    return dataclasses.replace(spec, mask=causal_and(mask)) if causal and mask is not None and not is_function else spec
 
 
 def split_keys_of(split: Any) -> int:
@@ -653,6 +674,17 @@ def _call_of(
     return plan.bind(found, loose)  # type: ignore[return-value]
 
 
+def selected(op: AttentionKVCache, device: Device, kernel: str | None, config: Any) -> Selection:
+    """The kernel and its configuration. Raises UnsupportedError where no kernel computes the operation."""
+    if not device.is_cpu:
+        return select(op, device, kernel, config)
+    from . import cpu
+
+    check_cpu(kernel, config)
+    cpu.check(op)
+    return Selection(CPU, None, "the CPU has no other")
+
+
 def check_cpu(kernel: str | None, config: Any) -> None:
     """Raises UnsupportedError where another kernel is asked for than there is on the CPU."""
     if kernel not in (None, "cpu") or config is not None:
@@ -720,15 +752,21 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
     check_output(name, array, alignment, inputs)
 
 
-def violations(device: int = 0) -> tuple[str, ...]:
+def violations(device: Any = 0) -> tuple[str, ...]:
     """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
 
-    >>> rawattn.violations()
+    >>> rawattn.violations(q.device)
     ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
 
-    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written.
+    Args:
+        device: the GPU's number, or as torch, CuPy and JAX name it: ``torch.device``, "cuda:0", ``cupy.cuda.Device``, a JAX
+            device. "cuda" is torch's current one. A CPU gives (), since there what is wrong raises.
+
+    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written. Raises ProblemError for
+    what is no device.
     """
-    found = driver.take_violations(device)
+    number = arrays.number_of_device(device)
+    found = 0 if number is None else driver.take_violations(number)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
 
 

@@ -17,7 +17,7 @@ from ..device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Append, AttentionKVCache, Combine
 from ..variant.element import FP8
-from ..variant.mask import FromKey, FromQuery, causal_and
+from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 
 Array = npt.NDArray[Any]
@@ -94,9 +94,7 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
 
 def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
-    reason = _refusal(op)
-    if reason is not None:
-        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
+    check(op)
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
@@ -108,7 +106,6 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         if spec is not op.spec:  # functions see positions
             mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
             score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
-            mask = FromQuery(mask, q_len - kv_len) if kv_len < q_len else mask
         if first is not None:
             if kv_len and not 0 <= first[i] <= kv_len:
                 raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be from 0 to {kv_len}, the sequence's length.")
@@ -127,6 +124,13 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
+
+
+def check(op: AttentionKVCache) -> None:
+    """Raises UnsupportedError where the CPU path does not compute the operation."""
+    reason = _refusal(op)
+    if reason is not None:
+        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
 
 
 def _refusal(op: AttentionKVCache) -> str | None:

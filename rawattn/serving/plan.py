@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 from .. import arrays, functions
 from ..api import MaskLike, ScoreLike
 from ..arrays import Array
-from ..cpu import CPU
 from ..device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache
 from ..plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
-from ..select import Selection, select
+from ..select import Selection
 from ..spec import Window
 from .api import (
     CpuCall,
     arrays_of,
     asked_with,
     attention_of,
-    check_cpu,
     check_lse,
     check_objects,
     kept_of,
@@ -29,6 +27,7 @@ from .api import (
     like_of,
     log,
     loose_of,
+    selected,
     split_keys_of,
     violations,
     with_slopes,
@@ -65,10 +64,7 @@ def plan_kvcache(
     op, found = attention_of(q, cache, step, asked, sinks)
     device = device_of(found["q"])
     log(op)
-    if device.is_cpu:
-        check_cpu(kernel, config)
-    selection = Selection(CPU, None, "") if device.is_cpu else select(op, device, kernel, config)
-    return KVCachePlan(op, device, selection, found["q"].library, asks, on_compile)
+    return KVCachePlan(op, device, selected(op, device, kernel, config), found["q"].library, asks, on_compile)
 
 
 class Asks(NamedTuple):

@@ -38,8 +38,9 @@ class Step(Remade):
             pages are not read, and positions stay as they are. Where a sequence has no key, it is not looked at.
         causal: whether a query keeps keys up to its own position, the last query standing at the last key: True, False, or an
             array (batch,) in which 0 says no.
-        max_q_len, max_kv_len: bounds on the lengths, for the choice of kernels and grids; no result depends on them. A length
-            beyond its bound is an error: on the CPU it raises.
+        max_q_len, max_kv_len: bounds on the lengths, for the choice of kernels and grids, which may round otherwise: but for last
+            bits no result depends on them. A length beyond its bound is an error: on the CPU it raises, a GPU cuts it to the
+            bound and says so in ``rawattn.violations``.
 
     ``Step.from_indptr`` takes the pages of all sequences end to end. Attributes: ``batch``, ``form`` ("dense", "table" or
     "indptr").

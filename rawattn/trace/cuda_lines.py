@@ -89,7 +89,10 @@ def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list
 class Writer:
     """The lines of a struct, each in its place."""
 
-    def __init__(self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, What]] | None = None) -> None:
+    def __init__(
+        self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, What]] | None = None, q_below: bool = False
+    ) -> None:  # fmt: skip
+        self.q_below = q_below  # whether q may be below 0
         self.role, self.number, self.prefix = code.role, number, prefix  # number: the C++ type of floats
         self.dtype = np.float32 if code.role == "mask" else np.float64  # of floats that the host makes
         self.elements = code.arrays
@@ -214,7 +217,7 @@ class Writer:
             quotient = make("floordiv", "int", (a, b))
             return f"{self.text(a)} - {self.text(quotient)} * {self.text(b)}"
         divisor = self.made("divisor", "function::Divisor", Divisor(b)) if self.place(b) == HOST else self.text(b)
-        floor = "udiv" if is_nonnegative(a) and is_nonnegative(b) else "floordiv"
+        floor = "udiv" if is_nonnegative(a, self.q_below) and is_nonnegative(b, self.q_below) else "floordiv"
         return f"function::{floor}({self.text(a)}, {divisor})"
 
     def made(self, word: str, ctype: str, what: Made) -> str:

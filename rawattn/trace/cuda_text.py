@@ -215,11 +215,11 @@ def _include(*paths: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def written(code: Code, checked: tuple[tuple[int, int], ...]) -> Written:
+def written(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
     """The struct of a mask or a score. ``checked``: number of an element among the code's nodes, and axis, of each index that is
-    brought into its array."""
+    brought into its array. ``q_below``: whether q may be below 0."""
     order = nodes(code.root)
-    return (_mask if code.role == "mask" else _score)(code, {(order[i], axis) for i, axis in checked})
+    return (_mask if code.role == "mask" else _score)(code, {(order[i], axis) for i, axis in checked}, q_below)
 
 
 def _sorted(fields: dict[str, tuple[str, What]]) -> tuple[tuple[str, str, What], ...]:
@@ -233,8 +233,8 @@ def _inside(lines: Sequence[tuple[str, str, str]]) -> str:
     return "\n        const i32 inside = min(offset, last);" if used else ""
 
 
-def _mask(code: Code, checked: set[tuple[Expr, int]]) -> Written:
-    w = Writer(code, "float")
+def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
+    w = Writer(code, "float", q_below=q_below)
     result = w.add(*positioned(code.root, checked))
     element, pyramids = w.lines["element"], pyramids_of(code)
     ranges = RangeWriter(w, dict(enumerate(pyramids)))
@@ -309,15 +309,15 @@ def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tupl
     )
 
 
-def _score(code: Code, checked: set[tuple[Expr, int]]) -> Written:
-    value = Writer(code, "Number")
+def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
+    value = Writer(code, "Number", q_below=q_below)
     lowering = Lowering(value.place)
     root, moved = positioned(code.root, checked)
     logit = lowering(root, moved)
     result = value.add(*logit)
-    derivative = Writer(code, "Number", prefix="d", fields=value.fields)
+    derivative = Writer(code, "Number", "d", value.fields, q_below)
     slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
-    exponents = Writer(code, "Number", prefix="e", fields=value.fields)
+    exponents = Writer(code, "Number", "e", value.fields, q_below)
     power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
     exponent = exponents.add(*power)
     shared = diagonal(value.place, logit[0], power[0])

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ProblemError, brief
 from .canonical import Code, number_keys, numbers_of
-from .expressions import Expr, nodes
+from .expressions import Expr, Q, nodes
 from .ranges import LIMITS, Leaf, Range, anything, bounds, hull, rounded
 
 Class = tuple[int, int] | float | None  # of numbers: the ints from one to another, a float of its own, any other float
@@ -24,7 +24,8 @@ ELEMENT_LIMITS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16
 
 
 class Limits(NamedTuple):
-    """One more than the largest b, h, q and kv that a function sees; and the rows of all sequences end to end."""
+    """One more than the largest b, h, q and kv that a function sees; the rows of all sequences end to end; and how far below 0 q
+    may be."""
 
     batch: int
     heads: int
@@ -32,6 +33,7 @@ class Limits(NamedTuple):
     kv_len: int
     q_rows: int = 0
     kv_rows: int = 0
+    q_below: int = 0
 
     def box(self) -> dict[str, Range]:
         """The ranges of the variables."""
@@ -45,7 +47,8 @@ class Limits(NamedTuple):
             "kv_len": length,
         }
         most |= {"q_start": self.q_rows, "kv_start": self.kv_rows}
-        return {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
+        found = {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
+        return found | {"q": Range(np.int64(-self.q_below), found["q"].hi)}
 
 
 def checked_indices(
@@ -227,8 +230,9 @@ def _check_operands(x: Expr, found: dict[Expr, Range], has_classes: bool) -> Non
             raise ProblemError(f"{x!r} divides by 0; give a number that is not.")
 
 
-def is_nonnegative(root: Expr) -> bool:
-    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned."""
+def is_nonnegative(root: Expr, q_below: bool) -> bool:
+    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
+    ``q_below`` says whether q may be below 0."""
     high = LIMITS["int"][1]
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:
@@ -238,6 +242,8 @@ def is_nonnegative(root: Expr) -> bool:
         if x.type == "float":
             return anything("float")
         is_negative = x.op == "param" and x.args[1]
+        if x is Q and q_below:
+            return Range(np.int64(-high), np.int64(high))
         return Range(np.int64(-high), np.int64(-1)) if is_negative else Range(np.int64(0), np.int64(high))
 
     return bool(bounds(root, leaf)[root].lo >= 0)

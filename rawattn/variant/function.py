@@ -38,12 +38,14 @@ class Captured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Captures(Option):
-    """A traced function, the numbers that it captured, what is needed of its arrays, and which indices are checked."""
+    """A traced function, the numbers that it captured, what is needed of its arrays, and which indices are checked; ``q_below``
+    says whether q may be below 0, as it may over caches."""
 
     code: Code
     numbers: tuple[int | float, ...] = ()
     arrays: tuple[Captured, ...] = ()
     checked: tuple[tuple[int, int], ...] = ()
+    q_below: bool = False
     role: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Captures(Option):
 
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
-        return (self.type, self.code, number_keys(self.numbers), self.arrays, self.checked)
+        return (self.type, self.code, number_keys(self.numbers), self.arrays, self.checked, self.q_below)
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Captures) else NotImplemented
@@ -73,11 +75,11 @@ class Captures(Option):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        return (self.type, self.code, self.checked)
+        return (self.type, self.code, self.checked, self.q_below)
 
     @property
     def _written(self) -> cuda_text.Written:
-        return cuda_text.written(self.code, self.checked)
+        return cuda_text.written(self.code, self.checked, self.q_below)
 
     @property
     def fields(self) -> Fields:

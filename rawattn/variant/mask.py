@@ -280,14 +280,6 @@ class CausalEachMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtPositionsMask(Wrapper):
-    """A mask of rows of ``AtPositionsRows``: a query before the first key keeps none."""
-
-    type: ClassVar[str] = "AtPositionsMask"
-    source: ClassVar[str] = "variant/mask/at_positions.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
 class KvBeginMask(Wrapper):
     """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
 
@@ -296,8 +288,8 @@ class KvBeginMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class _From(Option):
-    """A mask that keeps nothing before ``first``."""
+class FromKey(Option):
+    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 
     base: Pairs
     first: int
@@ -307,21 +299,9 @@ class _From(Option):
         base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
         return base
 
-
-class FromKey(_From):
-    """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
-
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, q_len, kv_len)
         return np.maximum(begin, self.first), end
-
-
-class FromQuery(_From):
-    """A mask that keeps no key for queries before ``first``: the CPU path's for those that stand before the first key."""
-
-    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        begin, end = self.base.interval(q, q_len, kv_len)
-        return begin, np.where(q < self.first, begin, end)
 
 
 @dataclasses.dataclass(frozen=True)

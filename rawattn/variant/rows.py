@@ -168,7 +168,7 @@ class CausalEachRows(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class AtPositionsRows(Wrapper):
-    """A step's rows where functions see positions. ``AtPositionsMask`` and ``AtPositionsScore`` go with it."""
+    """A step's rows where functions see positions. ``AtPositionsScore`` goes with it."""
 
     type: ClassVar[str] = "AtPositionsRows"
     source: ClassVar[str] = "variant/rows/at_positions.cuh"

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rawattn
@@ -524,7 +525,23 @@ def test_a_pair_that_no_graph_took_goes_back(cuda: Bindings) -> None:
 
 
 def test_what_is_no_number_of_a_gpu() -> None:
-    for call in (rawattn.violations, lambda device: rawattn.warm_up([], device)):
-        for device in ("cpu", 1.5, None):
-            with pytest.raises(ProblemError, match=rf"device is {device!r}; it must be the number of a CUDA GPU"):
-                call(device)
+    for device in ("cpu", 1.5, None):
+        with pytest.raises(ProblemError, match=rf"device is {device!r}; it must be the number of a CUDA GPU"):
+            rawattn.warm_up([], device)
+
+
+def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU whose violations are taken, as each library names it; a CPU has none."""
+    asked: list[int] = []
+    monkeypatch.setattr(driver, "take_violations", lambda index: asked.append(index) or 0)
+    torch = pytest.importorskip("torch")
+    numbers = (0, 1, np.int64(2), "cuda:3", torch.device("cuda:4"), torch.device("cuda"), "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    in_cupy, of_jax = types.SimpleNamespace(id=6), lambda kind: types.SimpleNamespace(platform=kind, id=9, local_hardware_id=7)
+    for device in (*numbers, in_cupy, of_jax("gpu"), "cpu", torch.device("cpu"), of_jax("cpu")):
+        assert rawattn.violations(device) == ()
+    assert asked == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    for device in (1.5, None, "mps", "cuda:x", torch.device("mps:0"), of_jax("tpu")):
+        with pytest.raises(ProblemError, match=r"it must be a device as torch, CuPy or JAX name it, such as 'cuda:0'"):
+            rawattn.violations(device)

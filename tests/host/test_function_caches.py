@@ -28,25 +28,30 @@ IDS = np.random.default_rng(0).integers(0, 3, (5, 64)).astype(np.int32)
 SLOPES = np.array([0.1, -0.2, 0.3, 0.05], np.float32)
 MASK = lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) | (q - kv < 3)  # noqa: E731
 SCORE = lambda s, b, h, q, kv: s + SLOPES[h] * (kv - q)  # noqa: E731
+# Where an index is brought into its array by hand, which has no wrong one in a call.
+IN_NUMPY = {MASK: lambda b, h, q, kv: (IDS[b, np.maximum(q, 0)] == IDS[b, kv]) | (q - kv < 3)}
 
 
-def by_hand(case: Cached, mask: Any = None, score: Any = None) -> list[tuple[Array, Array]]:
+def by_hand(
+    case: Cached, mask: Any = None, score: Any = None, scale: float | None = None, sinks: Any = None
+) -> list[tuple[Array, Array]]:
     """o and lse of each sequence, (heads, q_len, columns) and (heads, q_len)."""
     found, q = [], case.rows(case.heads, case.head_dim, 1).astype(np.float64)
     for i, (q_len, kv_len) in enumerate(case.lengths):
         k, v = (np.repeat(x.astype(np.float64), case.heads // case.kv_heads, 1) for x in case.keys(i))
-        s = np.einsum("qhd,khd->hqk", case.of(q, i), k) / case.head_dim**0.5
+        s = np.einsum("qhd,khd->hqk", case.of(q, i), k) * (case.head_dim**-0.5 if scale is None else scale)
+        mask = IN_NUMPY.get(mask, mask)
         at = i, np.arange(case.heads)[:, None, None], np.arange(q_len)[:, None] + kv_len - q_len, np.arange(kv_len)
         if score is not None:
             s = score(s, *at)
-        kept = np.broadcast_to(True if mask is None else mask(*at), s.shape) & (at[2] >= 0)
+        kept = np.broadcast_to(True if mask is None else mask(*at), s.shape)
         if case.begins is not None:
             kept = kept & (at[3] >= case.begins[i])
         causal = case.causal if isinstance(case.causal, bool) else bool(case.causal[i])
         s = np.where(kept & (at[3] <= at[2]) if causal else kept, s, -np.inf)
-        top = s.max(-1, keepdims=True, initial=-1e30)
+        top = np.maximum(s.max(-1, keepdims=True, initial=-1e30), -1e30 if sinks is None else sinks[:, None, None])
         p = np.exp(s - top)
-        total = p.sum(-1, keepdims=True)
+        total = p.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[:, None, None] - top))
         with np.errstate(divide="ignore"):
             lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
         found.append((np.einsum("hqk,khd->hqd", p / np.where(total == 0, 1, total), v), lse))
@@ -145,6 +150,7 @@ ON_GPUS: dict[str, tuple[Cached, str, str]] = {  # sequences, mask, score
     "documents of some, begins": (dataclasses.replace(LONG, causal=(1, 0, 0, 1, 1), begins=(65, 3, 1, 0, 100)), "documents", ""),
     "draft in bits, slopes": (dataclasses.replace(LONG, causal=False, lengths=((7, 150), (7, 70), (7, 7))), "words", "slopes"),
     "slopes": (dataclasses.replace(LONG, form="dense", page_size=160, causal=False), "", "slopes"),
+    "before the first key": (dataclasses.replace(LONG, causal=False, lengths=((70, 40), (5, 3), (9, 70))), "blocks", "slopes"),
     "copied": (dataclasses.replace(LONG, page_size=2), "documents", "slopes"),
 }
 
@@ -154,12 +160,13 @@ KERNELS = "attn_decode", "attn_fwd", "attn_fwd_mma"
 
 def functions_of(mask: str, score: str, move: Any) -> dict[str, Any]:
     """A mask and a score by name, with what they captured where ``move`` takes it."""
-    ids, words, slopes = (move(x) for x in (DOCUMENTS, WORDS, SLOPES))
+    ids, words, slopes, n = *(move(x) for x in (DOCUMENTS, WORDS, SLOPES)), 5
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv: ids[b, q] == ids[b, kv],
         "words": lambda b, h, q, kv, kv_len: (
             (kv < kv_len - 7) | (words[b, q - kv_len + 7] >> (kv - kv_len + 7).clip(0, 6) & 1 > 0)
         ),
+        "blocks": lambda b, h, q, kv: (q // 8 - kv // n <= 1) & (ids[b, q] != ids[b, kv] + q % 2),
         "slopes": lambda s, b, h, q, kv: s + slopes[h] * (kv - q),
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
@@ -176,12 +183,14 @@ def in_numpy(case: Cached, mask: str, score: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "documents": lambda b, h, q, kv: DOCUMENTS[b, np.maximum(q, 0)] == DOCUMENTS[b, kv],
         "words": words,
+        "blocks": lambda b, h, q, kv: (q // 8 - kv // 5 <= 1) & (DOCUMENTS[b, np.maximum(q, 0)] != DOCUMENTS[b, kv] + q % 2),
         "slopes": SCORE,
     }
     return {role: found[name] for role, name in (("mask", mask), ("score", score)) if name}
 
 
 QUICK = {(kernel, "documents of some, begins") for kernel in KERNELS} | {("attn_decode", "draft in bits, slopes")}
+QUICK |= {("attn_decode", "before the first key")}
 EACH = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in itertools.product(KERNELS, ON_GPUS)]
 
 
@@ -194,7 +203,9 @@ def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: p
         case = dataclasses.replace(case, page_size=256)
     q, functions = _moved(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)
     more: dict[str, Any] = {"kernel": kernel, "config": configs.get(kernel), "return_lse": True}
-    o, lse = rawattn.attention_kvcache(q, case.cache("torch"), case.step("torch", max_q_len=7), **functions, **more)
+    o, lse = rawattn.attention_kvcache(
+        q, case.cache("torch"), case.step("torch", max_q_len=max(q for q, _ in case.lengths)), **functions, **more
+    )
     check(case, o.double().numpy(), lse.numpy(), 1.2e-2, **in_numpy(case, mask, score))
     assert word[0] == 0
 

@@ -63,6 +63,9 @@ def test_on_the_cpu(library: str) -> None:
     assert eight.cache(library).scales != other.cache(library).scales
     wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
     assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
+    assert "kernel   cpu" in str(rawattn.explain_kvcache(q, cache, step))
+    with pytest.raises(rawattn.UnsupportedError, match="on the CPU there is the kernel cpu, without a choice"):
+        rawattn.explain_kvcache(q, cache, step, kernel="attn_decode")
     assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan) and plan.violations() == ()
 
 
@@ -148,9 +151,8 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
         rawattn.attention_kvcache(*each, return_lse=True, out=results[0], lse=results[1])
         wanted += launched
     with monkeypatch.context() as patch:
-        for owner in (api, planning):
-            patch.setattr(owner, "attention_of", None)
-            patch.setattr(owner, "select", None)
+        for owner, name in ((api, "attention_of"), (planning, "attention_of"), (api, "select")):
+            patch.setattr(owner, name, None)
         launched.clear()
         for each in given:
             plan.run(*each, out=results[0], lse=results[1])

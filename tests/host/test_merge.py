@@ -17,6 +17,7 @@ from rawattn import ProblemError, UnsupportedError, arrays, compiler, reference
 from rawattn.device import TYPICAL
 from rawattn.kernel.combine import COMBINE, Config
 from rawattn.operation import Combine, from_json
+from rawattn.select import select
 from rawattn.variant.element import ELEMENTS
 from tests.emulator.gpu import stand_in
 
@@ -114,8 +115,35 @@ def test_kernel(dtype: str, shape: tuple[int, ...], tmp_path: pathlib.Path, monk
             o, lse = rawattn.merge_states([(sums, lse), *parts[i : i + 8]], out=sums)
         assert o is sums
         check(tuple(x.double().numpy() for x in (o, lse)), reference.merge_states(parts), "fp32")
-    with pytest.raises(UnsupportedError, match="there are 17 parts; it takes up to 16"):
-        rawattn.merge_states(parts[:1] * 17)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(17, "bf16"), (31, "fp32"), (133, "bf16")])
+def test_many_parts(count: int, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one launch takes: o is rounded once, out may be a sum or o of the first part, and the first part a sum."""
+    torch = pytest.importorskip("torch")
+    own = torch.bfloat16 if dtype == "bf16" else None
+    made = [(o.astype(ELEMENTS[dtype].lse_dtype), lse) for o, lse in make(count, (2, 3, 4, 8), dtype)]
+    parts = [(torch.from_numpy(o).to(own), torch.from_numpy(lse)) for o, lse in made]
+    sinks = torch.tensor([0.5, -np.inf, 310.0, 1.0], dtype=parts[0][1].dtype)
+    wanted = reference.merge_states(parts, sinks=sinks)
+    stand_in(monkeypatch, tmp_path)
+    sums = torch.full((2, 3, 4, 8), torch.nan, dtype=parts[0][1].dtype)
+    o, lse = rawattn.merge_states(parts, sinks=sinks, out=sums)
+    assert o is sums
+    check((o.double().numpy(), lse.double().numpy()), wanted, ELEMENTS[dtype].lse_name)
+    found = rawattn.merge_states(parts, sinks=sinks)
+    same = lambda a, b: a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))  # noqa: E731
+    assert same(found[0], sums.to(parts[0][0].dtype)) and same(found[1], lse)
+    own_sum = (parts[0][0].to(sums.dtype), parts[0][1])
+    assert same(rawattn.merge_states([own_sum, *parts[1:]], sinks=sinks)[0], found[0])
+    assert same(rawattn.merge_states(parts, sinks=sinks, out=parts[0][0])[0], found[0]) and same(parts[0][0], found[0])
+    with pytest.raises(ProblemError, match=rf"o of part {count - 1} is .* of shape \(1, 3, 4, 8\)"):
+        rawattn.merge_states([*parts[:-1], (parts[-1][0][:1], parts[-1][1])])
+    with pytest.raises(ProblemError, match=f"out overlaps o_{count - 1} in memory"):
+        rawattn.merge_states(parts, out=parts[-1][0])
+    op = Combine(ELEMENTS[dtype], count, 2, 3, 4, 8)
+    with pytest.raises(UnsupportedError, match=f"there are {count} parts; it takes up to 16"):
+        select(op, TYPICAL["sm_90a"])
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
