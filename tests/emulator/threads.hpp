@@ -196,11 +196,11 @@ static u32 atomicInc(u32* at, u32 last) {
     return old;
 }
 
-// Runs the blocks one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
+// Runs blocks [first, end) of a grid one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
 // none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen.
-static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
+static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (blockIdx.x = first; blockIdx.x < end; ++blockIdx.x) {
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
         for (Meeting& each : warps) each = {};
@@ -257,6 +257,7 @@ struct Load { i32 operator()(const i32* from) const { return *from; } };
 struct LoadFromL2 {
     i32 operator()(const i32* from) const { return waited[threadIdx.x] || blockIdx.x % 2 ? *from : i32(u32(*from) * 2654435761u >> 20); }
 };
+static u32 load_relaxed(const u32* from) { return *from; }
 static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
