@@ -502,17 +502,17 @@ def test_torn_lengths_are_said_and_mended(name: str) -> None:
     case, said = TORN[name], 0
     wanted = run(case)
     assert wanted[2] == 0
+
+    def tear(others: tuple[int, ...], first: int, values: dict[str, Any]) -> None:
+        early = values | {"kv_lens": np.array(others, np.int32)}
+        launch, each = compiled(case.step, case.config), (range(first), range(first, case.grid))
+        for some, seen in zip(each, (early, values) if first % 2 else (values, early), strict=True):
+            launch(case.grid, seen, some)
+        for x in (values["o"], values["lse"]):
+            x.fill(np.nan)
+
     for others, first in itertools.product((SHORT[-len(case.kv_lens) :], (0,) * len(case.kv_lens)), (1, 3, 4, 6)):
-
-        def tear(values: dict[str, Any]) -> None:
-            early = values | {"kv_lens": np.array(others, np.int32)}
-            launch, each = compiled(case.step, case.config), (range(first), range(first, case.grid))
-            for some, seen in zip(each, (early, values) if first % 2 else (values, early), strict=True):
-                launch(case.grid, seen, some)
-            for x in (values["o"], values["lse"]):
-                x.fill(np.nan)
-
-        found = run(case, edit=tear)
+        found = run(case, edit=functools.partial(tear, others, first))
         same(found, wanted, len(case.kv_lens))
         said += found[2] >> 6
         assert found[2] in (0, 4, 64, 68), "pages behind the shorter lengths are none"
@@ -524,21 +524,22 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
     """Shares follow from lengths, and works from those that are read later. Memory around the states stays as it was."""
     case, file = TORN[name], "variant/scheduler/stream_k.cuh"
     source = decode.source(dataclasses.replace(case.step, batch=1), case.config, ARCH)
-    old = "            const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work >="
-    late = old.replace("const Rows", "Args late = args;\n            late.kv_lens += args.batches;\n            const Rows").replace("(args", "(late")
+    old = (
+        "const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work"
+    )
+    late = "Args late = args;\n            late.kv_lens += args.batches;\n            " + old.replace("(args", "(late")
     headers = dict(source.headers)
     assert headers[file].count(old) == 1
     headers[file] = headers[file].replace(old, late)
     edited = dataclasses.replace(source, headers=tuple(headers.items()))
     changing = emulator.Kernel(edited, decode.fields(case.step, case.config, ARCH), tmp_path)
-    wanted = run(case)
+    wanted, count = run(case), len(case.kv_lens)
+
+    def tear(before: tuple[int, ...], after: tuple[int, ...], values: dict[str, Any]) -> None:
+        changing(case.grid, values | {"kv_lens": np.array([*before[-count:], *after[-count:]], np.int32)})
+
     for before, after in itertools.permutations((SHORT, LONG, (1100,) * 4, (1000,) * 4), 2):
-
-        def tear(values: dict[str, Any]) -> None:
-            count = len(case.kv_lens)
-            changing(case.grid, values | {"kv_lens": np.array([*before[-count:], *after[-count:]], np.int32)})
-
-        same(run(case, edit=tear), wanted, len(case.kv_lens))
+        same(run(case, edit=functools.partial(tear, before, after)), wanted, count)
 
 
 def test_empty_batches() -> None:
