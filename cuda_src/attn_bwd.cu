@@ -87,6 +87,7 @@ template struct RowsStoreOption<DkvRows>;
 template struct DqStoreOption<Store>;
 template struct DsStoreOption<DsStore, Smem>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
+static_assert(Walk::finders + DsStore::fillers <= 1);  // warp 3 is either
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 

@@ -18,6 +18,9 @@
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
+// Who changes lengths while blocks look at them tears the launch: blocks see other shares, and may wait for nobody or leave arrivals that
+// nobody folds. What it computes is then undefined, but it lies in its memory, and the next launch is right (end_counting).
+//
 // Barriers are as many as stages, rounded up to a multiple of four: then the tiles that use one, one after the other, are of the same
 // warp. With one for each stage a warp could come to the next tile of a stage while the one before was still on its way, to another
 // warp, and take the end of the phase before that one for its own: parities tell only neighbours apart, and tiles come out of order.
@@ -37,6 +40,7 @@
 #include "tile/softmax_state.cuh"
 #include "tile/splits.cuh"
 #include "tile/strided_tensor.cuh"
+#include "tile/violated.cuh"
 #include "variant/interfaces.cuh"
 
 using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
@@ -76,6 +80,7 @@ struct Smem {
     u32 parity;                     // of the next wait for `given`
     alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
     i32 owner, is_last;             // the block with the work's first split
+    u32 half;                       // the first bit in which arrivals are counted
     Walk::Board board;
 };
 template struct ElementOption<Element>;
@@ -102,10 +107,31 @@ __device__ u32 parity(u32 place) { return place / barriers % 2; }
 // one before it leaves what it has of the group there, if that is not whole (place 0), and all groups up to that one, which are one
 // state. The one after it leaves the rest of that group split by split (places 1 to split_group - 1), then whole groups. These follow
 // the group with the border, so the place of a work's second group is free for all groups up to one that is cut.
-__device__ i32 slot_before(const Args& args, i32 block, i32 place) { return block * args.slots + place; }
-__device__ i32 slot_after(const Args& args, i32 block, i32 place) { return (block - 1) * args.slots + place; }
+__device__ i32 slot_in(const Args& args, i32 slot) { return min(u32(slot), u32(max(1, i32(gridDim.x) - 1) * args.slots - 1)); }  // also where lengths were torn
+__device__ i32 slot_before(const Args& args, i32 block, i32 place) { return slot_in(args, block * args.slots + place); }
+__device__ i32 slot_after(const Args& args, i32 block, i32 place) { return slot_in(args, (block - 1) * args.slots + place); }
 __device__ i32 place_of_group(i32 split) { return split_group - 1 + split / split_group; }
 __device__ i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
+
+// args.arrived[cfg::most_blocks] says how many blocks have come to end_counting, and above these 16 bits how many launches there were:
+// they count in one half of a word and in the other by turns. That is enough for 256 blocks with two works each of less than 128 splits.
+__device__ u32 half_of(const Args& args) { return ptx::load_relaxed(args.arrived + cfg::most_blocks) >> 12 & 16; }
+static_assert(cfg::most_blocks * 2 * (cfg::most_pieces - 1) < 1 << 16);
+
+// By a warp of each block, when it needs half_of no more. A launch leaves zeros in its half, unless it was torn: this one clears the other
+// half, and says so. The last block to come here hands over to the next launch.
+__device__ void end_counting(const Args& args) {
+    const u32 other = 16 - half_of(args);
+#pragma unroll 1
+    for (u32 block = blockIdx.x * 32 + threadIdx.x; block < cfg::most_blocks; block += gridDim.x * 32) {
+        const u32 left = ptx::load_relaxed(args.arrived + block) >> other & 0xffff;
+        if (left) atomicAdd(args.arrived + block, 0u - (left << other)), atomicOr(args.violations, violated::torn);
+    }
+    if (threadIdx.x != 0) return;
+    u32* const launches = args.arrived + cfg::most_blocks;
+    const u32 ended = ptx::add_acq_rel(launches, 1);
+    if ((ended & 0xffff) == gridDim.x - 1) *launches = (ended | 0xffff) + 1;
+}
 
 // Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
 // group has split_group entries, the last one too, and groups come `groups_at_once` together: who folds reads them all.
@@ -113,6 +139,7 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
     const Splits& splits = run.splits;
     const i32 first = splits.begin / split_group * split_group, together = groups_at_once * split_group;
     const i32 entries = ceil_div(splits.end - first, together) * together;
+    const u32 half = half_of(args);
     for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
         const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
@@ -124,7 +151,7 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
         else if (split == begin && (from > splits.begin || split >= whole))
             slot = end <= to ? slot_after(args, block, place_of_group(split)) : slot_before(args, block, 0);
         smem.pieces[at] = split >= end ? -1 : slot;
-        if (split == splits.begin) smem.owner = block;
+        if (split == splits.begin) smem.owner = block, smem.half = half;
     }
     __syncwarp();
 }
@@ -189,6 +216,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             else Kv::pass(k_full, v_full);
         }
     }
+    if (threadIdx.x < 32) end_counting(args);
     Kv::finish();
     return true;
 }
@@ -503,9 +531,9 @@ struct Consumer {
         if (is_first()) {
             smem.listed.wait(smem.parity ^ 1);
             u32* const arrived = args.arrived + smem.owner;
-            const i32 here = run.split_end - run.split;
-            smem.is_last = i32(ptx::add_acq_rel(arrived, u32(here))) + here == splits.end - splits.begin;
-            if (smem.is_last) *arrived = 0;
+            const u32 here = run.split_end - run.split, all = splits.end - splits.begin, half = smem.half;
+            smem.is_last = (ptx::add_acq_rel(arrived, here << half) >> half & 0xffff) + here == all;
+            if (smem.is_last) atomicAdd(arrived, 0u - (all << half));
         }
         meet();
     }

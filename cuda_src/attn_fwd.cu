@@ -165,13 +165,15 @@ struct Consumer {
         release(smem.q_empty[q.stage]);
         q.advance();
     }
-    // Tiles that only other warpgroups need.
+    // Tiles that only other warpgroups need. All lanes have seen them first: one that has not would wait for those that come next.
     __device__ void skip_k() {
         order.take_turn(), order.pass_turn();
+        __syncwarp();
         release(smem.k_empty[kv.stage]);
     }
     __device__ void skip_v(Ring<cfg::stages> at) {
         smem.v_full[at.stage].wait(at.parity);
+        __syncwarp();
         release(smem.v_empty[at.stage]);
     }
 
@@ -210,7 +212,9 @@ struct Consumer {
     }
 
     // The first tile of this warpgroup: its maximum is sought.
+    template <class W = Walk>
     __device__ void first_step(Work& work, KeyTile tile) {
+        static_assert(!requires(const W::Board& board) { W::columns(board, 0).of; }, "its columns would be read when the stage is free");
         ahead.come(work.score, work.row, tile.index, kv.stage);
         start_qk();
         order.pass_turn();

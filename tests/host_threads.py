@@ -129,6 +129,7 @@ inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c);
 inline float __log2f(float x) { return std::log2(x); }
 inline i32 __ffs(u32 x) { return __builtin_ffs(i32(x)); }
 inline i32 atomicAdd(i32* at, i32 x) { return std::atomic_ref(*at).fetch_add(x); }
+inline u32 atomicOr(u32* at, u32 x) { return std::atomic_ref(*at).fetch_or(x); }
 inline u32 atomicInc(u32* at, u32 last) {
     std::atomic_ref counter(*at);
     u32 old = counter.load();
@@ -479,8 +480,8 @@ def run(
     launch: Launch, folder: pathlib.Path, memory: Mapping[str, np.ndarray[Any, Any]], *, number: str = "fp32",
     together: int | None = None,
 ) -> None:  # fmt: skip
-    """Issues a launch on the host. ``memory`` has the operands and the scratch buffers by name, and "counter". ``together``
-    blocks run at a time, one unless given; a kernel that draws its works from a counter gets no more blocks."""
+    """Issues a launch on the host. ``memory`` has the operands and the scratch buffers by name, "counter" and "violations".
+    ``together`` blocks run at a time, one unless given; a kernel that draws its works from a counter gets no more blocks."""
     cuda, layout = library(launch.source, folder), render.layout(launch.fields, number)
     size, persistent = layout.pack.size, any(isinstance(field.fill, Counter) for field in launch.fields)
     assert cuda.args_bytes() == size, "the host lays Args out as the compiler does"
@@ -488,7 +489,7 @@ def run(
     start = -space.ctypes.data % 64
     for field in launch.fields:
         fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
-        name = getattr(fill, "name", None) or getattr(fill, "operand", "counter")
+        name = getattr(fill, "name", None) or getattr(fill, "operand", field.name)
         if isinstance(fill, (TensorMap, PageRows)):
             given = memory[name] if memory[name].size else memory["q" if name[0] in "kv" else "k"]
             data = tensor_map(given, fill, memory["q"].shape[-3] if getattr(fill, "rows_of", "") else None)

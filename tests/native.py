@@ -16,6 +16,7 @@ from rawattn.render import FOLDER
 BASE = """\
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <strings.h>
 #define __device__
@@ -50,6 +51,7 @@ inline u32 __ballot_sync(u32, bool vote) {
 }
 inline i32 __ffs(i32 x) { return ffs(x); }
 template <class T> T atomicAdd(T* at, T x) { return (*at += x) - x; }  // one lane of one warp at a time is all that counts here
+inline u32 atomicOr(u32* at, u32 x) { return std::atomic_ref(*at).fetch_or(x); }
 inline u32 atomicInc(u32* at, u32 last) {
     const u32 old = *at;
     *at = old >= last ? 0 : old + 1;

@@ -12,4 +12,11 @@ __device__ inline u32 add_acq_rel(u32* to, u32 x) {
     return old;
 }
 
+// A word that others may add to at this moment.
+__device__ inline u32 load_relaxed(const u32* from) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
 }  // namespace ptx

@@ -243,7 +243,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             *(Field(name, pool, Pages(f"{name}_cache", box_rows)) for name in "kv"),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS)),
+            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
             Field("violations", "u32*", Violations()),
             Field("scale", "Number"),
             Field("heads", "i32"),
@@ -257,7 +257,12 @@ class AttnDecode(Kernel[AttentionKVCache]):
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
         del constants["cp_async"]
-        constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "most_pieces": MOST_SPLITS}
+        constants |= {
+            "head_dim": op.head_dim,
+            "head_dim_v": op.head_dim_v,
+            "most_pieces": MOST_SPLITS,
+            "most_blocks": MOST_BLOCKS,
+        }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
 

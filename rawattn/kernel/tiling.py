@@ -249,5 +249,5 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
     if op.spec.offsets is not None:
         found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
-        return found | {"total_q": op.total_q}
+        return found | {"total_q": op.total_q, "total_kv": op.total_kv}
     return found | query_tiles(op, tile_q, device).at(op.q_len)[0]

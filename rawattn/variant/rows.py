@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Dim, Field, Fields, Pointer
+from ..program import Dim, Field, Fields, Pointer, Violations
 from . import Option, Wrapper
 from .lengths import KvLens
 
@@ -78,7 +78,7 @@ class Varlen(Option):
     @property
     def fields(self) -> Fields:
         starts = [Field(name, "const i32*", Pointer(name)) for name in ("cu_seqlens_q", "cu_seqlens_kv")]
-        return (*starts, Field("total_q", "i32"))
+        return (*starts, Field("total_q", "i32"), Field("total_kv", "i32"), Field("violations", "u32*", Violations()))
 
 
 @dataclasses.dataclass(frozen=True)

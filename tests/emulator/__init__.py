@@ -31,6 +31,7 @@ from rawattn.compiler import Source
 from rawattn.program import Fields
 
 HERE = pathlib.Path(__file__).parent
+late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
     "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared",
     "mbarrier", "mma", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
@@ -39,7 +40,7 @@ PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?,
 
 
 def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
-    """A kernel as a shared library in ``folder``: ``run(args, blocks)``."""
+    """A kernel as a shared library in ``folder``: ``run(args, blocks, first, end)``."""
     files = {**dict(source.headers), source.name: source.text}
     files["config.cuh"] = PRODUCT.sub(_product, files["config.cuh"])
     if "tile/tile.cuh" in files:
@@ -105,9 +106,10 @@ def _shared() -> pathlib.Path:
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # which go with the process
 ENTRY = """
-extern "C" int run(const Args* args, int blocks) {
-    return emulate(blocks, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });
+extern "C" int run(const Args* args, int blocks, int first, int end) {
+    return emulate(blocks, first, end, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });
 }
+extern "C" void be_late(int thread) { late_thread = thread; }
 extern "C" u32 args_bytes() { return sizeof(Args); }
 """
 
@@ -124,21 +126,25 @@ class Kernel:
         self.fields, self.number = fields, number
         self._library = library(source, folder)
 
-    def __call__(self, blocks: int, values: Mapping[str, Any]) -> None:
-        """Runs ``blocks`` blocks. A value is a number, the bytes of a struct, or an array, whose pointer is given."""
+    def __call__(self, blocks: int, values: Mapping[str, Any], some: range | None = None) -> None:
+        """Runs ``blocks`` blocks, or some of them. A value is a number, the bytes of a struct, or an array, whose pointer is
+        given."""
         layout = render.layout(self.fields, self.number)
         found = (values[field.name] for field in self.fields)
-        self.launch(blocks, layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found)))
+        args = layout.pack.pack(*(value.ctypes.data if isinstance(value, np.ndarray) else value for value in found))
+        self.launch(blocks, args, some)
 
-    def launch(self, blocks: int, args: bytes) -> None:
-        """Runs ``blocks`` blocks with these bytes of arguments."""
+    def launch(self, blocks: int, args: bytes, some: range | None = None) -> None:
+        """Runs ``blocks`` blocks, or some of them, with these bytes of arguments."""
         size = len(args)
         assert size == self._library.args_bytes()
         memory = np.zeros(size + 64, np.uint8)
         start = -memory.ctypes.data % 64
         memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
-        assert self._library.run(given, blocks) == 0, "every thread waits"
+        self._library.be_late(late_thread)
+        some = range(blocks) if some is None else some
+        assert self._library.run(given, blocks, some.start, some.stop) == 0, "every thread waits"
 
 
 def strided(x: npt.NDArray[Any]) -> bytes:

@@ -102,7 +102,8 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static jmp_buf scheduler_context;
 static std::function<void()> body;
-static long progress, switches;
+static long progress, switches, idle;
+static i32 late_thread = -1;  // it looks at an mbarrier only when nothing else can happen
 static std::vector<std::function<void()>> copies;  // of TMA, on their way
 // A thread's asynchronous copies, by groups: they are made as late as may be, when it waits for them. The last group is open.
 struct Copy { u32 to, width, bytes; const void* from; };
@@ -196,11 +197,11 @@ static u32 atomicInc(u32* at, u32 last) {
     return old;
 }
 
-// Runs the blocks one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
+// Runs blocks [first, end) of a grid one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
 // none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen.
-static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
+static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
-    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (blockIdx.x = first; blockIdx.x < end; ++blockIdx.x) {
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
         for (Meeting& each : warps) each = {};
@@ -209,6 +210,7 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
         fibers.resize(threads);
         for (Fiber& fiber : fibers) fiber.begin(start);
         for (i32 left = threads; left > 0;) {
+            static long woken;
             const long before = progress;
             for (i32 n = 0; n < threads; ++n) {
                 const i32 i = blockIdx.x % 2 ? threads - 1 - n : n;
@@ -218,7 +220,11 @@ static int emulate(i32 blocks, i32 threads, u32 smem_bytes, bool uses_pdl, std::
                 left -= fibers[i].ended;
             }
             if (progress != before || left == 0) continue;
-            if (copies.empty()) return 1;
+            if (copies.empty()) {
+                if (late_thread < 0 || woken == progress) return 1;
+                woken = progress, ++idle;
+                continue;
+            }
             const auto copy = std::move(copies.back());
             copies.pop_back(), copy();
         }
@@ -257,6 +263,7 @@ struct Load { i32 operator()(const i32* from) const { return *from; } };
 struct LoadFromL2 {
     i32 operator()(const i32* from) const { return waited[threadIdx.x] || blockIdx.x % 2 ? *from : i32(u32(*from) * 2654435761u >> 20); }
 };
+static u32 load_relaxed(const u32* from) { return *from; }
 static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
@@ -306,7 +313,10 @@ struct Mbarrier {
     void arrive_expect(u32 more) { bytes += more, arrive(); }
     void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
+        const bool late = threadIdx.x == late_thread;
+        for (const long before = idle; late && idle == before;) yield();
         while (phase == parity) yield();
+        progress += late;
     }
 };
 struct PolledMbarrier : Mbarrier {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ class Case:
 
 SEED = -(5 << 40) + 11
 PADDING = 3  # rows behind the last packed sequence
+AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
 PACKED = ((0, 5), (70, 64), (64, 200), (1, 1), (130, 0), (7, 150))
 SIMT = {
@@ -287,7 +289,7 @@ def emulate(launch: Launch, folder: pathlib.Path, memory: dict[str, Array]) -> N
         elif isinstance(field.fill, Dim):
             values[field.name] = memory[field.fill.operand].shape[field.fill.axis]
         elif not isinstance(field.fill, Value):
-            values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", "")]
+            values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", field.name)]
     emulator.Kernel(launch.source, launch.fields, folder / launch.entry)(launch.grid, values)
 
 
@@ -366,7 +368,7 @@ class Call:
     def run(self, folder: pathlib.Path) -> Program:
         case, program = self.case, self.program()
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
-        self.arrays["counter"] = scratch(2, np.int32, 0)
+        self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
             if launch.entry == "attn_bwd_mma":
                 emulate(launch, folder, self.arrays | buffers)
@@ -388,28 +390,62 @@ def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
 
 
+WRONG: dict[str, Callable[[Array, int], Any]] = {  # cu_seqlens whose sequences from some number on do not lie in so many rows
+    "beyond": lambda starts, rows: starts + np.where(starts > starts[2], rows + 1, 0),
+    "falling": lambda starts, rows: np.where(starts > starts[2], 1, starts),
+    "again": lambda starts, rows: np.array([0, rows, 0, *[rows] * (len(starts) - 3)]),
+    "below": lambda starts, rows: starts - 1,
+    "wild": lambda starts, rows: np.array([*starts[:3], *[-(2**31), 2**31 - 1] * len(starts)])[: len(starts)],
+}
+
+
+LATE = [pytest.param(name, marks=pytest.mark.slow) for name in ("120, packed", "192 and 128, packed", "40, packed, final")]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", ["simt, packed", "mma, fp32, 40 and 24, packed", *LATE])
+def test_what_lies_in_no_order_is_left_out(name: str, wrong: str, tmp_path: pathlib.Path) -> None:
+    """Others have their gradients, nothing around them is written, and no block waits for ever."""
+    call, around = Call(CASES[name]), {}
+
+    def change(call: Call) -> int:
+        for i, side in enumerate(("q", "kv")[: 1 + (wrong == "below")]):
+            starts, rows = call.arrays[f"cu_seqlens_{side}"], sum((call.q_lens, call.kv_lens)[i]) + PADDING
+            starts[...] = WRONG[wrong](starts.astype(np.int64), rows)
+        for operand in call.op.outputs:
+            x = call.arrays[operand.name]
+            space = around[operand.name] = np.full(x.size + 2 * AROUND, np.nan, x.dtype)
+            call.arrays[operand.name] = space[AROUND:-AROUND].reshape(x.shape)
+        return {"again": 0, "below": 0}.get(wrong, 2)  # again: the first sequence is another, of all rows
+
+    check(call, tmp_path, change)
+    assert all(np.isnan(x[:AROUND]).all() and np.isnan(x[-AROUND:]).all() for x in around.values())
+
+
 @pytest.mark.parametrize("case", OWN.values())
 def test_entry_of_options(case: Case, tmp_path: pathlib.Path) -> None:
     check(Call(case), tmp_path)
 
 
-def check(call: Call, tmp_path: pathlib.Path) -> None:
-    """Compares a call's results with the truth."""
+def check(call: Call, tmp_path: pathlib.Path, change: Callable[[Call], int] | None = None) -> None:
+    """Compares a call's results with the truth, those of the first sequences where ``change`` says how many are not left out."""
     case, wanted = call.case, call.wanted()
+    count = len(wanted) if change is None else change(call)
     call.run(tmp_path)
     assert not call.arrays["counter"].any(), "the counter is not ready for the next launch"
+    assert call.arrays["violations"][0] == (0 if change is None else 128)
     # bf16: p and ds are rounded before the products, as the results are. fp64: sums of some hundred terms.
     bound = {"bf16": 1.2e-2, "fp32": 2e-6, "fp64": 1e-11}[call.op.forward.element.name]
     for index, (which, lengths) in enumerate((("dq", call.q_lens), ("dk", call.kv_lens), ("dv", call.kv_lens))):
         found = call.arrays[which]
-        for sequence, part in enumerate(split(found, lengths, case.varlen)):
+        for sequence, part in enumerate(split(found, lengths, case.varlen)[:count]):
             truth, used = wanted[sequence][index], call.used[index > 0][sequence]
             assert not part[used:].any(), f"{which} of unused rows of sequence {sequence} is not 0"
             error = np.abs(part[:used].astype(np.float64) - truth).max(initial=0)
             assert error <= bound * np.abs(truth).max(initial=1e-3), f"{which} of sequence {sequence}: {error}"
-        if case.varlen:
+        if case.varlen and change is None:
             assert not found[sum(lengths) :].any() and len(found) == sum(lengths) + PADDING, "rows of no sequence are not 0"
-    if case.sinks:
-        truth = sum(each[3] for each in wanted)
+    if case.sinks and count:
+        truth = sum(each[3] for each in wanted[:count])
         close = min(bound, 1e-4)  # nothing of them is rounded to 16 bits
         assert np.abs(call.arrays["dsinks"] - truth).max() <= close * np.abs(truth).max()

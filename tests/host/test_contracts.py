@@ -52,7 +52,7 @@ struct Rows {};
 
 // logit[kind][i], and its derivative, of 32 n dot products: one by one in constant time, and as fragments.
 extern "C" void logits(const Args* args, const float* s, float* logit, float* slope, int n) {
-    emulate(1, 32, 0, false, [=] {
+    emulate(1, 0, 1, 32, 0, false, [=] {
         const ConstantTimeSoftcap constant_time(*args, Rows(), WorkTile());
         const Softcap softcap(*args, Rows(), WorkTile());
         for (int i = 0; i < n; i += 8) {

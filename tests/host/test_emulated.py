@@ -258,6 +258,14 @@ def test_kernel(case: Case, tmp_path: pathlib.Path) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.parametrize("tile_q", [192, 256])
+def test_a_lane_that_comes_late(tile_q: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first warpgroup, which passes more tiles that it does not need than the ring has."""
+    monkeypatch.setattr(emulator, "late_thread", 128 + 31)
+    monkeypatch.setitem(KERNELS, "attn_fwd", (ATTN_FWD, attn_fwd.Config(tile_q, 32, 2, 1)))
+    check(Case("attn_fwd", tile_q, tile_q, 1), tmp_path)
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_entry_of_options(name: str, tmp_path: pathlib.Path) -> None:
     check(OWN[name], tmp_path)

@@ -15,6 +15,7 @@ from rawattn.variant.mask import Mask
 from tests import native
 from tests.host import test_masks
 from tests.host.test_masks import LENGTHS, Cuda, masks
+from tests.host.test_scheduler import ROWS, WRONG, right
 
 cuda = test_masks.cuda  # the fixture
 
@@ -83,7 +84,14 @@ SCHEDULES = """\
 #include <thread>
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
-struct Args { i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group; const i32* cu_seqlens_kv; i32* counter; };
+struct Args {
+    i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group, total_q, total_kv;
+    const i32 *cu_seqlens_q, *cu_seqlens_kv;
+    i32* counter;
+    u32* violations;
+};
+#include "variant/rows/varlen.cuh"
+using Rows = Varlen;
 #include "variant/scheduler/alternating.cuh"
 #include "variant/scheduler/ascending.cuh"
 #include "variant/scheduler/dynamic_persistent.cuh"
@@ -124,8 +132,8 @@ DIRECTIONS = ("Ascending", "Alternating", "ShortestFirst")
 
 class Args(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("heads", "heads_per_kv", "batches", "kv_tiles", "l2_head_group", "last_group")),
-        ("cu_seqlens_kv", ctypes.c_void_p), ("counter", ctypes.c_void_p),
+        *((x, ctypes.c_int) for x in ("heads", "heads_per_kv", "batches", "kv_tiles", "l2_head_group", "last_group", "q", "kv")),
+        *((x, ctypes.c_void_p) for x in ("cu_seqlens_q", "cu_seqlens_kv", "counter", "violations")),
     ]  # fmt: skip
 
 
@@ -147,21 +155,21 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
     """Each once, and a block waits only for tiles that were taken before its own."""
     tile = 64
     ctypes.c_int.in_dll(schedules, "tile_kv").value = tile
-    counter, starts = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
+    counter, starts, said = np.zeros(2, np.int32), np.cumsum([0, *lengths], dtype=np.int32), np.zeros(1, np.uint32)
     for heads, group in ((2, 1), (12, 2), (12, 5), (12, 100)):
         kv_heads = heads // 2
         wanted = [(b, h, n) for b, length in enumerate(lengths) for h in range(kv_heads) for n in range(-(-length // tile))]
         group = min(group, max(1, kv_heads * len(lengths)))
         args = Args(
             heads, 2, len(lengths), -(-max(lengths, default=0) // tile), group, max(0, kv_heads * len(lengths) // group - 1),
-            starts.ctypes.data, counter.ctypes.data,
+            sum(lengths), sum(lengths), starts.ctypes.data, starts.ctypes.data, counter.ctypes.data, said.ctypes.data,
         )  # fmt: skip
         found = np.zeros((len(wanted) + 1, 5), np.int32)
         call = getattr(schedules, f"{kind}_{direction}")
         count = call(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
         works = found[:count].tolist()
         assert sorted(tuple(work[:3]) for work in works) == wanted
-        assert not counter.any(), "the counter is not ready for the next launch"
+        assert not counter.any() and not said[0], "the counter is not ready for the next launch"
         assert kind == "packed" or direction == "ShortestFirst" or works[-1][3], "the last works of all are long"
         before: dict[tuple[int, int], int] = {}
         if direction == "ShortestFirst":  # as lists have it: their turns go down, whatever a work says of itself
@@ -169,6 +177,21 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
         for b, h, n, kv_ascends, _ in works:
             assert n == before.get((b, h), -1) + 1 if kv_ascends else n == before.get((b, h), -(-lengths[b] // tile)) - 1
             before[b, h] = n
+
+
+@pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_kv"])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str) -> None:
+    ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
+    counter, said, starts = np.zeros(2, np.int32), np.zeros(1, np.uint32), np.array(wrong, np.int32)
+    good = np.maximum.accumulate(np.clip(starts, 0, ROWS))
+    args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data)
+    setattr(args, side, starts.ctypes.data)
+    found = np.zeros((200, 5), np.int32)
+    count = schedules.packed_Ascending(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
+    works, lengths = [tuple(work[:3]) for work in found[:count].tolist()], np.diff(good)[: len(right(wrong))].tolist()
+    assert works == [(b, 0, n) for b, length in enumerate(lengths) for n in range(-(-length // 64))]
+    assert said[0] == 128 and not counter.any()
 
 
 TURNS = """\

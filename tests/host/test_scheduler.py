@@ -14,26 +14,23 @@ from rawattn.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.operation import Forward
-from rawattn.program import Field, Pointer
-from rawattn.variant import scheduler
+from rawattn.program import Field
+from rawattn.variant import rows, scheduler
 from rawattn.variant.element import BF16
 from tests import native
 from tests.operations import forward
 
 DEVICE = TYPICAL["sm_90a"]
 TILE_Q = 128
-STARTS = Field("cu_seqlens_q", "const i32*", Pointer("cu_seqlens_q"))
-FIELDS = (Field("heads", "i32"), STARTS, *scheduler.LptScheduler(split=True).fields)
+FIELDS = (Field("heads", "i32"), *rows.Varlen().fields, *scheduler.LptScheduler(split=True).fields)
 TEXT = """\
 #include <memory>
 #include <thread>
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
-struct Rows {
-    i32 q_len;
-    Rows(const Args& args, i32 batch) : q_len(args.cu_seqlens_q[batch + 1] - args.cu_seqlens_q[batch]) {}
-};
+#include "variant/rows/varlen.cuh"
+using Rows = Varlen;
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/split.cuh"
 #include "variant/scheduler/lpt.cuh"
@@ -80,6 +77,22 @@ extern "C" i32 both_ends(const Args* args, i32 blocks, const i32* order, i32 tur
 }
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype, _ in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query, split)
+ROWS = 1000
+WRONG = {  # cu_seqlens of so many rows
+    "beyond": [0, 300, 2 * ROWS, 2 * ROWS],
+    "below": [-1, 300, 500, ROWS],
+    "falling": [0, 500, 300, ROWS],
+    "wild": [0, 300, 2**31 - 1, -(2**31), 500],
+    "difference overflows": [0, 3, -(2**31), 2**31 - 1],
+    "late": [*range(0, 700, 10), ROWS + 1, 701, 702],
+    "again": [0, ROWS, 0, ROWS],
+}
+
+
+def right(starts: Sequence[int]) -> list[int]:
+    """The lengths of the sequences in front of the first that does not lie where it should."""
+    found = (end - begin if 0 <= begin <= end <= ROWS else -1 for begin, end in itertools.pairwise(starts))
+    return [*itertools.takewhile(lambda length: length >= 0, found)]
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +102,15 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def drawn(
     cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], blocks: int, most: int, splits: int, name: str | None = None,
-    order: Sequence[int] = (),
+    order: Sequence[int] = (), wrong: Sequence[int] | None = None,
 ) -> Works:  # fmt: skip
     """Returns what the blocks draw, in order, by the schedule of this name or the operation's own; they take turns in this order,
-    over and over, or in a random one."""
+    over and over, or in a random one. ``wrong`` stands in the place of cu_seqlens that say these lengths."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(4, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
     values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
-    values["cu_seqlens_q"] = starts.ctypes.data
+    starts, said = starts if wrong is None else np.array(wrong, np.int32), np.zeros(1, np.uint32)
+    values |= {"cu_seqlens_q": starts.ctypes.data, "cu_seqlens_kv": starts.ctypes.data, "violations": said.ctypes.data}
     layout = render.layout(FIELDS)
     args = np.frombuffer(layout.pack.pack(*(values.get(field.name, 0) for field in FIELDS)), np.uint8)
     each = np.array(order or np.random.default_rng(0).permuted(np.arange(8 * blocks) % blocks), np.int32)
@@ -105,6 +119,7 @@ def drawn(
     run = getattr(cuda, name or f"{'packed' if op.varlen else 'dense'}{'_split' if splits else ''}")
     count = run(given, blocks, turns, len(each), to, most)
     assert not counter.any(), "the counter is not ready for the next launch"
+    assert said[0] == (0 if wrong is None else 128)
     return [tuple(work) for work in found[:count].tolist()]
 
 
@@ -145,6 +160,16 @@ def test_packed_sequences(cuda: ctypes.CDLL, heads: int, lengths: tuple[int, ...
     op = forward(BF16, len(lengths), longest, longest, heads, 1, 64, 64, varlen=True, total_q=total, total_kv=total)
     check(cuda, op, lengths)
     check(cuda, op, lengths, "both_ends")
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_lies_in_no_order_is_left_out(cuda: ctypes.CDLL, wrong: list[int], splits: int) -> None:
+    op = forward(BF16, len(wrong) - 1, 1000, 1000, 2, 1, 64, 64, varlen=True, total_q=ROWS, total_kv=ROWS)
+    lengths = right(wrong)
+    wanted = [(b, h, q) for b, n in enumerate(lengths) for h in range(2) for q in range(0, n, TILE_Q)]
+    works = drawn(cuda, op, (), 5, 100 + len(wanted), splits, wrong=wrong)
+    assert sorted(works) == [(*tile, split) for tile in wanted for split in range(max(1, splits))]
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 300), (300, 1, 1, 1)], ids=["before", "behind"])

@@ -25,13 +25,14 @@ struct KvVarlenScheduler {
                 const i32 lower = __shfl_up_sync(0xffffffffu, end, d);
                 if (lane >= d) end += lower - before;
             }
-            const u32 past = __ballot_sync(0xffffffffu, end > tile);
+            const u32 in_order = Rows::lanes_in_order(args, batch), past = __ballot_sync(0xffffffffu, end > tile) & in_order;
             if (past) {
                 const i32 owner = __ffs(past) - 1, sequence = base + owner, up = Direction::kv_ascends(sequence);
                 const i32 last = __shfl_sync(0xffffffffu, end, owner) - 1;
                 const i32 first = last + 1 - __shfl_sync(0xffffffffu, count, owner);
                 return {sequence, id % heads, up ? tile - first : last - tile, up, Direction::q_ascends(sequence)};
             }
+            if (in_order != ~0u) break;
             before = __shfl_sync(0xffffffffu, end, 31);
         }
         return {-1, 0, 0, 0, 0};

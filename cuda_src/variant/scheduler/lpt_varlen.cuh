@@ -23,11 +23,12 @@ struct LptVarlenScheduler {
                 const i32 lower = __shfl_up_sync(0xffffffffu, end, d);
                 if (lane >= d) end += lower - before;
             }
-            const u32 past = __ballot_sync(0xffffffffu, end > tile);
+            const u32 in_order = Rows::lanes_in_order(args, batch), past = __ballot_sync(0xffffffffu, end > tile) & in_order;
             if (past) {
                 const i32 owner = __ffs(past) - 1, last = __shfl_sync(0xffffffffu, end, owner);
                 return {base + owner, id % args.heads, (last - 1 - tile) * cfg::tile_q, numbers.split};
             }
+            if (in_order != ~0u) break;
             before = __shfl_sync(0xffffffffu, end, 31);
         }
         return {-1, 0, 0, 0};

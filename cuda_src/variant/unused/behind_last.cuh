@@ -7,7 +7,8 @@ struct BehindLast {
     // Calls clear(q, first row, end, kv, first row, end, share) for rows of q and of k and v.
     template <class Clear>
     __device__ static void visit(const Args& args, Clear clear) {
-        const i32 q = args.cu_seqlens_q[args.batches], kv = args.cu_seqlens_kv[args.batches];
+        const i32 q = max(0, min(args.cu_seqlens_q[args.batches], args.total_q));
+        const i32 kv = max(0, min(args.cu_seqlens_kv[args.batches], args.total_kv));
         clear(RowSpan{q, 0}, 0, args.total_q - q, RowSpan{kv, 0}, 0, args.total_kv - kv, Share{i32(blockIdx.x), i32(gridDim.x)});
     }
 };

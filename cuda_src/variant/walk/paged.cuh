@@ -45,6 +45,7 @@ struct PagedWalk : IntervalWalk {
             const i32 page = source.page(tile, found);
             found = find(tile - 1);
             producer.await_k();
+            __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
             producer.load_k(source, at(tile, page));
             producer.load_v(source, at(tile + 1, before));
             before = page;
