@@ -33,15 +33,21 @@ from .errors import INSTALL_EITHER, CompileError, UnsupportedError
 from .tokens import code
 
 LINE_INFO = "--generate-line-info"  # for profilers and sanitizers: the same machine code in four times the file
+NO_CACHE = "--no-cache"  # NVRTC's own, from which it takes a kernel without its log; 12.8 has none, and refuses the option
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
-    "--no-cache",  # NVRTC's own, from which it takes a kernel without its log
+    NO_CACHE,
     "--no-source-include",  # else a header missing from Source.headers is taken from the current directory
     LINE_INFO,
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
+
+MISSING_PART = (
+    "NVRTC could not open {}, the part of it that lies beside it, in two tries: install its package again (pip install "
+    "--force-reinstall --no-deps nvidia-cuda-nvrtc, or nvidia-cuda-nvrtc-cu12), or add that file's folder to LD_LIBRARY_PATH"
+)
 
 _SEAL_BYTES = 40
 
@@ -104,6 +110,7 @@ class Binary:
         return tuple(sorted(set(re.findall(r"\((C75\d\d)\)", self.log))))
 
 
+_loading = threading.Lock()
 _memory: dict[str, Binary] = {}
 _bundled: dict[str, Binary] = {}
 _locks: dict[str, threading.Lock] = {}
@@ -340,25 +347,33 @@ def _sole_process(folder: pathlib.Path | None, key: str) -> Iterator[None]:
 
 def _nvrtc() -> Any:
     try:
-        from cupy.cuda import nvrtc
+        with _loading:  # of threads that load it at once, one might use NVRTC 13.0 before another has loaded its builtins
+            from cupy.cuda import nvrtc
 
-        nvrtc.getVersion()  # CuPy loads the library at the first call
+            nvrtc.getVersion()  # CuPy loads the library at the first call
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC ({reason}); {INSTALL_EITHER}") from error
     return nvrtc
 
 
-def _run_nvrtc(source: Source) -> Binary:
+def _run_nvrtc(source: Source, again: bool = True) -> Binary:
     nvrtc = _nvrtc()
     begin = time.perf_counter()
     paths, texts = [name.encode() for name, _ in source.headers], [text.encode() for _, text in source.headers]
+    options = [each for each in source.options if each != NO_CACHE or nvrtc.getVersion() >= (12, 9)]
     program = nvrtc.createProgram(source.text, source.name, texts, paths)
     try:
         try:
-            nvrtc.compileProgram(program, source.options)
+            nvrtc.compileProgram(program, options)
         except nvrtc.NVRTCError as error:
-            raise _refused(source, nvrtc.getProgramLog(program), str(error)) from None
+            log = nvrtc.getProgramLog(program)
+            if (part := re.search(r"failed to open (lib\S*\w)", log)) is None:
+                raise _refused(source, log, str(error)) from None
+            if not again:
+                raise CompileError(f"{source.name} for {source.arch}: {MISSING_PART.format(part[1])}", log) from None
+            time.sleep(1.0)  # another library may be loading it
+            return _run_nvrtc(source, again=False)
         cubin, log = _whole(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)

@@ -684,6 +684,58 @@ def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         compiler.compile(SOURCE)
 
 
+def incomplete(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[tuple[str, ...]]:
+    """NVRTC without its builtins for so many compilations; what it is asked for with which options."""
+    from cupy.cuda import nvrtc
+
+    said, real, asked = "nvrtc: error: failed to open libnvrtc-builtins.so.13.0.\n  Make sure that", nvrtc.compileProgram, []
+
+    def compile_program(program: Any, options: tuple[str, ...]) -> None:
+        asked.append(tuple(options))
+        if len(asked) <= failures:
+            raise nvrtc.NVRTCError(7)
+        real(program, options)
+
+    monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
+    monkeypatch.setattr(nvrtc, "getProgramLog", lambda program, log=nvrtc.getProgramLog: log(program) or said)
+    monkeypatch.setattr(compiler.time, "sleep", lambda seconds: None)
+    return asked
+
+
+def test_a_library_that_cannot_be_opened(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once is tried again; twice is named in words, and it is no fault of the source, which is not kept."""
+    asked = incomplete(monkeypatch, 1)
+    assert compiler.compile(SOURCE).cubin[1:4] == b"ELF" and len(asked) == 2
+    monkeypatch.undo()
+    asked, other = incomplete(monkeypatch, 9), dataclasses.replace(SOURCE, name="other.cu")
+    with pytest.raises(
+        CompileError, match=r"other.cu for sm_90a: .* could not open libnvrtc-builtins\.so\.13\.0,.*pip install"
+    ) as caught:
+        compiler._run_nvrtc(other)
+    assert len(asked) == 2 and caught.value.source is None and not (folder / "failed").exists()
+
+
+def test_threads_load_nvrtc_one_by_one() -> None:
+    """Before NVRTC is loaded. That of 13.0 does not find its builtins by itself, and a thread that sees it loaded goes ahead."""
+    sources = "[c.Source(f'{i}.cu', f'__global__ void f{i}() {{}}', (), 'sm_90a') for i in range(8)]"
+    run = f"import sys, rawattn.compiler as c; sys.setswitchinterval(1e-6); c.time.sleep = None; c.compile_all({sources})"
+    subprocess.run([sys.executable, "-c", run], check=True, timeout=100)
+
+
+def test_options_of_an_old_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12.8 refuses --no-cache, and has no cache."""
+    from cupy.cuda import nvrtc
+
+    for version in ((12, 8), (12, 9)):
+        with monkeypatch.context() as patch:
+            asked = incomplete(patch, 2)
+            patch.setattr(nvrtc, "getVersion", lambda version=version: version)
+            with pytest.raises(CompileError):
+                compiler._run_nvrtc(SOURCE)
+        wanted = [each for each in SOURCE.options if version == (12, 9) or each != "--no-cache"]
+        assert asked == [tuple(wanted)] * 2
+
+
 def test_clear_removes_only_our_files(folder: pathlib.Path) -> None:
     kernel_bytes = len(compiler.compile(SOURCE).cubin)
     with pytest.raises(CompileError):
