@@ -101,6 +101,23 @@ def _pending(x: Any) -> str | None:
     return None
 
 
+def check_plain(name: str, x: Any) -> None:
+    """Raises ProblemError for a torch tensor whose class has a ``__torch_function__`` of its own, as a ``CausalBias`` has: its
+    memory need not hold what it means."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is torch.Tensor or not isinstance(x, torch.Tensor):
+        return
+    own = type(x).__torch_function__
+    if (
+        own is not torch._C._disabled_torch_function_impl
+        and getattr(own, "__func__", None) is not torch.Tensor.__torch_function__.__func__
+    ):
+        raise ProblemError(
+            f"{name} is a {type(x).__name__}, a tensor with a __torch_function__ of its own, which a kernel would pass over; "
+            "give a plain tensor of the numbers that it means."
+        )
+
+
 def _strides(x: Any, name: str) -> tuple[int, ...]:
     size = x.dtype.itemsize
     if any(s % size for s in x.strides):

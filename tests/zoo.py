@@ -151,6 +151,17 @@ def top_blocks(rng: Rng, n: int, m: int) -> Any:  # as bits: a word of 32 blocks
     return lambda b, h, q, kv: (bits[h, q // 64, kv // 64 // 32] >> (kv // 64 % 32)) & 1 == 1
 
 
+def top_list(rng: Rng, n: int, m: int) -> Any:  # the same as a list of the blocks of keys, as VSA has it
+    keys = -(-m // 64)
+    chosen = rng.integers(0, keys, (2, -(-n // 64), 3)).astype(np.int32)
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (chosen[h, q // 64] == kv // 64).any()
+
+    mask.on_arrays = lambda b, h, q, kv: (chosen[h, q // 64] == np.asarray(kv // 64)[..., None]).any(-1)  # type: ignore[attr-defined]
+    return mask
+
+
 def tree(rng: Rng, n: int, m: int) -> Any:  # speculative decoding: ancestors among the last keys
     nodes = min(n, m)
     ancestor, context = np.tril(rng.random((n, max(nodes, 1))) < 0.5) | np.eye(n, max(nodes, 1), dtype=bool), m - nodes
@@ -271,7 +282,7 @@ def dense(rng: Rng, n: int, m: int) -> Any:
 
 MASKS: list[Callable[[Rng, int, int], Any]] = [
     full, causal, causal_bottom_right, sliding, window, chained, prefix_lm, documents, documents_causal, documents_sliding,
-    bounds_of_queries, flashmask, dilated, natten_1d, natten_2d, natten_2d_tiled, sta_3d, block_table, top_blocks, tree,
+    bounds_of_queries, flashmask, dilated, natten_1d, natten_2d, natten_2d_tiled, sta_3d, block_table, top_blocks, top_list, tree,
     tree_bits, global_tokens, padding, left_padding_causal, padding_array, chunked, streaming, head_windows,
     block_diffusion, shared_prefix, vision_cross, image_bidirectional, temporal, strided, same_segment_sorted_by_route,
     thresholds, dense,
@@ -393,7 +404,12 @@ def conditional(rng: Rng, n: int, m: int) -> Any:
     return score
 
 
+def pooled(rng: Rng, n: int, m: int) -> Any:  # a sum over a short row
+    rows = rng.standard_normal((2, 3)).astype(np.float32)
+    return lambda s, b, h, q, kv: s + (rows[h] * 0.5).sum(-1) * np.tan(kv / (2.0 * m))
+
+
 SCORES: list[Callable[[Rng, int, int], Any]] = [
     alibi, alibi_computed, softcap, alibi_softcap, t5_table, t5_buckets, pair_bias, key_bias, temperature, graphormer, sandwich,
-    log_length, kerple, forgetting, penalty, swin, activation, conditional,
+    log_length, kerple, forgetting, penalty, swin, activation, conditional, pooled,
 ]  # fmt: skip

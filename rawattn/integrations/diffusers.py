@@ -14,7 +14,7 @@ from typing import Any
 
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from .. import api
+from .. import api, arrays
 from ..errors import UnsupportedError
 from . import sdpa
 from .naming import naming
@@ -49,6 +49,7 @@ def attention(
         raise UnsupportedError("a parallel_config was given; rawattn does not serve diffusers' context parallelism.")
     sdpa.check_heads(query.shape[2], key.shape[2], enable_gqa)
     if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        arrays.check_plain("attn_mask", attn_mask)
         attn_mask = attn_mask[:, None, None]  # which of each sequence's keys count, or what is added to their logits
     (batch, q_len, heads, _), kv_len = query.shape, key.shape[1]
     options = sdpa.kept(attn_mask, is_causal, (batch, heads, q_len, kv_len))

@@ -13,8 +13,9 @@ from ..errors import ProblemError, UnsupportedError
 _BIAS = re.compile(r"(?:score Biased: )?Biased\.(slopes|bias)(?:, which score captured,)?")  # of alibi or of bias
 
 
-def naming(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that lets errors of a function say ``names`` instead of rawattn's, which are the keywords."""
+def naming(raised: type[ProblemError] | None = None, /, **names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that lets errors of a function say ``names`` instead of rawattn's, which are the keywords. ``raised`` takes the
+    place of ProblemError."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -22,9 +23,12 @@ def naming(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             try:
                 return function(*given, **options)
             except (ProblemError, UnsupportedError) as error:
-                if not functions.is_compiling():  # torch.compile cannot trace what follows
-                    error.args = (renamed(str(error), names),)
-                raise
+                if functions.is_compiling():  # torch.compile cannot trace what follows
+                    raise
+                error.args = (renamed(str(error), names),)
+                if raised is None or not isinstance(error, ProblemError):
+                    raise
+                raise raised(*error.args).with_traceback(error.__traceback__) from error.__cause__
 
         return named
 

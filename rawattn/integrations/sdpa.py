@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .. import api, arrays, mask, score, torch_op
 from ..errors import ProblemError, UnsupportedError
@@ -24,39 +26,124 @@ NAME = "RAWATTN"
 _CAUSAL = mask.Causal("top_left")
 
 
-@naming(q="query", k="key", v="value", bias="attn_mask", dropout="dropout_p")
+class CallError(ProblemError, RuntimeError):
+    """A wrong call of ``scaled_dot_product_attention``: torch's own raises RuntimeError, on which callers fall back."""
+
+
+@naming(CallError, q="query", k="key", v="value", bias="attn_mask", dropout="dropout_p")
 def scaled_dot_product_attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Computes what ``torch.nn.functional.scaled_dot_product_attention`` does, for tensors (batch, heads, length, head_dim), or
-    (heads, length, head_dim).
+    """Computes what ``torch.nn.functional.scaled_dot_product_attention`` does, for tensors (batch, heads, length, head_dim), of
+    fewer or more dimensions before length, or nested.
 
-    Nothing is copied. ``is_causal`` begins at the first key (top left). A query that keeps no key gives 0. The result lies in
-    memory as query does; where autograd follows the call, or torch traces it, always as (batch, length, heads, head_dim).
+    Nothing is copied, but results of strided nested tensors. ``is_causal`` begins at the first key (top left). A query that keeps
+    no key gives 0. The result lies in memory as query does; where autograd follows the call, or torch traces it, always as
+    (batch, length, heads, head_dim).
 
-    ``attn_mask`` is read where it lies; a float one may need gradients. While ``torch.compile`` traces it must be float: a
-    bool one is refused.
+    ``attn_mask`` is read where it lies, or is a ``CausalBias``; a float one may need gradients. While ``torch.compile`` traces it
+    must be float: a bool one is refused.
 
     Dropout follows torch's generator of the device, with other numbers than torch's own draws.
 
-    Raises UnsupportedError where no kernel computes the call, ProblemError for a wrong argument.
+    Raises UnsupportedError where no kernel computes the call, CallError, a ProblemError, for a wrong argument: both are
+    RuntimeErrors.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
-    shape, kv_shape = query.shape, key.shape
-    if len(shape) not in (3, 4):
-        raise ProblemError(f"query has {len(shape)} dimensions, {tuple(shape)}; it must have 4 or 3, (batch, heads, length, d).")
-    check_heads(shape[-3], kv_shape[-3], enable_gqa)
-    if len(shape) == 3:
-        given = (query[None], key[None], value[None])
-        return scaled_dot_product_attention(*given, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
-    options = kept(attn_mask, is_causal, (*shape[:3], kv_shape[2]))
+    if query.is_nested or key.is_nested or value.is_nested:
+        return _nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    shape, k_shape, v_shape, lead = query.shape, key.shape, value.shape, None
+    if not (
+        len(shape) == len(k_shape) == len(v_shape) == 4 and shape[0] == k_shape[0] and k_shape[:2] == v_shape[:2]
+        and (enable_gqa or shape[1] == k_shape[1])
+    ):  # fmt: skip
+        *given, lead = _broadcast((query, key, value), enable_gqa)
+        dims, (query, key, value) = max(map(len, (shape, k_shape, v_shape))), given
+        if len(lead) > 1 and isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 3:
+            arrays.check_plain("attn_mask", attn_mask)
+            attn_mask = _of_one_batch("attn_mask", attn_mask, lead)
+    options = kept(attn_mask, is_causal, (*query.shape[:3], key.shape[2]))
     options["scale"] = scale
     if dropout_p != 0.0:
         options["dropout"] = dropout_p
-    return attended(query, key, value, options)[0]
+    o = attended(query, key, value, options)[0]
+    if lead is None or dims == 4:
+        return o
+    return o.unflatten(0, lead) if dims > 4 else o[(0,) * (4 - dims)]
+
+
+def _broadcast(given: tuple[Any, ...], enable_gqa: bool) -> tuple[Any, ...]:
+    """query, key and value as torch broadcasts them, (batch, heads, length, head_dim), views, and the shape of the batch."""
+    if any(x.dim() < 2 for x in given):
+        raise ProblemError(f"the inputs have the shapes {_shapes(given)}; they must have 2 dimensions or more.")
+    given = tuple(x[(None,) * (4 - x.dim())] for x in given)
+    heads, k_heads, v_heads = (x.shape[-3] for x in given)
+    kv_heads = max(k_heads, v_heads)
+    if min(k_heads, v_heads) not in (1, kv_heads):
+        raise UnsupportedError(
+            f"key has {k_heads} heads but value {v_heads}; give as many of both, or one of one: others would be copied."
+        )
+    if heads != 1 != kv_heads:
+        check_heads(heads, kv_heads, enable_gqa)
+    heads = kv_heads if heads == 1 and not enable_gqa else heads
+    try:
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in given))
+    except RuntimeError:
+        raise ProblemError(f"the inputs have the shapes {_shapes(given)}; their batches must be the same, or 1.") from None
+    each = zip(("query", "key", "value"), given, (heads, kv_heads, kv_heads), strict=True)
+    return *(_of_one_batch(name, x.expand(*x.shape[:-3], n, *x.shape[-2:]), lead) for name, x, n in each), lead
+
+
+def _shapes(given: tuple[Any, ...]) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in given)
+
+
+def _of_one_batch(name: str, x: Any, lead: tuple[int, ...]) -> Any:
+    """``x``, whose batch has this shape or broadcasts to it, with one dimension for it: a view."""
+    try:
+        return x.expand(*lead, *x.shape[-3:]).view(math.prod(lead), *x.shape[-3:])
+    except RuntimeError:
+        raise UnsupportedError(
+            f"{name} has the shape {tuple(x.shape)} and strides {tuple(x.stride())}; its batch must be one dimension in memory, "
+            f"of {tuple(lead)}, as nothing is copied."
+        ) from None
+
+
+def _nested(
+    given: tuple[Any, ...], attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
+    """o of nested tensors: of jagged ones as packed sequences, of strided ones one sequence after the other."""
+    if attn_mask is not None:
+        raise ProblemError("attn_mask was given beside nested tensors; torch has none there: leave it out, or give is_causal.")
+    if any(not x.is_nested or x.layout is not given[0].layout or x.dim() != given[0].dim() for x in given):
+        raise ProblemError("query, key and value must all be nested, of one layout and with as many dimensions, or none of them.")
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if given[0].layout is torch.strided:
+        warnings.warn(
+            "strided nested tensors: a call for each sequence, and o is copied; jagged ones need neither.", stacklevel=4
+        )
+        each = zip(*(x.unbind() for x in given), strict=True)
+        return torch.nested.as_nested_tensor([scaled_dot_product_attention(*x, **options) for x in each])
+    ragged = [x._ragged_idx for x in given]
+    if any(x.lengths() is not None for x in given):
+        raise UnsupportedError("a nested tensor has rows between its sequences; give x.contiguous(), or sequences end to end.")
+    if given[0].dim() > 3 and ragged == [1, 1, 1]:  # lengths are the same, and batches are not
+        o = scaled_dot_product_attention(*(x.values() for x in given), **options)
+        return torch.nested.nested_tensor_from_jagged(o, given[0].offsets())
+    if given[0].dim() != 4 or ragged != [2, 2, 2]:
+        raise UnsupportedError(
+            f"query is a nested tensor of {given[0].dim()} dimensions, ragged in {ragged[0]}; it must have 4, (batch, heads, "
+            "length, head_dim), ragged in length, 2, and key and value likewise."
+        )
+    check_heads(given[0].shape[1], given[1].shape[1], enable_gqa)
+    starts = [x.offsets().to(torch.int32) for x in given[:2]]
+    longest = [getattr(x, "_maybe_max_seqlen", None) for x in given[:2]]
+    packed = (x.transpose(1, 2).values() for x in given)
+    o = api.attention_varlen(*packed, *starts, *longest, scale=scale, dropout=dropout_p, mask=_CAUSAL if is_causal else None)
+    return torch.nested.nested_tensor_from_jagged(o, given[0].offsets()).transpose(1, 2)
 
 
 def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -128,23 +215,33 @@ def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:
 
 def _giving(call: GpuCall, query: Any, o: Any) -> GpuCall:
     """The call on the same tensors, whose result is made as ``o`` was, (batch, heads, length, head_dim)."""
-    make, made, like = torch.empty_like, call.maker, torch.empty_like(query)
-    if (like.shape, like.stride()) != (o.shape, o.stride()):
+    made, head_dim = call.maker, o.shape[-1]
+    make = torch.empty_like if head_dim == query.shape[-1] else functools.partial(_lying_as, head_dim=head_dim)
+    if make(query).stride() != o.stride():
         make = lambda beside: made(beside).transpose(1, 2)  # noqa: E731
     return call.giving(make, o.transpose(1, 2).stride())
+
+
+def _lying_as(query: Any, head_dim: int) -> Any:
+    """A new tensor of query's shape but for head_dim that lies in memory as query does."""
+    if head_dim == query.shape[-1]:
+        return torch.empty_like(query)
+    order = sorted(range(3), key=query.stride().__getitem__, reverse=True)
+    made = query.new_empty([*(query.shape[i] for i in order), head_dim])
+    return made.permute(*map(order.index, range(3)), 3)
 
 
 def _first(given: tuple[Any, ...], query: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """o and lse of tensors that were transposed, of which ``query`` is the first as it was."""
     q, k, v = given
-    _, heads, rows, _ = query.stride()
+    batches, heads, rows, _ = query.stride()
     own = None
-    if not 0 < heads <= rows and v.shape[-1] == query.shape[-1] and torch_op.way((q, k, v)) is None:
+    if not 0 < heads <= rows <= batches and torch_op.way((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
         more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
         if not more or torch_op.way((q, *more)) is None:  # autograd follows these, too
-            own = torch.empty_like(query)
+            own = _lying_as(query, v.shape[-1])
             options["out"] = own.transpose(1, 2)
     found = api.attention(q, k, v, **options)
     o, lse = found if options.get("return_lse") else (found, None)
@@ -167,12 +264,19 @@ def kept(attn_mask: Any, is_causal: bool, shape: tuple[int, ...], name: str = "a
         return {"mask": _CAUSAL} if is_causal else {}
     if is_causal:
         raise ProblemError("attn_mask was given beside is_causal=True; give one of them.")
+    if isinstance(attn_mask, CausalBias):
+        lengths = attn_mask.seq_len_q, attn_mask.seq_len_kv
+        if lengths != tuple(shape[2:]):
+            raise ProblemError(f"{name} is a CausalBias of {lengths} queries and keys; it must be of {tuple(shape[2:])}.")
+        return {"causal": True} if attn_mask.variant == CausalVariant.LOWER_RIGHT else kept(None, True, shape)
     _check_mask(attn_mask, shape, name)
     if attn_mask.dtype is torch.bool and torch.compiler.is_dynamo_compiling():
         raise UnsupportedError(
             "attn_mask is bool where torch traces; give a float one, 0 and -inf, or options of rawattn.attention."
         )
     attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if attn_mask.stride(-1) == 0 and not attn_mask.requires_grad:  # expanded over keys
+        attn_mask = attn_mask[..., :1]
     if attn_mask.dtype is not torch.bool:
         return {"bias": attn_mask}
     b, h, q, kv = (size > 1 for size in attn_mask.shape)  # of the others all indices are 0
@@ -187,11 +291,12 @@ def _check_mask(given: Any, shape: tuple[int, ...], name: str) -> None:
     """Raises ProblemError for a mask that torch's own attention does not take."""
     if not isinstance(given, torch.Tensor):
         raise ProblemError(f"{name} is a {type(given).__name__}; it must be a torch tensor.")
+    arrays.check_plain(name, given)
     if given.dtype is not torch.bool and not given.is_floating_point():
         raise ProblemError(f"{name} is {given.dtype}; it must be bool, True where a key counts, or of floats that are added.")
-    if not 2 <= given.dim() <= 4:
-        raise ProblemError(f"{name} has {given.dim()} dimensions; it must have 2 to 4, (batch, heads, q_len, kv_len).")
-    if any(n not in (1, of) for n, of in zip(given.shape[::-1], shape[::-1], strict=False)):
+    if given.dim() > 4:
+        raise ProblemError(f"{name} has {given.dim()} dimensions; it must have up to 4, (batch, heads, q_len, kv_len).")
+    if any(n not in (1, of) for n, of in zip(given.shape, shape[4 - given.dim() :], strict=True)):
         raise ProblemError(
             f"{name} has the shape {tuple(given.shape)}; it must broadcast to (batch, heads, q_len, kv_len), {tuple(shape)}."
         )

@@ -93,6 +93,7 @@ def _in_rows(name: str, pairs: Any) -> Any:
     """A bias or a mask whose last dimension is contiguous; where T5 looks a bias up, the heads are there."""
     if not pairs.dim() or pairs.stride(-1) == 1 or pairs.shape[-1] == 1:
         return pairs
+    arrays.check_plain(name, pairs)
     _warn_of_copies(f"{name} is copied in each layer, as its last dimension is not contiguous in memory.")
     return pairs.contiguous()
 

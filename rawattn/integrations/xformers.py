@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .. import api, mask, serving
+from .. import api, arrays, mask, serving
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 from .flash_attn import ignore
@@ -150,6 +150,7 @@ def _of_kind(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
 
 def _four(bias: Any) -> Any:
     """A tensor as (batch, heads, q_len, kv_len)."""
+    arrays.check_plain("attn_bias", bias)
     if bias.dim() == 5:
         return bias.flatten(1, 2)
     return bias[:, None] if bias.dim() == 3 else bias

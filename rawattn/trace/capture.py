@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..arrays import check_plain
 from ..errors import ProblemError
 from .arithmetic import as_type, mul
-from .expressions import Expr, const, make, wrap
+from .expressions import FUNCTIONS, Expr, const, make, wrap
+from .rows import MOST_ELEMENTS, REDUCTIONS, Row
 
 Path = tuple[tuple[str, Any], ...]
 ELEMENTS = {  # dtype -> (rawattn's name of it, the type of an element's value)
@@ -144,7 +146,7 @@ def follower(path: Path) -> Callable[[Any], Any]:
     return lambda x: follow(x, path)
 
 
-class SymbolicArray:
+class SymbolicArray(Row):
     """Stands for an array, or for the part of it that some indices leave, while a function is traced."""
 
     def __init__(self, slot: int, of: ArraySlot, indices: tuple[Expr | None, ...]) -> None:
@@ -219,20 +221,26 @@ class SymbolicArray:
             return const(0) if isinstance(i, Expr) else self._size(axis) + index
         return as_type(index, "int")
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ProblemError(
-            f"{function.__name__}() of a whole array or a row; a function sees one query and one key: compute it before, and "
-            "index the result. (A product of rows that is added to s belongs into q and k: concatenate along head_dim.)"
-        )
+    def elements(self) -> tuple[Expr, ...]:
+        """The elements of a row. Raises ProblemError where they are too many, or these are several rows."""
+        if self.ndim != 1 or len(self) > MOST_ELEMENTS:
+            raise ProblemError(
+                f"{self._of.label} stands where a number or a row of at most {MOST_ELEMENTS} elements is needed; index it, or "
+                "compute what is needed before the call."
+            )
+        return tuple(self)
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return self.__torch_function__(function, types)
+    def gather(self, dim: Any, index: Any) -> Any:
+        """An element of a row, as ``torch.gather`` and ``torch.index_select`` give it for one index."""
+        if self.ndim != 1 or dim not in (0, -1):
+            raise ProblemError(f"gather or index_select of {self._of.label}, whole or several rows; index it, as in x[i, j].")
+        return self[index]
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.__torch_function__(ufunc, ())
+    index_select = gather
 
     def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and self.ndim == 1 and (name in REDUCTIONS or name in FUNCTIONS):
+            return super().__getattr__(name)
         raise ProblemError(f"{self._of.label}.{name} of a whole array; compute it before the call, and index the result.")
 
 
@@ -325,6 +333,8 @@ class Owner:
                 "and objects that are made while a function is traced cannot be followed; make it before, and capture it"
             )
         if isinstance(self.__value, types.BuiltinFunctionType):
+            if type(self.__value.__self__).__name__ == "FunctionMeta":
+                self.__refuse("of a torch.autograd.Function, whose backward is not followed; write its forward, without apply")
             self.__refuse(
                 f"of a {type(self.__value.__self__).__name__}, and what it returns cannot be followed; read an attribute or "
                 "x[key], or call it before and capture the result"
@@ -489,6 +499,7 @@ class Capture:
 
     def _replaced(self, value: Any, path: Path, label: str) -> Any:
         if is_array(value):
+            check_plain(label, value)
             return self._slot(ArraySlot(path, label, type(value), value.dtype, len(value.shape)), value)
         if isinstance(value, types.FunctionType):
             return self._function(value, path)

@@ -29,6 +29,7 @@ from .arithmetic import (
 from .conditions import compare, invert, logical, where
 from .expressions import FUNCTIONS, Expr, const, is_const, wrap
 from .formulas import UNARY
+from .rows import of_each
 
 
 def _kind(dtype: Any) -> str:
@@ -89,6 +90,14 @@ def _gelu(x: Any, approximate: str = "none") -> Expr:
         inner = mul((2 / 3.141592653589793) ** 0.5, add(x, mul(0.044715, power(x, 3))))
         return mul(mul(0.5, x), add(1, unary("tanh", inner)))
     return mul(mul(0.5, x), add(1, unary("erf", mul(x, 0.5**0.5))))
+
+
+def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Expr:
+    return where(compare("lt", 0, x), x, mul(x, negative_slope))
+
+
+def _tan(x: Any) -> Expr:
+    return div(unary("sin", x), unary("cos", x))
 
 
 def _ceil(x: Any) -> Expr:
@@ -161,6 +170,7 @@ FUNCTIONS |= {
     "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1),
     "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
     "detach": wrap, "contiguous": wrap, "round": _round, "around": _round, "rint": _round, "trunc": _trunc, "fix": _trunc,
-    "logaddexp": _logaddexp, "isnan": lambda x: invert(compare("eq", x, x)),
+    "logaddexp": _logaddexp, "leaky_relu": _leaky_relu, "tan": _tan, "isnan": lambda x: invert(compare("eq", x, x)),
 }  # fmt: skip
 FUNCTIONS |= {"truediv": div, "floordiv": floor_divide, "rpow": lambda a, b: power(b, a)}  # of a tensor and an argument
+FUNCTIONS |= {name: of_each(f) for name, f in FUNCTIONS.items()}

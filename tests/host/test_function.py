@@ -29,7 +29,8 @@ from tests.threads import at_once
 Array = npt.NDArray[Any]
 H200 = TYPICAL["sm_90a"]
 MASKS = ["chained", "documents_sliding", "flashmask", "block_table", "tree", "padding_array", "head_windows", "thresholds"]
-SCORES = ["alibi", "alibi_softcap", "t5_table", "graphormer", "forgetting", "conditional"]
+MASKS += ["top_list"]
+SCORES = ["alibi", "alibi_softcap", "t5_table", "graphormer", "forgetting", "conditional", "pooled"]
 
 
 def made(name: str, n: int, m: int, seed: int = 0) -> Any:

@@ -206,6 +206,8 @@ def test_language(name: str) -> None:
 
 
 S = np.random.default_rng(0).standard_normal((8, 8))
+PLACES, LINE = torch.randint(0, 8, (8, 3), generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
+A = PLACES.numpy()
 FLOATS: dict[str, tuple[Any, Any]] = {
     "exp": (lambda s: np.exp(s) + torch.exp(s) + s.exp(), 3 * np.exp(S)),
     "powers": (lambda s: s**2 + 2.0**s + abs(s) ** 0.5 + s**3, S**2 + 2**S + abs(S) ** 0.5 + S**3),
@@ -228,6 +230,29 @@ FLOATS: dict[str, tuple[Any, Any]] = {
     "relu": (lambda s: torch.relu(s) - np.maximum(-s, 0), S),
     "logarithms": (lambda s, q: s * np.log1p(q) / torch.log10(q + 2.0), S * np.log1p(Q) / np.log10(Q + 2)),
     "waves": (lambda s, q, kv: s + np.sin(q - kv) * torch.cos(q), S + np.sin(Q - KV) * np.cos(Q)),
+    "tangents": (lambda s, q: torch.tan(s) + s.tan() + np.tan(q), 2 * np.tan(S) + np.tan(Q)),
+    "leaky relu": (
+        lambda s: torch.nn.functional.leaky_relu(s) + torch.nn.functional.leaky_relu(s, 0.5),
+        np.where(S > 0, 2 * S, 0.51 * S),
+    ),
+    "rows": (
+        lambda s, q, kv: (
+            s + PLACES[q].sum() + torch.sum(2 * PLACES[q]) + np.sum(PLACES[kv] * PLACES[q]) + (PLACES[q] ** 2).mean()
+        ),
+        S + 3 * A.sum(1)[:, None] + A @ A.T + (A**2).mean(1)[:, None],
+    ),
+    "ends of rows": (
+        lambda s, q, kv: s + PLACES[q].max() + torch.amin(PLACES[kv], 0) + torch.maximum(PLACES[q], kv).prod(),
+        S + A.max(1)[:, None] + A.min(1) + np.maximum(A[:, None], np.arange(8)[:, None]).prod(-1),
+    ),
+    "members of rows": (
+        lambda s, q, kv: s + torch.any(PLACES[q] == kv) + (kv != PLACES[q]).all() + any(x == kv for x in PLACES[q]),
+        S + (A[:, None] == np.arange(8)[:, None]).any(-1) + 1,
+    ),
+    "gathered": (
+        lambda s, q, kv: s + torch.gather(LINE, 0, kv) + LINE.index_select(0, q) + torch.index_select(LINE, dim=0, index=q),
+        S + np.arange(8.0) + 2 * Q,
+    ),
     "rounding": (lambda s, q: np.floor(s) + math.floor(q / 2) + torch.ceil(s), np.floor(S) + Q // 2 + np.ceil(S)),
     "rounding to the nearest": (
         lambda s, q: round(s) + np.rint(s * 0 + q / 2) + torch.round(input=s) + round(q) + s.round() + round(s, 0),
@@ -319,6 +344,25 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "an array": (lambda q, kv: BIG, "mask", "stands where a number is needed; index the array"),
     "a row": (lambda q, kv: BIG[q] > 0, "mask", "whole array|stands where a number|unsupported|cannot be traced"),
     "a product of rows": (lambda s, q, kv: s + torch.dot(torch.ones(8), ROWS[q]), "score", "concatenate along head_dim"),
+    "rows": (lambda s, q: s + PLACES[q], "score", "a Row stands where a number is needed; index the array"),
+    "the truth of a row": (
+        lambda q, kv: q > kv if PLACES[q] else False,
+        "mask",
+        r"a row stands where.*a bool; write .any\(\) or",
+    ),
+    "rows that do not fit": (lambda s, q: s + (PLACES[q] + ROWS[q]).sum(), "score", "rows of 3 and 4 elements meet"),
+    "a long row": (
+        lambda s, q: s + np.zeros(1).sum() + LONG[q].sum(),
+        "score",
+        "LONG stands where .* row of at most 64 elements",
+    ),
+    "where a row is largest": (lambda s, q: s + PLACES[q].max(0), "score", "a Row stands where"),
+    "gathered rows": (lambda s, q: s + torch.gather(PLACES, 0, q), "score", "gather or index_select of PLACES, whole or several"),
+    "a torch.autograd.Function": (
+        lambda s: Own.apply(s),
+        "score",
+        "of a torch.autograd.Function, whose backward is not followed",
+    ),
     "a method of an array": (lambda q, kv: BIG.sum() > 0, "mask", r"BIG.sum of a whole array; compute it before"),
     "too many indices": (lambda q, kv: DOC[q, kv] > 0, "mask", "DOC has 1 dimensions and is given more indices"),
     "an index of an element": (lambda q, kv: DOC[q][kv] > 0, "mask", "a number was indexed"),
@@ -365,7 +409,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "too many operands": (lambda s: s.exp(1, 2), "score", r"exp\(\) is given 3 operands, which is not known"),
     "a pattern": (lambda q, kv: of_pattern(STATE, q), "mask", r"a class of yours is no pattern; write isinstance\(x, C\)"),
 }
-ROWS = torch.zeros(8, 4)
+ROWS, LONG = torch.zeros(8, 4), np.zeros((8, 65))
+
+
+class Own(torch.autograd.Function):
+    """A function with a derivative of its own."""
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -27,7 +27,7 @@ BUILT_IN = {
 }  # fmt: skip
 FOUND = {  # the share of empty and of full tiles that one question finds, where it is not nearly all
     "dilated": 0.85, "natten_2d_tiled": 0.8, "block_diffusion": 0.85, "image_bidirectional": 0.5, "temporal": 0.4,
-    "top_blocks": 0,
+    "top_blocks": 0, "top_list": 0,
 }  # fmt: skip
 
 

@@ -9,13 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, bias, sdpa_kernel  # noqa: E402
 
+import rawattn  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
-from rawattn.integrations import sdpa  # noqa: E402
+from rawattn.integrations import sdpa, xformers  # noqa: E402
 from rawattn.variant import mask  # noqa: E402
 from tests.versions import since  # noqa: E402
 
-NAMES = ("heads_first", "rows_first", "packed", "expanded")
+NAMES = ("heads_first", "rows_first", "length_first", "packed", "expanded")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu("any"))])
@@ -32,6 +34,8 @@ def make(q_len: int = 20, kv_len: int = 20, kv_heads: int = 4, layout: str = "he
         x = torch.randn(2, heads, n, 16, generator=random).to(device, dtype)
         if layout == "rows_first":
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        elif layout == "length_first":
+            x = x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
         elif layout == "packed":
             x = torch.stack([x, x], 3)[:, :, :, 0]
         elif layout == "expanded":
@@ -88,14 +92,143 @@ def test_compiled() -> None:
     near(f(*given), F.scaled_dot_product_attention(*given, is_causal=True))
 
 
+SHAPES = {
+    "one batch of keys": ((2, 4, 20, 16), (1, 4, 33, 16), (1, 4, 33, 16)), "of queries": ((1, 4, 20, 16), *[(2, 4, 33, 16)] * 2),
+    "of values": ((2, 4, 20, 16), (2, 4, 33, 16), (1, 4, 33, 16)), "5": ((3, 2, 4, 20, 16), *[(3, 2, 4, 33, 16)] * 2),
+    "5 and 3": ((3, 2, 4, 20, 16), *[(4, 33, 16)] * 2), "2": ((20, 16), (33, 16), (33, 16)),
+    "3 and 4": ((4, 20, 16), *[(2, 4, 33, 16)] * 2), "one head of keys": ((2, 4, 20, 16), *[(2, 1, 33, 16)] * 2),
+    "one of values": ((2, 4, 20, 16), (2, 4, 33, 16), (2, 1, 33, 8)), "of q": ((2, 1, 20, 16), *[(2, 4, 33, 16)] * 2),
+    "6": ((1, 1, 1, 4, 20, 16), *[(5, 3, 2, 4, 33, 16)] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_broadcasting(shapes: Any, device: str) -> None:
+    """As torch's, forward and backward."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    given = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
+    results = [f(*given, is_causal=True) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention)]
+    near(*results)
+    for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), given) for o in results), strict=True):
+        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(x, y)
+
+
+def test_broadcasting_of_heads_and_masks() -> None:
+    q, k = torch.randn(3, 2, 4, 20, 16), torch.randn(3, 2, 2, 33, 16)
+    for given, mask_shapes in (
+        ((q, k, k), [(20, 33), (33,), (4, 20, 33), (3, 2, 1, 20, 33), (1, 1, 4, 1, 33)]),
+        ((q[0], k[0], k[0, :, :1]), []), ((q[0, 0], k[0, 0], k[0, 0]), [(4, 20, 33)]),
+    ):  # fmt: skip
+        options = {"enable_gqa": True}
+        near(sdpa.scaled_dot_product_attention(*given, **options), F.scaled_dot_product_attention(*given, **options))
+        for shape in mask_shapes:
+            m = torch.randn(shape) > -1
+            if m.dim() == 5:
+                with sdpa_kernel(SDPBackend.MATH):
+                    wanted = F.scaled_dot_product_attention(*given, m, **options)
+            else:
+                wanted = F.scaled_dot_product_attention(*given, m.expand(20, 33) if m.dim() == 1 else m, **options)
+            near(sdpa.scaled_dot_product_attention(*given, m, **options), wanted)
+    with pytest.raises(UnsupportedError, match="key has 2 heads but value 4; give as many of both, or one of one"):
+        sdpa.scaled_dot_product_attention(q, k, torch.cat([k, k], 2), enable_gqa=True)
+    for name, given in {
+        "query": (torch.randn(2, 3, 2, 20, 16).transpose(0, 1), k, k), "key": (q, k[0], k[0]),
+        "attn_mask": (q, k, k, torch.ones(2, 1, 20, 33)),
+    }.items():  # fmt: skip
+        with pytest.raises(UnsupportedError, match=rf"{name} has the shape .* batch must be one dimension .* of \(3, 2\)"):
+            sdpa.scaled_dot_product_attention(*given, enable_gqa=True)
+
+
+def test_errors_are_torch_errors() -> None:
+    """Callers fall back by ``except RuntimeError``; and they are rawattn's."""
+    q, k, v = make()
+    wrong = [
+        ((q, k[:, :2], v[:, :2]), {}), ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}), ((q, k.double(), v), {}),
+        ((q, k[..., :8], v), {}), ((q, k, v[:, :, :9]), {}), ((q, k, v), {"attn_mask": torch.ones(20, 20, dtype=torch.int32)}),
+        ((q, k, v), {"attn_mask": torch.ones(19, 20)}), ((q, k, v), {"attn_mask": torch.ones(20, 20), "is_causal": True}),
+        ((q, torch.cat([k, k[:1]]), v), {}), ((q, k, v), {"dropout_p": 1.5}), ((q[0, 0, 0], k, v), {}),
+    ]  # fmt: skip
+    for given, options in wrong:
+        with pytest.raises(RuntimeError) as caught:
+            sdpa.scaled_dot_product_attention(*given, **options)
+        assert isinstance(caught.value, (ProblemError, UnsupportedError)), caught.value
+
+
+# ---- nested tensors
+
+
+def make_nested(layout: Any, lengths: tuple[int, ...], heads: int = 4, first: str = "rows", device: str = "cpu") -> Any:
+    """A leaf, whose gradient is asked for, and what it is as (batch, heads, length, head_dim)."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    parts = [torch.randn((n, heads, 16) if first == "rows" else (heads, n, 16)).to(device, dtype) for n in lengths]
+    leaf = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
+    return leaf, leaf.transpose(1, 2) if first == "rows" else leaf
+
+
+@pytest.mark.filterwarnings("ignore")  # that layouts of nested tensors are prototypes
+@pytest.mark.parametrize(
+    ("layout", "first"), [(torch.jagged, "rows"), (torch.strided, "rows"), (torch.strided, "heads")], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "scale": 0.3}, {"enable_gqa": True}], ids=str)
+def test_nested(options: dict[str, Any], layout: Any, first: str, device: str) -> None:
+    """Sequence by sequence what torch gives of each, and its gradients."""
+    options = {**options}
+    made = [
+        make_nested(layout, lengths, heads, first, device)
+        for lengths, heads in (((7, 20, 1), 4), *[((9, 5, 30), 2 if options.get("enable_gqa") else 4)] * 2)
+    ]
+    leaves, given = zip(*made, strict=True)
+    o = sdpa.scaled_dot_product_attention(*given, **options)
+    assert o.is_nested and o.layout is layout and o.dim() == 4
+    if layout is torch.jagged:
+        assert (o + given[0]).shape == given[0].shape  # of the same lengths, which torch tells by their object
+    parts = [x.detach().requires_grad_() for nested in given for x in nested.unbind()]
+    is_grouped = options.pop("enable_gqa", False)
+    whole = [[x.repeat_interleave(1 + (is_grouped and j > 0), 0) for j, x in enumerate(parts[i::3])] for i in range(3)]
+    wanted = [F.scaled_dot_product_attention(*x, **options) for x in whole]
+    for x, y in zip(o.unbind(), wanted, strict=True):
+        near(x, y)
+    (sum((x.float() ** 2).sum() for x in o.unbind()) if layout is torch.strided else (o.values().float() ** 2).sum()).backward()
+    sum((x.float() ** 2).sum() for x in wanted).backward()
+    found = [x for leaf in leaves for x in leaf.grad.unbind()]
+    for x, y in zip(found, parts, strict=True):
+        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(
+            x.transpose(0, 1) if first == "rows" else x, y.grad
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_refusals() -> None:
+    _, q = make_nested(torch.jagged, (7, 20))
+    dense = torch.randn(2, 4, 20, 16)
+    with pytest.raises(RuntimeError, match="attn_mask was given beside nested tensors"):
+        sdpa.scaled_dot_product_attention(q, q, q, torch.ones(20, 20))
+    with pytest.raises(RuntimeError, match="must all be nested, of one layout"):
+        sdpa.scaled_dot_product_attention(q, dense, dense)
+    with pytest.raises(RuntimeError, match="query has 4 heads but key has 2"):
+        sdpa.scaled_dot_product_attention(q, *[make_nested(torch.jagged, (7, 20), 2)[1]] * 2)
+    with pytest.raises(RuntimeError, match="ragged in 3; it must have 4"):
+        sdpa.scaled_dot_product_attention(*[q.transpose(2, 3)] * 3)
+    holes = torch.nested.narrow(torch.randn(2, 20, 4, 16), 1, *torch.tensor([[0, 2], [7, 9]]), layout=torch.jagged)
+    with pytest.raises(RuntimeError, match="a nested tensor has rows between its sequences"):
+        sdpa.scaled_dot_product_attention(holes, holes, holes)
+    batches = torch.nested.nested_tensor([torch.randn(n, 4, 20, 16) for n in (2, 3)], layout=torch.jagged)
+    near(sdpa.scaled_dot_product_attention(*[batches] * 3).values(), F.scaled_dot_product_attention(*[batches.values()] * 3))
+    torch.manual_seed(1)
+    first = sdpa.scaled_dot_product_attention(q, q, q, dropout_p=0.5).values()
+    torch.manual_seed(1)
+    assert torch.equal(sdpa.scaled_dot_product_attention(q, q, q, dropout_p=0.5).values(), first)
+    assert not torch.equal(sdpa.scaled_dot_product_attention(q, q, q).values(), first)
+
+
 def test_refusals() -> None:
     q, k, v = make()
     with pytest.raises(ProblemError, match="attn_mask was given beside is_causal"):
         sdpa.scaled_dot_product_attention(q, k, v, q > 0, is_causal=True)
     with pytest.raises(ProblemError, match="attn_mask has 5 dimensions"):
         sdpa.scaled_dot_product_attention(q, k, v, q[None])
-    with pytest.raises(ProblemError, match="query has 2 dimensions"):
-        sdpa.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
+    with pytest.raises(ProblemError, match=r"the inputs have the shapes \(16,\).* must have 2 dimensions or more"):
+        sdpa.scaled_dot_product_attention(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
@@ -105,8 +238,6 @@ def test_masks_of_wrong_shapes(dtype: Any) -> None:
     for shape in ((19, 33), (20, 32), (20, 40), (1, 40), (3, 4, 20, 33), (2, 3, 20, 33)):
         with pytest.raises(ProblemError, match=r"attn_mask has the shape .* it must broadcast to .*\(2, 4, 20, 33\)"):
             sdpa.scaled_dot_product_attention(*given, attn_mask=torch.ones(shape, dtype=dtype))
-    with pytest.raises(ProblemError, match="attn_mask has 1 dimensions; it must have 2 to 4"):
-        sdpa.scaled_dot_product_attention(*given, attn_mask=torch.ones(33, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32], ids=str)
@@ -116,13 +247,75 @@ def test_masks_of_integers(dtype: Any) -> None:
         sdpa.scaled_dot_product_attention(*make(), attn_mask=torch.ones(20, 20, dtype=dtype))
 
 
-@pytest.mark.parametrize("shape", [(20, 33), (1, 33), (2, 1, 20, 33), (2, 4, 20, 33), (1, 4, 1, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(33,), (20, 33), (1, 33), (2, 1, 20, 33), (2, 4, 20, 33), (1, 4, 1, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
     given, random = make(kv_len=33), torch.Generator().manual_seed(1)
     table = torch.randn(shape, generator=random)
     table = table > -1 if dtype is torch.bool else table
-    near(sdpa.scaled_dot_product_attention(*given, attn_mask=table), F.scaled_dot_product_attention(*given, attn_mask=table))
+    whole = table.expand(20, 33) if table.dim() == 1 else table  # torch's own on the CPU takes no fewer than 2
+    near(sdpa.scaled_dot_product_attention(*given, attn_mask=table), F.scaled_dot_product_attention(*given, attn_mask=whole))
+    expanded = whole[..., :1].expand(whole.shape)
+    near(sdpa.scaled_dot_product_attention(*given, expanded), F.scaled_dot_product_attention(*given, expanded))
+
+
+class Plain(torch.Tensor):
+    """A class of tensors without behaviour."""
+
+
+class Odd(torch.Tensor):
+    """One with behaviour."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("make_bias", [bias.causal_upper_left, bias.causal_lower_right])
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)])
+def test_causal_bias(make_bias: Any, lengths: tuple[int, int], device: str) -> None:
+    """torch's CausalBias has memory that was never set."""
+    q, k, v = (x.detach().requires_grad_() for x in make(*lengths, device=device))
+    kept = torch.ones(lengths, dtype=torch.bool, device=device).tril(
+        lengths[1] - lengths[0] if make_bias is bias.causal_lower_right else 0
+    )
+    found = sdpa.scaled_dot_product_attention(q, k, v, make_bias(*lengths), scale=0.3)
+    wanted = F.scaled_dot_product_attention(q, k, v, kept, scale=0.3)
+    near(found, wanted)
+    for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), (q, k, v)) for o in (found, wanted)), strict=True):
+        near(x, y)
+    assert torch.equal(sdpa.scaled_dot_product_attention(q[0], k[0], v[0], make_bias(*lengths), scale=0.3), found[0])
+    compiled = torch.compile(sdpa.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    near(compiled(q, k, v, make_bias(*lengths), scale=0.3), found)
+    with pytest.raises(ProblemError, match=r"attn_mask is a CausalBias of \(20, 40\) queries and keys; it must be of \(20, "):
+        sdpa.scaled_dot_product_attention(q, k, v, make_bias(20, 40))
+    with pytest.raises(ProblemError, match="attn_mask was given beside is_causal"):
+        sdpa.scaled_dot_product_attention(q, k, v, make_bias(*lengths), is_causal=True)
+
+
+def test_tensors_with_behaviour() -> None:
+    """They are refused as masks and biases, wherever these are taken; plain classes of tensors are not."""
+    given, table = make(), torch.randn(1, 1, 20, 20)
+    rows = [x.transpose(1, 2) for x in given]
+    words = "is a Odd, a tensor with a __torch_function__ of its own"
+    wanted = F.scaled_dot_product_attention(*given, table)
+    for plain in (table.as_subclass(Plain), torch.nn.Parameter(table)):
+        near(sdpa.scaled_dot_product_attention(*given, plain), wanted)
+        near(xformers.memory_efficient_attention(*rows, plain).transpose(1, 2), wanted)
+    slopes = torch.zeros(4)
+    odd = table.as_subclass(Odd)
+    with pytest.raises(ProblemError, match=f"Biased.bias {words}"):
+        rawattn.attention(*rows, bias=odd)
+    with pytest.raises((ProblemError, NotImplementedError), match="CausalBias"):  # torch 2.4's has no shape
+        rawattn.attention(*rows, bias=bias.causal_upper_left(20, 20))
+    with pytest.raises(ProblemError, match=f"odd {words}"):
+        rawattn.attention(*rows, score=lambda s, b, h, q, kv: s + odd[0, 0, q, kv])
+    with pytest.raises(ProblemError, match=f"attn_bias {words}"):
+        xformers.memory_efficient_attention(*rows, odd)
+    with pytest.raises(ProblemError, match=f"attn_mask {words}"):
+        sdpa.scaled_dot_product_attention(*given, table.as_subclass(Odd))
+    with pytest.raises(ProblemError, match=f"Biased.slopes {words}"):
+        rawattn.attention(*rows, alibi=slopes.as_subclass(Odd))
 
 
 @since(2, 11)

@@ -137,9 +137,9 @@ def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: Config) -
 REST = [  # of the zoo, some in one kernel, since compilation is the cost
     ["bounds_of_queries", "natten_2d_tiled", "tree_bits", "left_padding_causal", "streaming", "strided"],
     ["dilated", "sta_3d", "global_tokens", "documents_causal", "vision_cross", "same_segment_sorted_by_route"],
-    ["natten_1d", "top_blocks", "padding", "chunked", "temporal"],
+    ["natten_1d", "top_blocks", "padding", "chunked", "temporal", "top_list"],
 ]
-REST_OF_SCORES = ["alibi_computed", "key_bias", "temperature", "sandwich", "log_length", "swin", "activation"]
+REST_OF_SCORES = ["alibi_computed", "key_bias", "temperature", "sandwich", "log_length", "swin", "activation", "pooled"]
 
 
 def check_each(names: list[str], role: str, kernel: Any, seed: int) -> None:
