@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "table": (lambda: cached(PAGES, block_table=TABLE[0]), "block_table has shape (4,); it must be (batch, max_pa"),
     "table of 3": (lambda: cached_3(page_table=TABLE + 9), "page_table[0, 0] is 9; it must be a page of the cache"),
     "descale": (lambda: cached_3(page_table=TABLE, k_descale=torch.ones(2)), "k_descale is an array but the cache holds fp32"),
-    "rows": (lambda: cached(cache_batch_idx=LENS.long()), "cache_batch_idx has dtype torch.int64; it must be int32"),
+    "rows": (lambda: cached(cache_batch_idx=LENS.long()), "cache_batch_idx has dtype torch.int64 and shape (2,); it must be"),
     "a list of rows": (lambda: cached(cache_batch_idx=[0, 1]), "cache_batch_idx is a list; it must be an int32 tensor."),
     "a list as table": (lambda: cached(PAGES, block_table=[[0, 1]]), "block_table is a list; it must be an int32 tensor."),
     "padding": (lambda: cached(cache_leftpad=LENS + 9), "cache_leftpad[0] is 14; it must be from 0 to 5"),
