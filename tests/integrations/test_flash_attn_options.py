@@ -43,11 +43,11 @@ def near(found: Any, wanted: Any) -> None:
 
 
 PACKED = [(7, 12), (0, 5), (9, 9), (11, 4), (6, 0)]  # rows of q and of k: fewer, none, as many and more
-DENSE = [(11, 4)] * 2
+DENSE, PAGED = [(11, 4)] * 2, [(7, 12), (0, 5), (9, 9), (2, 4)]
 USED = {"seqused_q": torch.tensor([3, 0, 9, 8, 2]), "seqused_k": torch.tensor([10, 4, 6, 4, 0])}
 SLOPES = torch.tensor([[0.5, 0.1, 0.0, 1.0]]) * torch.arange(1.0, 6)[:, None]
 SHARED = {"softmax_scale": 0.3, "causal": True, "window_size": torch.tensor([5, 2]), "softcap": 2.0, "deterministic": True}
-OPTIONS = {fa2: SHARED | {"alibi_slopes": SLOPES, "dropout_p": 0.3}, fa3: SHARED | {"attention_chunk": 4} | USED}
+OPTIONS = {fa2: SHARED | {"alibi_slopes": SLOPES, "dropout_p": 0.3}, fa3: SHARED | {"attention_chunk": 7} | USED}
 PAIRS = [(module, pair) for module, options in OPTIONS.items() for pair in itertools.combinations(options, 2)]
 
 
@@ -60,11 +60,20 @@ def weights(batch: int, q_len: int, kv_len: int) -> Any:
     return torch.from_numpy(drop.kept(seed, batch, h[:, None, None], q[:, None], kv)) * drop.factor
 
 
-@pytest.mark.parametrize("lengths", [PACKED, DENSE], ids=["packed", "dense"])
+def paged(x: Any, starts: list[int], table: Any) -> Any:
+    """Rows of sequences end to end, in pages of 4."""
+    pool = torch.full((table.numel(), 4, *x.shape[1:]), torch.nan)
+    for pages, begin, end in zip(table.tolist(), starts, starts[1:], strict=False):
+        for i in range(begin, end):
+            pool[pages[(i - begin) // 4], (i - begin) % 4] = x[i].detach()
+    return pool
+
+
+@pytest.mark.parametrize("lengths", [PACKED, DENSE, PAGED], ids=["packed", "dense", "paged"])
 @pytest.mark.parametrize(("module", "pair"), PAIRS, ids=["-".join((x.__name__[-9:], *pair)) for x, pair in PAIRS])
 def test_every_pair(module: Any, pair: tuple[str, ...], lengths: list[tuple[int, int]]) -> None:
-    """Forward and backward, of rows that are used."""
-    if lengths is DENSE and {*pair} & {*USED}:
+    """Forward and backward, of rows that are used; pages have no backward."""
+    if (lengths is DENSE and {*pair} & {*USED}) or (lengths is PAGED and (module is fa3 or "dropout_p" in pair)):
         pytest.skip("of packed sequences alone")
     options, slopes = {name: OPTIONS[module][name] for name in pair}, [None] * 5
     if "alibi_slopes" in pair:
@@ -84,14 +93,20 @@ def test_every_pair(module: Any, pair: tuple[str, ...], lengths: list[tuple[int,
             part = q[begin : begin + n], k[first : first + m], v[first : first + m]
             parts.append(formula(*part, kept=kept, slopes=slopes[i], **options))
     wanted = torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], 1)
-    if lengths is PACKED:
-        starts = [torch.tensor(x, dtype=torch.int32) for x in totals]
-        o, lse, *_ = module.flash_attn_varlen_func(q, k, v, *starts, 11, 12, **options, return_attn_probs=True)
+    if lengths is not DENSE:
+        starts, keys = [torch.tensor(x, dtype=torch.int32) for x in totals], (k, v)
+        if lengths is PAGED:
+            table = torch.tensor([[5, 0, 7], [1, 6, 3], [8, 2, 9], [4, 10, 11]], dtype=torch.int32)
+            keys = tuple(paged(x, totals[1], table) for x in (k, v))
+            options["block_table"] = table
+        o, lse, *_ = module.flash_attn_varlen_func(q, *keys, *starts, 11, 12, **options, return_attn_probs=True)
     else:
         o, lse, *_ = module.flash_attn_func(*(x.unflatten(0, (2, -1)) for x in (q, k, v)), **options, return_attn_probs=True)
         o, lse = o.flatten(0, 1), torch.cat([*lse], 1)
     near(o[rows], wanted[0])
     near(lse[:, rows], wanted[1])
+    if lengths is PAGED:
+        return
     found, ours = (torch.autograd.grad(x, given, do[rows].to(x.dtype)) for x in (o[rows], wanted[0]))
     for x, y in zip(found, ours, strict=True):
         near(x, y.double())
@@ -101,7 +116,7 @@ AXES: dict[str, list[Any]] = {  # of a step over a cache
     "lengths": [(1, 1), (3, 3), (3, 2), (1, 3)],  # queries and new keys of a sequence, at most
     "new": [None, "as they are", "neox", "interleaved"],  # new keys, and how they are rotated
     "begin": [None, "cache_seqlens", "others"],  # rotary_seqlens
-    "local": [{}, {"causal": True}, {"window_size": (6, 3)}, {"causal": True, "window_size": (9, -1)}],
+    "local": [{}, {"causal": True}, {"window_size": (3, 2)}],
     "softcap": [0.0, 3.0],
     "function": [{}, {"alibi_slopes": SLOPES[:3]}, {"attention_chunk": 5}],
     "page_size": [None, 4],
@@ -112,15 +127,15 @@ AXES: dict[str, list[Any]] = {  # of a step over a cache
 
 
 def covering(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Cases of which one has each pair of values of each two axes that a function takes."""
-    draw, cases, left = random.Random(0), list[dict[str, Any]](), set[Any]()
-    drawn = [{name: draw.randrange(len(values)) for name, values in axes.items()} for _ in range(2000)]
+    """Cases of which one has each three values, of three axes, that a function takes."""
+    draw, cases, bits = random.Random(0), list[dict[str, Any]](), dict[Any, int]()
+    drawn = [{name: draw.randrange(len(values)) for name, values in axes.items()} for _ in range(1500)]
     drawn = [x for x in drawn if not (x["function"] == 1 and (x["ragged"] or x["begin"])) and not (x["new"] < 2 and x["begin"])]
-    pairs = [{*itertools.combinations(x.items(), 2)} for x in drawn]
-    left = set[Any]().union(*pairs)
+    triples = [sum(1 << bits.setdefault(y, len(bits)) for y in itertools.combinations(x.items(), 3)) for x in drawn]
+    left = (1 << len(bits)) - 1
     while left:
-        best = max(range(len(drawn)), key=lambda i: len(pairs[i] & left))
-        left -= pairs[best]
+        best = max(range(len(drawn)), key=lambda i: (triples[i] & left).bit_count())
+        left &= ~triples[best]
         cases.append({name: axes[name][i] for name, i in drawn[best].items()})
     return cases
 
@@ -165,7 +180,7 @@ class Step:
         given |= {"page_table" if is_3 else "block_table": self.table} if self.table is not None else {}
         given |= {"cache_batch_idx": ints(self.rows)} if case["batch_idx"] else {}
         given |= {"cache_leftpad": ints(self.first)} if case["leftpad"] else {}
-        given |= {"cu_seqlens_q": self.starts(self.q), "max_seqlen_q": 3} if self.ragged else {}
+        given |= {"cu_seqlens_q": self.starts(self.q), "max_seqlen_q": case["lengths"][0]} if self.ragged else {}
         if case["new"]:
             given |= dict(zip("kv", (x.contiguous() for x in joined(self.new).unbind(-3)), strict=True))
             given |= {"cu_seqlens_k_new": self.starts(self.new)} if self.ragged else {}
