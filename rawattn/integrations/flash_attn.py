@@ -3,10 +3,11 @@
 >>> from rawattn.integrations.flash_attn import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
-``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
-of it, and is refused over caches. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
-num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+``install`` makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` find them. Autograd follows, as in
+``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator, and is refused over caches;
+return_attn_probs gives no probabilities. A ``deterministic`` of False allows other bits from run to run in gradients, as it does
+there. num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives
+0. ``_flash_attn_forward`` and ``_flash_attn_backward`` are for callers that write an autograd function of their own.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ NAMES = {
     "scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes", "dropout": "dropout_p",
     "cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k", "max_q_len": "max_seqlen_q", "q_lens": "seqused_q",
     "page_table": "block_table", "kv_begin": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
+    "interleaved": "rotary_interleaved", "return_lse": "return_attn_probs",
 }  # fmt: skip
 _LENGTHS = {"kv_lens": "torch.diff(cu_seqlens_k)", "max_kv_len": "max_seqlen_k"}  # of keys in pages, packed
-IN_CACHE = {"kv_lens": "cache_seqlens", "the step": "cache_seqlens"}
+IN_CACHE = NAMES | {"kv_lens": "cache_seqlens", "the step": "cache_seqlens", "return_lse": "return_softmax_lse"}
 
 
 @naming(**NAMES)
@@ -116,7 +118,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@naming(**NAMES, **IN_CACHE)
+@naming(**IN_CACHE)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
@@ -266,6 +268,8 @@ def varlen(
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
     refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
+    if not isinstance(starts[1], torch.Tensor):
+        raise ProblemError(f"cu_seqlens_k is a {type(starts[1]).__name__}; it must be a torch tensor.")
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     options = {**without_step(options), "return_lse": return_lse}

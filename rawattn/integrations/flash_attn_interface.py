@@ -3,8 +3,8 @@
 >>> from rawattn.integrations.flash_attn_interface import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-Besides, refused are qv, q in eight bits and its descale factor, and attention_chunk without a cache. ``flash_attn_with_kvcache``
-takes caches of e4m3 and e5m2 with k_descale and v_descale, and q in 16 bits.
+Besides, refused are qv, q in eight bits and its descale factor. ``flash_attn_with_kvcache`` takes caches of e4m3 and e5m2 with
+k_descale and v_descale, and q in 16 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .flash_attn_kvcache import with_kvcache
 from .naming import naming
 
 __version__ = "3.0.0+rawattn"
-_NAMES = NAMES | {"page_table": "page_table"}
+_OWN = {"page_table": "page_table"}
+_NAMES = NAMES | _OWN
 
 
 @naming(**_NAMES)
@@ -48,8 +49,8 @@ def flash_attn_qkvpacked_func(
     kv_heads, head_dim)."""
     if num_heads_q is None:
         q, k, v = unpacked("qkv", qkv, "batch, length, 3, heads, head_dim")
-    elif qkv.dim() != 4 or (qkv.shape[2] - num_heads_q) % 2:
-        raise ProblemError(f"qkv has shape {tuple(qkv.shape)}; with num_heads_q its third must be heads + 2 kv_heads.")
+    elif len(shape := tuple(getattr(qkv, "shape", ()))) != 4 or (shape[2] - num_heads_q) % 2:
+        raise ProblemError(f"qkv has shape {shape}; with num_heads_q its third must be heads + 2 kv_heads.")
     else:
         kv_heads = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split((num_heads_q, kv_heads, kv_heads), 2)
@@ -76,7 +77,7 @@ def flash_attn_varlen_func(
     return varlen(q, k, v, starts, longest, options, return_attn_probs, None, (seqused_q, seqused_k))
 
 
-@naming(**_NAMES, **IN_CACHE)
+@naming(**IN_CACHE | _OWN)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
     rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
@@ -154,12 +155,15 @@ def _flash_attn_backward(
 def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_dtype: Any = None) -> Any:
     """Merges o, (splits, batch, length, heads, head_dim), and lse, (splits, batch, length, heads), each over keys of its own.
     Gives o, in ``out`` or of out_dtype, and lse, (batch, length, heads)."""
-    wanted, shape = tuple(out_partial.shape[:-1]), tuple(lse_partial.shape)
-    if shape != wanted:
-        raise ProblemError(f"lse_partial has shape {shape}; it must be {wanted}, that of out_partial without head_dim.")
+    shape, lse_shape = (tuple(getattr(x, "shape", ())) for x in (out_partial, lse_partial))
+    if len(shape) not in (4, 5):
+        raise ProblemError(f"out_partial has shape {shape}; it must be (splits, batch, length, heads, head_dim).")
+    if lse_shape != shape[:-1]:
+        raise ProblemError(f"lse_partial has shape {lse_shape}; it must be {shape[:-1]}, that of out_partial without head_dim.")
+    if out is not None and (tuple(out.shape) != shape[1:] or out_dtype not in (None, out.dtype)):
+        found = f"out has dtype {out.dtype} and shape {tuple(out.shape)}"
+        raise ProblemError(f"{found}; it must have {out_dtype or 'any dtype'} and shape {shape[1:]}.")
     o, lse = caches.merge_states([(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
-    if out is not None and out_dtype not in (None, out.dtype):
-        raise ProblemError(f"out has dtype {out.dtype} but out_dtype is {out_dtype}; give one of them.")
     return o.to(out_dtype or o.dtype) if out is None else out.copy_(o), lse.transpose(-1, -2)
 
 

@@ -13,6 +13,7 @@ from ..serving import api as caches
 from .naming import naming
 
 Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+StepOf = tuple[Any, Any, Any, Any]  # of a ``Step``: lengths, pages, where rows begin, and the first keys
 _cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)
 
 
@@ -25,29 +26,37 @@ def with_kvcache(
     ``starts`` is where each sequence's rows of q begin, and ``new_starts`` where those of k and v do; ``scales`` are those of
     the caches."""
     k, (lens, rows, first, table) = new[0], places
-    _check(k, lens, rotary)
-    table, asked = _table(rows, table), _asked(options, return_lse, longest) if scales[0] is scales[1] is None else None
+    _check(q, k, lens, rotary, cu_seqlens_q=starts, cu_seqlens_k_new=new_starts, cache_batch_idx=rows, page_table=table)
+    if rows is not None:
+        compute = with_kvcache if table is not None else _with_rows
+        chosen = lens, None, first, _chosen(rows, table)
+        return compute(q, pools, new, rotary, chosen, options, return_lse, starts, longest, scales, new_starts)
+    asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None else None
     cache_of = (*pools, "NHD", *[1.0 if x is None else x for x in scales])
     if not isinstance(lens, torch.Tensor):
         batch = q.shape[0] if starts is None else starts.shape[0] - 1
         lens = _lens(lens, _cache(*cache_of).page_size, batch, table, q)
-    if k is not None:
-        new_starts = starts if new_starts is None and getattr(k, "ndim", 0) == 3 else new_starts
-        before, lens = lens, _counted(lens, k, new_starts)
-        step = (lens, table, new_starts, first), longest if new_starts is starts else None
-        q = _append(q, cache_of, new, rotary, step, options, starts, before, asked is not None)
     step_of, beside = (lens, table, starts, first), (options["causal"], longest)
+    if k is not None:
+        new_starts = starts if new_starts is None and k.dim() == 3 else new_starts
+        step_of = (_counted(lens, k, new_starts), table, starts, first)
+        moves = bool(options["causal"] or options["window"] is not None or "mask" in options)
+        if new_starts is starts and _are_alike(q, k, rotary, starts, lens, moves):
+            q = _append(q, cache_of, new, rotary[:3], step_of, beside, asked is not None)
+        else:
+            q = _append_apart(q, cache_of, new, rotary, step_of, new_starts, lens, moves)
     place = None if asked is None else caches.kept_for(asked.key, pools, (q, *step_of), beside)
     if place is not None and (call := caches.call_for(place, (q, *step_of))) is not None:
         return one_or_all(call(q, None, (), place[1]))
-    cache, made = _cache(*cache_of), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
-    found = caches.attention_kvcache(q, cache, made, return_lse=return_lse, **without_step(options))
+    cache, step = _cache(*cache_of), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
+    found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
     if asked is not None:
-        caches.keep_for(place, q, cache, made, asked)
+        caches.keep_for(place, q, cache, step, asked)
     return found
 
 
 eager.skip((with_kvcache,))  # where a graph broke at the adapter
+_with_rows = naming(page_table="cache_batch_idx")(with_kvcache)
 
 
 def without_step(options: dict[str, Any]) -> dict[str, Any]:
@@ -56,30 +65,31 @@ def without_step(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def _check(k: Any, lens: Any, rotary: Rotary) -> None:
-    """Raises ProblemError where one argument needs another."""
+def _check(q: Any, k: Any, lens: Any, rotary: Rotary, **given: Any) -> None:
+    """Raises ProblemError for what is no tensor, and where one argument needs another."""
     cos, sin, _, begin = rotary
+    for name, x in {"q": q, "k": k, **given, "rotary_seqlens": begin}.items():
+        if not (isinstance(x, torch.Tensor) or (x is None and name != "q")):
+            raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
     if k is None and cos is not None:
         raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
     if cos is None and sin is not None:
         raise ProblemError("rotary_sin was given without rotary_cos; give both.")
-    if not (begin is None or isinstance(begin, torch.Tensor)):
-        raise ProblemError(f"rotary_seqlens is a {type(begin).__name__}; it must be an int32 tensor of shape (batch,).")
 
 
-def _table(rows: Any, table: Any) -> Any:
-    """The table of pages, of the sequences that ``rows`` chooses: of a table its rows, and of a dense cache these are pages."""
-    for name, x in (("cache_batch_idx", rows), ("page_table", table)):
-        if not (x is None or isinstance(x, torch.Tensor)):
-            raise ProblemError(f"{name} is a {type(x).__name__}; it must be an int32 tensor.")
-    if rows is None:
-        return table
+def _chosen(rows: Any, table: Any) -> Any:
+    """The pages of the sequences that ``rows`` chooses: of a table these rows, and -1 where it has none; else a page each."""
     if rows.dtype is not torch.int32 or rows.dim() != 1:
-        found = f"cache_batch_idx has dtype {rows.dtype} and shape {tuple(rows.shape)}"
-        raise ProblemError(f"{found}; it must be int32 of shape (batch,): cache_batch_idx.int().")
-    return rows[:, None] if table is None else table.index_select(0, rows)
+        found = f"dtype {rows.dtype} and shape {tuple(rows.shape)}"
+        raise ProblemError(f"cache_batch_idx has {found}; it must be int32 of shape (batch,).")
+    if table is None:
+        return rows[:, None]
+    if table.dim() != 2:
+        raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
+    chosen = table.index_select(0, rows.clamp(0, max(len(table), 1) - 1))
+    return torch.where(((rows >= 0) & (rows < len(table)))[:, None], chosen, -1)
 
 
 def _lens(lens: Any, page_size: int, batch: int, table: Any, q: Any) -> Any:
@@ -94,9 +104,7 @@ def _lens(lens: Any, page_size: int, batch: int, table: Any, q: Any) -> Any:
 
 def _counted(lens: Any, k: Any, starts: Any) -> Any:
     """The lengths with the new rows of k, which rawattn counts, too. Those that a step refuses are as they are."""
-    if lens.dtype is not torch.int32 or lens.dim() != 1 or not isinstance(k, torch.Tensor):
-        return lens
-    if not (starts is None or isinstance(starts, torch.Tensor)):
+    if lens.dtype is not torch.int32 or lens.dim() != 1:
         return lens
     if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
         return lens
@@ -119,56 +127,67 @@ def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.As
         return None
 
 
+def _are_alike(q: Any, k: Any, rotary: Rotary, starts: Any, before: Any, moves: bool) -> bool:
+    """Says whether rows of q are rotated as those of k, or none is; also where they are wrong, which an append of both says."""
+    if rotary[0] is None or not 3 <= q.dim() == k.dim() <= 4:
+        return True
+    is_one = starts is None and q.shape[1] <= 1
+    return (rotary[3] is None or rotary[3] is before) and q.shape[:-2] == k.shape[:-2] and (moves or is_one)
+
+
 def _append(
-    q: Any, cache_of: tuple[Any, ...], new: tuple[Any, Any], rotary: Rotary, step: tuple[tuple[Any, Any, Any, Any], int | None],
-    options: dict[str, Any], starts: Any, before: Any, is_plain: bool,
+    q: Any, cache_of: tuple[Any, ...], new: tuple[Any, Any], angles: tuple[Any, Any, bool], step_of: StepOf,
+    beside: tuple[Any, Any], is_plain: bool,
 ) -> Any:  # fmt: skip
-    """Writes new rows into the cache, k rotated, and gives q, rotated. ``before`` are the lengths without the new rows."""
-    (k, v), (cos, sin, interleaved, begin), (step_of, longest) = new, rotary, step
-    moves = bool(options["causal"] or options["window"] is not None or "mask" in options)
-    begin, turned = None if begin is before else begin, cos is not None
-    apart = turned and not (begin is None and _are_alike(q, starts, k, step_of[2], moves))
-    into, style, own = None, interleaved if turned else None, None if apart or not turned else q
-    if is_plain and not apart and type(style) in (bool, type(None)):
+    """Writes new rows, and gives q, which has as many and is rotated beside them if they are."""
+    (k, v), (cos, sin, interleaved) = new, angles
+    own, style, into = None if cos is None else q, None if cos is None else interleaved, None
+    if is_plain and type(style) in (bool, type(None)):
         given = (k, v, own, *step_of, cos, sin)
-        into = caches.kept_for("append", cache_of[:2], given, (options["causal"], longest, style))
+        into = caches.kept_for("append", cache_of[:2], given, (*beside, style))
         results = caches.write_for(into, cache_of[:2], given)
         if results is not None:
             return results[0] if results else q
-    cache, made = _cache(*cache_of), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
-    positions = None if begin is None or not turned else _positions(begin, k, step_of[2], True)
-    angles = serving.Rotary(cos, sin, interleaved, positions) if turned else None
-    if apart:
-        serving.Step(step_of[0], step_of[1], starts)  # which checks them
-        places = _positions(before if begin is None else begin, q, starts, moves)
-        q = _rotated(q, cache, serving.Rotary(cos, sin, interleaved, places))
-    found = caches.append(cache, made, k, v, rotary=angles, q=own)
-    caches.keep_write_for(into, cache, [x.held for x in (made, angles) if x is not None], (k, v, None, own))
-    return q if found is None else found
+    cache, step = _cache(*cache_of), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
+    rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)
+    rotated = caches.append(cache, step, k, v, rotary=rotary, q=own)
+    caches.keep_write_for(into, cache, [x.held for x in (step, rotary) if x is not None], (k, v, None, own))
+    return q if rotated is None else rotated
 
 
-def _are_alike(q: Any, starts: Any, k: Any, new_starts: Any, moves: bool) -> bool:
-    """Says whether rows of q have the positions of those of k, or are wrong, which the append says."""
-    if not isinstance(k, torch.Tensor) or not 3 <= q.dim() == k.dim() <= 4:
-        return True
-    rows = q.shape[1] if starts is None else 2  # of a sequence, or more
-    return starts is new_starts and q.shape[:-2] == k.shape[:-2] and (moves or rows <= 1)
+def _append_apart(
+    q: Any, cache_of: tuple[Any, ...], new: tuple[Any, Any], rotary: Rotary, step_of: StepOf, new_starts: Any, before: Any,
+    moves: bool,
+) -> Any:  # fmt: skip
+    """The same where q has other rows or positions than k, which begin with rotary_seqlens, or with ``before``, the lengths
+    without new rows. From there q moves on, as k does, or stays."""
+    (cos, sin, interleaved, begin), (lens, table, starts, _) = rotary, step_of
+    if cos is not None and begin is not None and (begin.dtype is not torch.int32 or begin.shape != before.shape):
+        found = f"dtype {begin.dtype} and shape {tuple(begin.shape)}"
+        raise ProblemError(f"rotary_seqlens has {found}; it must be int32 of shape {tuple(before.shape)}, as cache_seqlens.")
+    cache, begin = _cache(*cache_of), before if begin is None else begin
+    serving.Step(lens, table, starts)  # which checks them
+    _write(cache, (lens, table, new_starts), *new, (cos, sin, interleaved), begin)
+    if cos is None:
+        return q
+    k, slots = new[0].new_empty((*q.shape[:-2], *cache.k.shape[-2:])), torch.full(q.shape[:-2], -1, device=q.device)
+    turned = serving.Rotary(cos, sin, interleaved, _positions(begin, q, starts, moves))  # of q alone: no row has a place
+    return caches.append(serving.KVCache(cache.k, cache.k), None, k, None, slots=slots, rotary=turned, q=q)
+
+
+@naming(cu_seqlens_q="cu_seqlens_k_new", positions="rotary_seqlens")
+def _write(
+    cache: serving.KVCache, step_of: tuple[Any, Any, Any], k: Any, v: Any, angles: tuple[Any, Any, bool], begin: Any
+) -> None:
+    positions = None if angles[0] is None else _positions(begin, k, step_of[2], True)
+    rotary = None if angles[0] is None else serving.Rotary(*angles, positions)
+    caches.append(cache, serving.Step(*step_of), k, v, rotary=rotary)
 
 
 def _positions(begin: Any, x: Any, starts: Any, moves: bool) -> Any:
     """The position of each row of x: ``begin`` of its sequence, and where it ``moves`` on from there; -1 where it has none."""
-    device = x.device
+    rows = torch.arange(x.shape[1 if starts is None else 0], dtype=torch.int32, device=x.device)
     if starts is None:
-        rows = torch.arange(x.shape[1], device=device) if moves else torch.zeros(x.shape[1], dtype=torch.int64, device=device)
-        return begin[:, None] + rows
-    rows = torch.arange(x.shape[0], dtype=torch.int32, device=device)
+        return (begin[:, None] + rows * moves).long()
     owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=len(begin) - 1)
-    found = begin[owner] + (rows - starts[owner] if moves else 0)
-    return torch.where(rows < starts[-1], found, -1).long()
-
-
-def _rotated(q: Any, cache: serving.KVCache, rotary: serving.Rotary) -> Any:
-    """q at these positions, by an append whose rows have no place."""
-    k = q.new_empty((*q.shape[:-2], *cache.k.shape[-2:]))
-    slots = torch.full(q.shape[:-2], -1, device=q.device)
-    return caches.append(serving.KVCache(cache.k, cache.k), None, k, None, slots=slots, rotary=rotary, q=q)
+    return torch.where(rows < starts[-1], begin[owner] + (rows - starts[owner]) * moves, -1).long()
