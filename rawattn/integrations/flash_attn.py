@@ -5,9 +5,9 @@
 
 ``install`` makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` find them. Autograd follows, as in
 ``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator, and is refused over caches;
-return_attn_probs gives no probabilities. A ``deterministic`` of False allows other bits from run to run in gradients, as it does
-there. num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives
-0. ``_flash_attn_forward`` and ``_flash_attn_backward`` are for callers that write an autograd function of their own.
+return_attn_probs gives no probabilities. A ``deterministic`` of False allows other bits from run to run in gradients, as there.
+num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+``_flash_attn_forward`` and ``_flash_attn_backward`` are for callers that write an autograd function of their own.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from .naming import naming
 
 Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
 StepOf = tuple[Any, Any, Any, Any]  # of a ``Step``: lengths, pages, where rows begin, and the first keys
-_cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)
 
 
 def with_kvcache(
@@ -26,29 +25,28 @@ def with_kvcache(
     ``starts`` is where each sequence's rows of q begin, and ``new_starts`` where those of k and v do; ``scales`` are those of
     the caches."""
     k, (lens, rows, first, table) = new[0], places
-    _check(q, k, lens, rotary, cu_seqlens_q=starts, cu_seqlens_k_new=new_starts, cache_batch_idx=rows, page_table=table)
+    _check((q, k, starts, new_starts, rows, table, rotary[3]), lens, rotary)
     if rows is not None:
         compute = with_kvcache if table is not None else _with_rows
         chosen = lens, None, first, _chosen(rows, table)
         return compute(q, pools, new, rotary, chosen, options, return_lse, starts, longest, scales, new_starts)
     asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None else None
-    cache_of = (*pools, "NHD", *[1.0 if x is None else x for x in scales])
     if not isinstance(lens, torch.Tensor):
         batch = q.shape[0] if starts is None else starts.shape[0] - 1
-        lens = _lens(lens, _cache(*cache_of).page_size, batch, table, q)
+        lens = _lens(lens, _cache(pools, scales).page_size, batch, table, q)
     step_of, beside = (lens, table, starts, first), (options["causal"], longest)
     if k is not None:
         new_starts = starts if new_starts is None and k.dim() == 3 else new_starts
         step_of = (_counted(lens, k, new_starts), table, starts, first)
         moves = bool(options["causal"] or options["window"] is not None or "mask" in options)
         if new_starts is starts and _are_alike(q, k, rotary, starts, lens, moves):
-            q = _append(q, cache_of, new, rotary[:3], step_of, beside, asked is not None)
+            q = _append(q, pools, scales, new, rotary[:3], step_of, beside, asked is not None)
         else:
-            q = _append_apart(q, cache_of, new, rotary, step_of, new_starts, lens, moves)
+            q = _append_apart(q, _cache(pools, scales), new, rotary, step_of, new_starts, lens, moves)
     place = None if asked is None else caches.kept_for(asked.key, pools, (q, *step_of), beside)
     if place is not None and (call := caches.call_for(place, (q, *step_of))) is not None:
         return one_or_all(call(q, None, (), place[1]))
-    cache, step = _cache(*cache_of), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
+    cache, step = _cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
     found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
     if asked is not None:
         caches.keep_for(place, q, cache, step, asked)
@@ -59,18 +57,25 @@ eager.skip((with_kvcache,))  # where a graph broke at the adapter
 _with_rows = naming(page_table="cache_batch_idx")(with_kvcache)
 
 
+@naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")
+def _cache(pools: tuple[Any, Any], scales: tuple[Any, Any]) -> serving.KVCache:
+    return serving.KVCache(*pools, "NHD", *[1.0 if x is None else x for x in scales])
+
+
 def without_step(options: dict[str, Any]) -> dict[str, Any]:
     """The options that a step does not have."""
     names = "scale", "mask" if "mask" in options else "window", "softcap", "alibi"
     return {name: options[name] for name in names if name in options}
 
 
-def _check(q: Any, k: Any, lens: Any, rotary: Rotary, **given: Any) -> None:
+def _check(given: tuple[Any, ...], lens: Any, rotary: Rotary) -> None:
     """Raises ProblemError for what is no tensor, and where one argument needs another."""
-    cos, sin, _, begin = rotary
-    for name, x in {"q": q, "k": k, **given, "rotary_seqlens": begin}.items():
-        if not (isinstance(x, torch.Tensor) or (x is None and name != "q")):
-            raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
+    k, cos, sin = given[1], *rotary[:2]
+    if given[0] is None or [x for x in given if x is not None and type(x) is not torch.Tensor]:
+        names = "q", "k", "cu_seqlens_q", "cu_seqlens_k_new", "cache_batch_idx", "page_table", "rotary_seqlens"
+        for name, x in zip(names, given, strict=True):
+            if not (isinstance(x, torch.Tensor) or (x is None and name != "q")):
+                raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
     if k is not None and lens is None:
         raise ProblemError("k was given without cache_seqlens, which say where it goes.")
     if k is None and cos is not None:
@@ -136,19 +141,19 @@ def _are_alike(q: Any, k: Any, rotary: Rotary, starts: Any, before: Any, moves: 
 
 
 def _append(
-    q: Any, cache_of: tuple[Any, ...], new: tuple[Any, Any], angles: tuple[Any, Any, bool], step_of: StepOf,
-    beside: tuple[Any, Any], is_plain: bool,
+    q: Any, pools: tuple[Any, Any], scales: tuple[Any, Any], new: tuple[Any, Any], angles: tuple[Any, Any, bool],
+    step_of: StepOf, beside: tuple[Any, Any], is_plain: bool,
 ) -> Any:  # fmt: skip
     """Writes new rows, and gives q, which has as many and is rotated beside them if they are."""
     (k, v), (cos, sin, interleaved) = new, angles
     own, style, into = None if cos is None else q, None if cos is None else interleaved, None
     if is_plain and type(style) in (bool, type(None)):
         given = (k, v, own, *step_of, cos, sin)
-        into = caches.kept_for("append", cache_of[:2], given, (*beside, style))
-        results = caches.write_for(into, cache_of[:2], given)
+        into = caches.kept_for("append", pools, given, (*beside, style))
+        results = caches.write_for(into, pools, given)
         if results is not None:
             return results[0] if results else q
-    cache, step = _cache(*cache_of), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
+    cache, step = _cache(pools, scales), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
     rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)
     rotated = caches.append(cache, step, k, v, rotary=rotary, q=own)
     caches.keep_write_for(into, cache, [x.held for x in (step, rotary) if x is not None], (k, v, None, own))
@@ -156,7 +161,7 @@ def _append(
 
 
 def _append_apart(
-    q: Any, cache_of: tuple[Any, ...], new: tuple[Any, Any], rotary: Rotary, step_of: StepOf, new_starts: Any, before: Any,
+    q: Any, cache: serving.KVCache, new: tuple[Any, Any], rotary: Rotary, step_of: StepOf, new_starts: Any, before: Any,
     moves: bool,
 ) -> Any:  # fmt: skip
     """The same where q has other rows or positions than k, which begin with rotary_seqlens, or with ``before``, the lengths
@@ -165,7 +170,7 @@ def _append_apart(
     if cos is not None and begin is not None and (begin.dtype is not torch.int32 or begin.shape != before.shape):
         found = f"dtype {begin.dtype} and shape {tuple(begin.shape)}"
         raise ProblemError(f"rotary_seqlens has {found}; it must be int32 of shape {tuple(before.shape)}, as cache_seqlens.")
-    cache, begin = _cache(*cache_of), before if begin is None else begin
+    begin = before if begin is None else begin
     serving.Step(lens, table, starts)  # which checks them
     _write(cache, (lens, table, new_starts), *new, (cos, sin, interleaved), begin)
     if cos is None:

@@ -227,3 +227,24 @@ class Step:
 def test_a_step_over_a_cache(case: dict[str, Any]) -> None:
     step = Step(case)
     step.check(*step.run())
+
+
+def test_rotation_apart_beside_eight_bits() -> None:
+    """It gives what rotating before the call gives: new keys divided by their scale, and queries, which are not causal."""
+    step = Step({**{name: values[0] for name, values in AXES.items()}, "lengths": (3, 1), "new": "neox"})
+    pools = [x.to(torch.float8_e4m3fn) for x in step.pools]
+    scales = {"k_descale": torch.tensor([[0.5, 1.0]]), "v_descale": torch.tensor([[1.0, 2.0]])}
+    q, (k, v) = torch.stack(step.q), (x.contiguous() for x in torch.stack(step.new).unbind(2))
+    given, results = {"cache_seqlens": torch.tensor(step.lens, dtype=torch.int32), **scales}, []
+    for is_before in (False, True):
+        own, held = (
+            {"rotary_cos": step.angles[0], "rotary_sin": step.angles[1], "rotary_interleaved": False},
+            [x.clone() for x in pools],
+        )
+        if is_before:
+            places = [torch.full((len(x),), n) for x, n in zip(step.q, step.lens, strict=True)]
+            q = torch.stack([turned(x, *step.angles, at, False) for x, at in zip(q, places, strict=True)])
+            k, own = torch.stack([turned(x, *step.angles, at[:1], False) for x, at in zip(k, places, strict=True)]), {}
+        results.append((fa3.flash_attn_with_kvcache(q, *held, k, v, **given, **own), held))
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(results[0][1], results[1][1], strict=True))
+    near(results[0][0], results[1][0].double())
