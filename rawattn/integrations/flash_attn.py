@@ -3,38 +3,44 @@
 >>> from rawattn.integrations.flash_attn import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-``install`` makes ``import flash_attn`` and ``import flash_attn_interface`` find them. Autograd follows, as in
-``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator; return_attn_probs gives no mask
-of it, and is refused over caches. A ``deterministic`` of False allows other bits from run to run in gradients, as it does there.
+``install`` makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` find them. Autograd follows, as in
+``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator, and is refused over caches;
+return_attn_probs gives no probabilities. A ``deterministic`` of False allows other bits from run to run in gradients, as there.
 num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
+``_flash_attn_forward`` and ``_flash_attn_backward`` are for callers that write an autograd function of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
+import operator
 import sys
 import types
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .. import api, arrays, eager, serving, torch_op
+from .. import api, arrays, serving, torch_op
 from ..errors import ProblemError, UnsupportedError, brief
-from ..plans import one_or_all
 from ..serving import api as caches
+from ..spec import Spec
+from .flash_attn_kvcache import with_kvcache, without_step
 from .naming import naming
 
 __version__ = "2.8.3+rawattn"  # of the functions; some callers ask what flash-attn can do by it
-Window = tuple[int, int]
+Window = Sequence[int]  # or a tensor of two
 NAMES = {
     "scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes", "dropout": "dropout_p",
     "cu_seqlens_kv": "cu_seqlens_k", "max_seqlen_kv": "max_seqlen_k", "max_q_len": "max_seqlen_q", "q_lens": "seqused_q",
     "page_table": "block_table", "kv_begin": "cache_leftpad", "cos": "rotary_cos", "sin": "rotary_sin",
+    "interleaved": "rotary_interleaved", "return_lse": "return_attn_probs",
 }  # fmt: skip
 _LENGTHS = {"kv_lens": "torch.diff(cu_seqlens_k)", "max_kv_len": "max_seqlen_k"}  # of keys in pages, packed
-IN_CACHE = {"kv_lens": "cache_seqlens", "the step": "cache_seqlens"}
+IN_CACHE = NAMES | {"kv_lens": "cache_seqlens", "the step": "cache_seqlens", "return_lse": "return_softmax_lse"}
 
 
 @naming(**NAMES)
@@ -112,7 +118,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
-@naming(**NAMES, **IN_CACHE)
+@naming(**IN_CACHE)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
     cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
@@ -121,10 +127,72 @@ def flash_attn_with_kvcache(
 ) -> Any:  # fmt: skip
     """Writes k and v into the cache behind cache_seqlens, and computes attention of q over all that is in it then."""
     ignore(num_splits=(num_splits, 0, 1))
-    rotary = (rotary_cos, rotary_sin, rotary_interleaved)
+    rotary = (rotary_cos, rotary_sin, rotary_interleaved, None)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     options = options_of(softmax_scale, causal, window_size, softcap, slopes=alibi_slopes)
     return with_kvcache(q, (k_cache, v_cache), (k, v), rotary, places, options, return_softmax_lse)
+
+
+APART = {"seed": "rng_state", "do": "dout", "o": "out", "lse": "softmax_lse"}  # of a forward and a backward by themselves
+
+
+@naming(**NAMES, **APART)
+def _flash_attn_forward(
+    q: Any, k: Any, v: Any, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Any, return_softmax: bool,
+) -> Any:  # fmt: skip
+    """Computes (o, lse, None, rng_state) for callers with a backward of their own, which is given rng_state, dropout's seed."""
+    options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
+    seed = torch_op.seed_of(q, None) if dropout_p else None
+    return *api.attention(q, k, v, return_lse=True, dropout=dropout_p, seed=seed, **options), None, seed
+
+
+@naming(**NAMES, **_LENGTHS, **APART)
+def _flash_attn_varlen_forward(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Any = None, return_softmax: bool = False, block_table: Any = None, leftpad_k: Any = None, seqused_k: Any = None,
+) -> Any:  # fmt: skip
+    """Computes ``_flash_attn_forward`` of sequences that lie end to end, or whose keys are in pages."""
+    refuse(leftpad_k=(leftpad_k, None))
+    options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
+    seed = torch_op.seed_of(q, None) if dropout_p else None
+    options |= {"dropout": dropout_p} | ({} if seed is None else {"seed": seed})
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return *varlen(q, k, v, starts, longest, options, True, block_table, (None, seqused_k)), None, seed
+
+
+@naming(**NAMES, **APART)
+def _flash_attn_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any,
+    deterministic: bool, rng_state: Any = None,
+) -> None:  # fmt: skip
+    """Writes the gradients into dq, dk and dv."""
+    options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, alibi_slopes)
+    backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, dropout=dropout_p, seed=rng_state)
+
+
+@naming(**NAMES, **APART)
+def _flash_attn_varlen_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any, deterministic: bool, rng_state: Any = None,
+) -> None:  # fmt: skip
+    """Writes the gradients into dq, dk and dv, of sequences that lie end to end."""
+    options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, deterministic, alibi_slopes)
+    packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
+    packed |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_k}
+    backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, dropout=dropout_p, seed=rng_state, **packed)
+
+
+def backward(given: tuple[Any, ...], gradients: tuple[Any, ...], options: dict[str, Any], **more: Any) -> None:
+    """Writes the gradients of q, k and v. Raises ProblemError where one has no place."""
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        if x is None:
+            raise ProblemError(f"{name} is None; it must be a tensor, which receives the gradient.")
+    do, q, k, v, o, lse = given
+    api.attention_backward(do, q, k, v, o, lse, out=gradients, **more, **options)
 
 
 def refuse(**given: tuple[Any, Any]) -> None:
@@ -147,16 +215,44 @@ def ignore(**given: tuple[Any, ...]) -> None:
 
 
 def options_of(
-    scale: Any, causal: Any, window: Window, softcap: float, deterministic: bool = True, slopes: Any = None
-) -> dict[str, Any]:
-    """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same."""
-    if not isinstance(window, (tuple, list)):
-        raise ProblemError(f"window_size is {window!r}; it must be a pair (left, right), where -1 is unbounded.")
-    options = {
-        "scale": scale, "causal": causal, "window": None if tuple(window) == (-1, -1) else tuple(window),
-        "softcap": softcap or None, "deterministic": deterministic,
-    }  # fmt: skip
-    return options if slopes is None else {**options, "alibi": slopes}
+    scale: Any, causal: Any, window: Any, softcap: float, deterministic: bool = True, slopes: Any = None, chunk: int = 0,
+    first: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same. Chunks count from
+    ``first``, where the keys of each sequence begin."""
+    sides = None if type(window) is tuple and window == (-1, -1) else _sides(window)
+    options = {"scale": scale, "causal": causal, "window": sides, "softcap": softcap or None, "deterministic": deterministic}
+    if slopes is not None:
+        options["alibi"] = slopes
+    return _chunked(options, chunk, first) if type(chunk) is not int or chunk else options
+
+
+def _sides(window: Any) -> tuple[int, int] | None:
+    """A window as a pair, in which negative sides are unbounded; None where both are. A tensor on a GPU is waited for."""
+    try:
+        left, right = (max(-1, operator.index(side)) for side in window)
+    except (TypeError, ValueError):
+        need = "a pair (left, right) of ints, where -1 is unbounded"
+        raise ProblemError(f"window_size is {brief(window)}; it must be {need}.") from None
+    return None if left == right == -1 else (left, right)
+
+
+def _chunked(options: dict[str, Any], size: Any, first: Any) -> dict[str, Any]:
+    """The options with a mask by which a query keeps keys of its own chunk of so many positions, besides causal and window."""
+    if type(size) is not int or size < 0:
+        raise ProblemError(f"attention_chunk is {size!r}; it must be an int >= 0, where 0 is for no chunks.")
+    Spec.of(causal=options["causal"])  # which checks it
+    left, right = (None if side == -1 else side for side in options["window"] or (-1, -1))
+    right = 0 if options["causal"] else right
+
+    def mask(b: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
+        begin = 0 if first is None else first[b]
+        own = q + kv_len - q_len
+        kept = (own - begin) // size == (kv - begin) // size
+        kept = kept if left is None else kept & (own - kv <= left)
+        return kept if right is None else kept & (kv - own <= right)
+
+    return {**options, "causal": False, "window": None, "mask": mask}
 
 
 def _with_probs(found: Any, wanted: bool) -> Any:
@@ -172,15 +268,25 @@ def varlen(
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
         return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
     refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
+    if not isinstance(starts[1], torch.Tensor):
+        raise ProblemError(f"cu_seqlens_k is a {type(starts[1]).__name__}; it must be a torch tensor.")
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
-    return caches.attention_kvcache(q, serving.KVCache(k, v), step, return_lse=return_lse, **_without_step(options))
+    options = {**without_step(options), "return_lse": return_lse}
+    compute = functools.partial(caches.attention_kvcache, q, serving.KVCache(k, v), step, **options)
+    return _Paged.apply(compute, q, k, v) if torch_op.is_plain() and arrays.requires_grad(q, k, v) else compute()
 
 
-def _without_step(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a step does not have."""
-    names = "scale", "mask" if "mask" in options else "window", "softcap", "alibi"
-    return {name: options[name] for name in names if name in options}
+class _Paged(torch.autograd.Function):
+    """Results over pages, which have no gradient: they require grad as the inputs do, and a backward through them raises."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Any], *given: Any) -> Any:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ProblemError("o was computed over pages, which have no gradient; leave block_table out, or use torch.no_grad().")
 
 
 def unpacked(name: str, packed: Any, axes: str) -> tuple[Any, ...]:
@@ -191,118 +297,14 @@ def unpacked(name: str, packed: Any, axes: str) -> tuple[Any, ...]:
     return tuple(packed.unbind(-3))
 
 
-def with_kvcache(
-    q: Any, pools: tuple[Any, Any], new: tuple[Any, Any], rotary: tuple[Any, Any, bool], places: tuple[Any, ...],
-    options: dict[str, Any], return_lse: bool, starts: Any = None, longest: int | None = None,
-    scales: tuple[Any, Any] = (None, None),
-) -> Any:  # fmt: skip
-    """Computes ``flash_attn_with_kvcache``. ``places`` are cache_seqlens, cache_batch_idx, cache_leftpad and the table of pages;
-    ``starts`` is where each sequence's rows of q, and of k and v, begin; ``scales`` are those of the caches."""
-    (k, v), (lens, rows, first, table) = new, places
-    if rows is not None and table is not None:
-        raise ProblemError("cache_batch_idx was given beside a table of pages, which already says where each sequence lies.")
-    if k is not None and lens is None:
-        raise ProblemError("k was given without cache_seqlens, which say where it goes.")
-    if k is None and rotary[0] is not None:
-        raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
-    if rotary[0] is None and rotary[1] is not None:
-        raise ProblemError("rotary_sin was given without rotary_cos; give both.")
-    for name, x in (("cache_batch_idx", rows), ("page_table", table)):
-        if not (x is None or isinstance(x, torch.Tensor)):
-            raise ProblemError(f"{name} is a {type(x).__name__}; it must be an int32 tensor.")
-    if rows is not None:
-        if rows.dtype is not torch.int32:
-            raise ProblemError(f"cache_batch_idx has dtype {rows.dtype}; it must be int32: cache_batch_idx.int().")
-        table = rows[:, None]
-    if isinstance(k, torch.Tensor) and isinstance(lens, torch.Tensor):
-        lens = _counted(lens, k, starts)
-    asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None and isinstance(lens, torch.Tensor) else None
-    step_of = (lens, table, starts, first)
-    beside, into, is_written = (options["causal"], longest), None, k is None
-    style = None if rotary[0] is None else rotary[2]
-    if asked is not None and k is not None and type(style) in (bool, type(None)):
-        given = (k, v, None if rotary[0] is None else q, *step_of, *rotary[:2])
-        into = caches.kept_for("append", pools, given, (*beside, options["window"], style))
-        results = caches.write_for(into, pools, given)
-        q, is_written = results[0] if results else q, results is not None
-    if asked is not None and is_written:
-        place = caches.kept_for(asked.key, pools, (q, *step_of), beside)
-        call = caches.call_for(place, (q, *step_of))
-        if call is not None:
-            return one_or_all(call(q, None, (), place[1]))
-    if table is not None and table.dim() != 2:
-        raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
-    cache = _cache(*pools, "NHD", *(1.0 if x is None else x for x in scales))
-    if not isinstance(lens, torch.Tensor):
-        if not (lens is None or hasattr(lens, "__index__")):
-            raise ProblemError(f"cache_seqlens is {brief(lens)}; it must be an int32 tensor of shape (batch,), or an int.")
-        batch = q.shape[0] if starts is None else starts.shape[0] - 1
-        capacity = cache.page_size * (1 if table is None else table.shape[1])
-        lens = torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
-        lens = _counted(lens, k, starts) if isinstance(k, torch.Tensor) else lens
-    step = serving.Step(lens, table, starts, first, causal=options["causal"], max_q_len=longest)
-    if not is_written:
-        turned = _rotary(q, rotary, options, first, step.batch)
-        rotated = caches.append(cache, step, k, v, rotary=turned, q=None if turned is None else q)
-        held = [x.held for x in (step, turned) if x is not None]
-        caches.keep_write_for(into, cache, held, (k, v, None, None if turned is None else q))
-        q = q if rotated is None else rotated
-    found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **_without_step(options))
-    if asked is not None:
-        caches.keep_for(caches.kept_for(asked.key, pools, (q, *step_of), beside), q, cache, step, asked)
-    return found
-
-
-def _counted(lens: Any, k: Any, starts: Any) -> Any:
-    """The lengths with the new rows of k, which rawattn counts, too. Those that a step refuses are as they are."""
-    if lens.dtype is not torch.int32 or lens.dim() != 1:
-        return lens
-    if not (starts is None or isinstance(starts, torch.Tensor)):
-        return lens
-    if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
-        return lens
-    if torch_op.is_plain() and not arrays.are_held((lens, starts)):
-        return lens
-    return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
-
-
-eager.skip((with_kvcache,))  # where a graph broke at the door
-_cache = naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")(serving.KVCache)
-
-
-def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:
-    """Returns what a call over a cache asks for, where it is found again: no functions, nothing that is traced or of a wrong
-    type."""
-    if not torch_op.is_plain() or "alibi" in options or "mask" in options:
-        return None
-    if type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
-        return None
-    own = {name: options[name] for name in ("window", "softcap", "scale")}
-    try:
-        return caches.plain_asked(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
-    except TypeError:  # what cannot be hashed is wrong
-        return None
-
-
-def _rotary(q: Any, given: tuple[Any, Any, bool], options: dict[str, Any], first: Any, batch: int) -> Any:
-    cos, sin, interleaved = given
-    if cos is None:
-        return None
-    if first is not None:
-        raise UnsupportedError("rotary_cos was given beside cache_leftpad, from which positions count there; rotate before.")
-    rows = q.shape[1] if q.dim() == 4 else q.shape[0] - batch + 1  # of a sequence, or more
-    if rows > 1 and not options["causal"] and options["window"] is None:
-        raise UnsupportedError("rotary_cos was given for several queries that are not causal, which all have one position there.")
-    return serving.Rotary(cos, sin, interleaved)
-
-
 MODULES = {
-    "flash_attn": "flash_attn", "flash_attn.flash_attn_interface": "flash_attn", "flash_attn_interface": "flash_attn_interface"
+    "flash_attn": "flash_attn", "flash_attn.flash_attn_interface": "flash_attn", "flash_attn_interface": "flash_attn_interface",
+    "flash_attn_3": "flash_attn_interface", "flash_attn_3.flash_attn_interface": "flash_attn_interface",
 }  # fmt: skip
 
 
 def install() -> None:
-    """Makes ``import flash_attn`` and ``import flash_attn_interface`` give rawattn's functions, in this process.
+    """Makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` give rawattn's functions, in this process.
 
     Raises ProblemError where flash-attn itself is loaded.
     """
@@ -314,14 +316,16 @@ def install() -> None:
             )
     for name, ours in MODULES.items():
         source, module = importlib.import_module(f"{__package__}.{ours}"), types.ModuleType(name, "flash-attn's, by rawattn.")
-        names = [each for each in vars(source) if each.startswith("flash_attn_") and each.endswith(("_func", "_kvcache"))]
+        names = [each for each in vars(source) if each.lstrip("_").startswith(("flash_attn_", "get_scheduler_"))]
         vars(module).update({each: getattr(source, each) for each in names})
-        spec = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
-        vars(module).update(__spec__=spec, __version__=source.__version__, __all__=names, _of_rawattn=True)
-        if name == "flash_attn":
+        public, parent = [each for each in names if each[0] != "_"], name.partition(".")[0]
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=f"{name}.flash_attn_interface" in MODULES)
+        vars(module).update(__spec__=spec, __version__=source.__version__, __all__=public, _of_rawattn=True)
+        if spec.submodule_search_locations is not None:
             module.__path__ = []
         sys.modules[name] = module
-    vars(sys.modules["flash_attn"])["flash_attn_interface"] = sys.modules["flash_attn.flash_attn_interface"]
+        if parent != name:
+            vars(sys.modules[parent])["flash_attn_interface"] = module
 
 
 def uninstall() -> None:

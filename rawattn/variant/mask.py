@@ -131,7 +131,9 @@ class Window(Option):
             if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
                 raise ProblemError(f"window {name} is {side!r}; it must be an int >= 0, or None or -1 for unbounded.")
             if side < -1:
-                raise ProblemError(f"window {name} is {brief(side)}; it must be >= 0, or None or -1 for unbounded.")
+                apart = "q + kv_len - q_len - kv" if name == "left" else "kv - q - kv_len + q_len"
+                way = f"a band beside the diagonal is mask=lambda q, kv, q_len, kv_len: {apart} <= {brief(side)}"
+                raise ProblemError(f"window {name} is {brief(side)}; it must be >= 0, or None or -1 for unbounded; {way}.")
             object.__setattr__(self, name, None if side == -1 else int(side))
 
     @property

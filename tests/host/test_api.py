@@ -202,6 +202,20 @@ def test_the_options_of_flash_attn() -> None:
     assert rawattn.attention_varlen(**packed(), deterministic=True, window=(-1, -1), softcap=0.0).shape == (9, 4, 16)
 
 
+@pytest.mark.parametrize("window", [(-2, 5), (6, -3)], ids=str)
+def test_a_band_beside_the_diagonal(window: tuple[int, int]) -> None:
+    """Windows whose sides are negative are refused with the function that says them."""
+    q, k, v = inputs().values()
+    with pytest.raises(ProblemError) as error:
+        rawattn.attention(q, k, v, window=window)
+    side = eval(str(error.value).partition("mask=")[2].rstrip("."))
+    o = rawattn.attention(q, k, v, mask=side)
+    at = np.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - np.arange(k.shape[1])
+    keep = at <= -2 if window[0] < 0 else -at <= -3
+    assert 0 < keep.sum() < keep.size
+    assert np.array_equal(o, rawattn.attention(q, k, v, mask=lambda b, h, q, kv: keep[q, kv]))
+
+
 def test_cu_seqlens_of_another_library() -> None:
     starts = torch().tensor([0, 4, 4, 9], dtype=torch().int32)
     call = packed() | {"cu_seqlens_q": starts}

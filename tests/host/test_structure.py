@@ -45,6 +45,8 @@ IMPORTERS = {
         "packed.py",
         "partial.py",
         "flash_attn.py",
+        "flash_attn_interface.py",
+        "flash_attn_kvcache.py",
         "flex_attention.py",
         "sdpa.py",
         "sglang_backend.py",

@@ -26,6 +26,7 @@ TAIL = "softmax_scale=None causal=False window_size=(-1, -1) softcap=0.0 alibi_s
 VARLEN = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SCALES = "q_descale=None k_descale=None v_descale=None"
 CHUNKS = "window_size=(-1, -1) attention_chunk=0 softcap=0.0"
+SIDES = "window_size_left window_size_right"
 HINTS = "num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
 SIGNATURES = {  # as their documentation has them
     (fa2, "flash_attn_func"): f"q k v dropout_p=0.0 {TAIL} return_attn_probs=False",
@@ -46,6 +47,26 @@ SIGNATURES = {  # as their documentation has them
     "cache_seqlens=None cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None "
     f"max_seqlen_q=None rotary_seqlens=None {SCALES} softmax_scale=None causal=False {CHUNKS} rotary_interleaved=True "
     "scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    (fa2, "_flash_attn_forward"): f"q k v dropout_p softmax_scale causal {SIDES} softcap alibi_slopes return_softmax",
+    (fa2, "_flash_attn_varlen_forward"): f"q k v {VARLEN} dropout_p softmax_scale causal window_size_left=-1 "
+    "window_size_right=-1 softcap=0.0 alibi_slopes=None return_softmax=False block_table=None leftpad_k=None seqused_k=None",
+    (fa2, "_flash_attn_backward"): f"dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal {SIDES} softcap "
+    "alibi_slopes deterministic rng_state=None",
+    (fa2, "_flash_attn_varlen_backward"): f"dout q k v out softmax_lse dq dk dv {VARLEN} dropout_p softmax_scale causal {SIDES} "
+    "softcap alibi_slopes deterministic rng_state=None",
+    (fa3, "_flash_attn_forward"): "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None cu_seqlens_k=None "
+    "cu_seqlens_k_new=None seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None page_table=None kv_batch_idx=None "
+    f"leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None {SCALES} softmax_scale=None causal=False "
+    "window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 rotary_interleaved=True scheduler_metadata=None "
+    "num_splits=1 pack_gqa=None sm_margin=0",
+    (fa3, "_flash_attn_backward"): "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None sequed_q=None sequed_k=None "
+    "max_seqlen_q=None max_seqlen_k=None dq=None dk=None dv=None softmax_scale=None is_causal=False window_size_left=-1 "
+    "window_size_right=-1 softcap=0.0 deterministic=False sm_margin=0",
+    (fa3, "flash_attn_combine"): "out_partial lse_partial out=None out_dtype=None",
+    (fa3, "get_scheduler_metadata"): "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens "
+    "qkv_dtype=torch.bfloat16 headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None "
+    "max_seqlen_k_new=0 causal=False window_size=(-1, -1) attention_chunk=0 has_softcap=False num_splits=0 pack_gqa=None "
+    "sm_margin=0",
 }  # fmt: skip
 OPTIONS: list[dict[str, Any]] = [
     {}, {"causal": True}, {"window_size": (4, 0)}, {"causal": True, "window_size": (3, -1), "softcap": 2.0, "softmax_scale": 0.5},
@@ -244,22 +265,10 @@ def test_rotary(interleaved: bool) -> None:
     pools = rawattn.KVCache(other.k, other.v)
     wanted = rawattn.attention_append(q, k, v, pools, step, rotary=rawattn.Rotary(cos, sin, interleaved))
     assert torch.equal(found, wanted) and torch.equal(cache.k.nan_to_num(), other.k.nan_to_num())
-    with pytest.raises(UnsupportedError, match="several queries that are not causal"):
-        fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, window_size=[-1, -1])
     with pytest.raises(ProblemError, match="rotary_cos was given without k"):
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, **rotary, **cache.places)
     with pytest.raises(ProblemError, match="rotary_sin was given without rotary_cos"):
         fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, rotary_sin=sin, **cache.places)
-    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="several queries that are not causal"):
-        packed, places = (x.flatten(0, 1) for x in (q, k, v)), {"cache_seqlens": cache.places["cache_seqlens"]}
-        packed_q, *packed_new = packed
-        fa3.flash_attn_with_kvcache(
-            packed_q, cache.k, cache.v, *packed_new, **rotary, **places, page_table=cache.table, cu_seqlens_q=starts
-        )
-    with pytest.raises(UnsupportedError, match="rotary_cos was given beside cache_leftpad"):
-        first = torch.zeros(3, dtype=torch.int32)
-        fa2.flash_attn_with_kvcache(q, cache.k, cache.v, k, v, **rotary, **cache.places, cache_leftpad=first, causal=True)
 
 
 def test_a_step_with_new_keys_is_traced() -> None:
@@ -306,11 +315,7 @@ def test_refusals() -> None:
     starts, pages = torch.tensor([0, 4], dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=r"dropout_p is 0.1; rawattn does not have it yet"):
         fa2.flash_attn_varlen_func(q[0], q, q, starts, starts, 4, 4, dropout_p=0.1, block_table=pages)
-    with pytest.raises(UnsupportedError, match=r"attention_chunk was given beside window_size=\(3, 0\)"):
-        fa3.flash_attn_with_kvcache(q, q, q, attention_chunk=3, window_size=(3, 0))
-    with pytest.raises(UnsupportedError, match="attention_chunk was given beside cache_leftpad"):
-        fa3.flash_attn_with_kvcache(q, q, q, attention_chunk=3, cache_leftpad=torch.zeros(1, dtype=torch.int32))
-    for name, value in {"qv": q, "q_descale": torch.ones(1), "attention_chunk": 4}.items():
+    for name, value in {"qv": q, "q_descale": torch.ones(1)}.items():
         with pytest.raises(UnsupportedError, match=f"{name} is .*rawattn does not have it yet"):
             fa3.flash_attn_func(q, q, q, **{name: value})
     for door in (fa2, fa3):
@@ -320,11 +325,6 @@ def test_refusals() -> None:
         fa2.flash_attn_with_kvcache(q, q, q, q, q)
     with pytest.raises(ProblemError, match="cache_seqlens is '3'; it must be an int32 tensor"):
         fa2.flash_attn_with_kvcache(q, q, q, cache_seqlens="3")
-    with pytest.raises(ProblemError, match="cache_batch_idx was given beside"):
-        ints = torch.zeros(1, dtype=torch.int32)
-        fa2.flash_attn_with_kvcache(q, q, q, cache_batch_idx=ints, block_table=ints[None])
-    with pytest.raises(ProblemError, match="cu_seqlens_k_new is not cu_seqlens_q"):
-        fa3.flash_attn_with_kvcache(q, q, q, cu_seqlens_q=torch.zeros(2), cu_seqlens_k_new=torch.ones(2))
     assert torch.equal(fa2.flash_attn_func(q, q, q, dropout_p=0), fa2.flash_attn_func(q, q, q))
 
 
@@ -359,12 +359,108 @@ def test_alibi(slopes: Any) -> None:
     check([o.unflatten(0, (2, 15))], [wanted.transpose(1, 2)])
 
 
-def test_chunks_over_a_cache() -> None:
-    q, k, v = make(2, 3, 2, 32), make(2, 20, 2, 32, seed=1), make(2, 20, 2, 32, seed=2)
-    at, keys = torch.arange(17, 20)[:, None], torch.arange(20)
-    kept = (at // 6 == keys // 6) & (keys <= at)
-    wanted = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=kept)
-    check([fa3.flash_attn_with_kvcache(q, k, v, causal=True, attention_chunk=6)], [wanted.transpose(1, 2)])
+def test_pages_beside_autograd() -> None:
+    """A result over pages requires grad as q does, and a backward through it raises in words."""
+    cache, starts = Cache("cpu", pages=True), torch.tensor([0, 3, 3, 5], dtype=torch.int32)
+    q, ends = make(5, 4, 32, seed=9), torch.tensor([0, 40, 40, 57], dtype=torch.int32)
+    call = lambda q: fa2.flash_attn_varlen_func(  # noqa: E731
+        q, cache.k, cache.v, starts, ends, 3, 40, causal=True, return_attn_probs=True, block_table=cache.table
+    )
+    o, lse, _ = call(q.clone().requires_grad_())
+    wanted = call(q)
+    assert torch.equal(o, wanted[0]) and torch.equal(lse, wanted[1]) and o.requires_grad and not wanted[0].requires_grad
+    for each in (o * 2, lse):
+        with pytest.raises(ProblemError, match="over pages, which have no gradient; leave block_table out"):
+            each.sum().backward()
+    with torch.no_grad():
+        assert not call(q.clone().requires_grad_())[0].requires_grad
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
+def test_forward_and_backward_apart(module: Any, packed: bool, dropout: float) -> None:
+    """As callers with a backward of their own write them, into parts of larger buffers."""
+    if module is fa3 and dropout:
+        pytest.skip("flash-attn 3 has none")
+    shapes = [(2, 15, 4, 16), (2, 15, 2, 16), (2, 15, 2, 16), (2, 15, 4, 16)]
+    q, k, v, do = (make(*shape, seed=i).flatten(0, 1 if packed else 0) for i, shape in enumerate(shapes))
+    starts = torch.tensor([0, 15, 30], dtype=torch.int32)
+    ends = (starts, starts, 15, 15)
+    buffers = [torch.full((2, *x.shape), torch.nan)[1] for x in (q, k, v)]
+    sides, name = {"window_size_left": 6, "window_size_right": 0}, "varlen_" if packed else ""
+    torch.manual_seed(5)
+    if module is fa2:
+        forward, backward = (getattr(fa2, f"_flash_attn_{name}{which}") for which in ("forward", "backward"))
+        more = {"dropout_p": dropout, "softmax_scale": 0.2, "causal": False, "softcap": 3.0, "alibi_slopes": None, **sides}
+        o, lse, probs, seed = forward(q, k, v, *(ends if packed else ()), return_softmax=False, **more)
+        assert probs is None and (seed is None) == (not dropout)
+        more |= {"deterministic": False, "rng_state": seed}
+        assert backward(do, q, k, v, o, lse, *buffers, *(ends if packed else ()), **more) is None
+    else:
+        more = {"softmax_scale": 0.2, "softcap": 3.0, **sides}
+        if packed:
+            more |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), ends, strict=True))
+        o, lse, *rest = fa3._flash_attn_forward(q, k, v, **more)
+        assert rest == [None, None]
+        fa3._flash_attn_backward(do, q, k, v, o, lse, dq=buffers[0], dk=buffers[1], dv=buffers[2], **more)
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(5)
+    options = {"window_size": (6, 0), "softmax_scale": 0.2, "softcap": 3.0, "return_attn_probs": True}
+    options |= {"dropout_p": dropout} if dropout else {}
+    called = module.flash_attn_varlen_func(*given, *ends, **options) if packed else module.flash_attn_func(*given, **options)
+    assert torch.equal(o, called[0]) and torch.equal(lse, called[1])
+    for x, y in zip(buffers, torch.autograd.grad(called[0], given, do), strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(ProblemError, match="dk is None; it must be a tensor, which receives the gradient"):
+        module.backward((do, q, k, v, o, lse), (buffers[0], None, buffers[2]), {})
+
+
+def test_the_forward_of_3_over_a_cache() -> None:
+    """It is what ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func`` give."""
+    cache, starts = Cache("cpu", pages=True, new=1), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    q, places = make(3, 4, 32, seed=9), {"page_table": cache.table, "causal": True, "cu_seqlens_q": starts, "max_seqlen_q": 1}
+    new = [x.flatten(0, 1).contiguous() for x in cache.added.unbind(2)]
+    other, lens = Cache("cpu", pages=True, new=1), cache.places["cache_seqlens"]
+    o, lse, *_ = fa3._flash_attn_forward(q, cache.k, cache.v, *new, seqused_k=lens, **places)
+    found = fa3.flash_attn_with_kvcache(q, other.k, other.v, *new, cache_seqlens=lens, **places, return_softmax_lse=True)
+    assert torch.equal(o, found[0]) and torch.equal(lse, found[1]) and torch.equal(cache.k.nan_to_num(), other.k.nan_to_num())
+    with pytest.raises(UnsupportedError, match="page_table is a Tensor"):
+        fa3._flash_attn_forward(q, q, q, cu_seqlens_q=starts, cu_seqlens_k=starts, page_table=cache.table)
+    with pytest.raises(ProblemError, match=r"seqused_k\[0\] is 99"):
+        fa3._flash_attn_forward(make(3, 1, 4, 32), cache.k, cache.v, seqused_k=lens + 59, page_table=cache.table)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_combine(dtype: Any, device: str) -> None:
+    """Splits of which some have no key for some rows, as they lie in larger arrays."""
+    parts = make(6, 2, 4, 5, 32, device=device, dtype=torch.float32).transpose(2, 3)[:3]
+    lse = make(3, 2, 8, 5, device=device, dtype=torch.float32, seed=1).transpose(-1, -2)[..., :4]
+    lse[1:, :1] = -torch.inf
+    total = torch.logsumexp(lse.double(), 0)
+    wanted = (torch.exp(lse.double() - total)[..., None] * parts.double()).sum(0)
+    out = torch.full((2, 5, 4, 32), torch.nan, device=device, dtype=dtype)
+    for given in ({"out_dtype": dtype}, {"out": out}):
+        o, found = fa3.flash_attn_combine(parts, lse, **given)
+        assert o.dtype == (dtype or torch.float32) and (o is out) == ("out" in given)
+        check((o, found), (wanted.cpu(), total.cpu()))
+    with pytest.raises(ProblemError, match=r"lse_partial has shape \(3, 2, 4, 5\); it must be \(3, 2, 5, 4\)"):
+        fa3.flash_attn_combine(parts, lse.transpose(-1, -2))
+    with pytest.raises(ProblemError, match="out has dtype"):
+        fa3.flash_attn_combine(parts, lse, out=out, out_dtype=torch.float64)
+
+
+def test_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing, and is taken without a word."""
+    cache = Cache("cpu", pages=True)
+    metadata = fa3.get_scheduler_metadata(3, 2, 64, 4, 2, 32, cache.places["cache_seqlens"], torch.float32, page_size=16)
+    assert metadata.numel() == 0 and metadata.dtype is torch.int32
+    monkeypatch.setattr(fa2, "_ignored", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        q = make(3, 2, 4, 32, seed=9)
+        o = fa3.flash_attn_with_kvcache(q, cache.k, cache.v, **cache.given(fa3), scheduler_metadata=metadata)
+    check([o], cache.wanted(q)[:1])
 
 
 def test_hints_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,8 +493,13 @@ def test_install(clean: None) -> None:
 
     assert flash_attn_func is fa2.flash_attn_func is two.flash_attn_func and three.flash_attn_func is fa3.flash_attn_func
     assert flash_attn.flash_attn_interface is two and flash_attn.__version__.startswith("2.")
-    assert {name for module, name in SIGNATURES if module is fa2} == set(flash_attn.__all__)
-    assert {name for module, name in SIGNATURES if module is fa3} == set(three.__all__)
+    for module, names in ((fa2, flash_attn), (fa2, two), (fa3, three)):
+        assert {name for each, name in SIGNATURES if each is module and name[0] != "_"} == set(names.__all__)
+        assert all(getattr(names, name) is getattr(each, name) for each, name in SIGNATURES if each is module)
+    import flash_attn_3
+    from flash_attn_3.flash_attn_interface import _flash_attn_forward
+
+    assert _flash_attn_forward is fa3._flash_attn_forward is flash_attn_3.flash_attn_interface._flash_attn_forward
     with pytest.raises(ModuleNotFoundError):
         import flash_attn.bert_padding
     import importlib.util

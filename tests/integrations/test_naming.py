@@ -16,7 +16,7 @@ from rawattn.integrations import flash_attn, flash_attn_interface, flex_attentio
 Q, K = torch.ones(2, 8, 4, 16), torch.ones(2, 8, 2, 16)
 PACKED, STARTS, LENS = torch.ones(16, 4, 16), torch.tensor([0, 8, 16]).int(), torch.tensor([5, 6]).int()
 CACHE, PAGES, TABLE = torch.zeros(2, 32, 2, 16), torch.zeros(8, 16, 2, 16), torch.arange(8).int().view(2, 4)
-TALL = Q.transpose(1, 2)
+TALL, ANGLES = Q.transpose(1, 2), torch.ones(64, 4)
 
 
 def fa2(**more: Any) -> Any:
@@ -42,6 +42,17 @@ def cached(keys: Any = CACHE, values: Any = None, **more: Any) -> Any:
 
 def cached_3(**more: Any) -> Any:
     return flash_attn_interface.flash_attn_with_kvcache(Q[:, :1], PAGES, PAGES.clone(), **{"cache_seqlens": LENS, **more})
+
+
+def of_rows(new_starts: Any = STARTS // 8, rotary_cos: Any = ANGLES, **more: Any) -> Any:
+    """A step whose new keys are rotated, and lie end to end beside queries that do not."""
+    given = {"cache_seqlens": LENS, "cu_seqlens_k_new": new_starts, "rotary_cos": rotary_cos, "rotary_sin": ANGLES, **more}
+    return flash_attn_interface.flash_attn_with_kvcache(Q[:, :2], CACHE, CACHE.clone(), K[:, 0], K[:, 1], **given)
+
+
+def backward(**more: Any) -> Any:
+    given = {"dq": Q.clone(), "dk": K.clone(), "dv": K.clone(), "out": Q, **more}
+    return flash_attn_interface._flash_attn_backward(Q, Q, K, K, softmax_lse=torch.zeros(2, 4, 8), **given)
 
 
 def of_torch(**more: Any) -> Any:
@@ -78,10 +89,26 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "table": (lambda: cached(PAGES, block_table=TABLE[0]), "block_table has shape (4,); it must be (batch, max_pa"),
     "table of 3": (lambda: cached_3(page_table=TABLE + 9), "page_table[0, 0] is 9; it must be a page of the cache"),
     "descale": (lambda: cached_3(page_table=TABLE, k_descale=torch.ones(2)), "k_descale is an array but the cache holds fp32"),
-    "rows": (lambda: cached(cache_batch_idx=LENS.long()), "cache_batch_idx has dtype torch.int64; it must be int32"),
-    "a list of rows": (lambda: cached(cache_batch_idx=[0, 1]), "cache_batch_idx is a list; it must be an int32 tensor."),
-    "a list as table": (lambda: cached(PAGES, block_table=[[0, 1]]), "block_table is a list; it must be an int32 tensor."),
+    "rows": (lambda: cached(cache_batch_idx=LENS.long()), "cache_batch_idx has dtype torch.int64 and shape (2,); it must be"),
+    "a list of rows": (lambda: cached(cache_batch_idx=[0, 1]), "cache_batch_idx is a list; it must be a torch tensor."),
+    "a list as table": (lambda: cached(PAGES, block_table=[[0, 1]]), "block_table is a list; it must be a torch tensor."),
     "padding": (lambda: cached(cache_leftpad=LENS + 9), "cache_leftpad[0] is 14; it must be from 0 to 5"),
+    "chosen pages": (lambda: cached_3(page_table=TABLE, cache_batch_idx=LENS), "page_table[0, 0] is -1; it must be a page of"),
+    "a row as chosen pages": (lambda: cached_3(page_table=TABLE[0], cache_batch_idx=LENS), "page_table has shape (4,); it must"),
+    "no such row": (lambda: cached(cache_batch_idx=LENS), "cache_batch_idx[0, 0] is 5; it must be a page of the cache"),
+    "window's sides": (lambda: fa2(window_size=torch.ones(2)), "window_size is tensor([1., 1.]); it must be a pair"),
+    "probabilities": (lambda: fa2(return_attn_probs=3), "return_attn_probs is 3; it must be True or False."),
+    "lse": (lambda: cached(return_softmax_lse=3), "return_softmax_lse is 3; it must be True or False."),
+    "chunk": (lambda: cached_3(attention_chunk=-1), "attention_chunk is -1; it must be an int >= 0"),
+    "new starts": (lambda: of_rows(LENS.long()), "cu_seqlens_k_new has dtype int64; it must be int32: cu_seqlens_k_new.int()"),
+    "where new rows end": (lambda: of_rows(STARTS), "cu_seqlens_k_new is [ 0  8 16]; it must begin with 0, never fall"),
+    "rotary's begin": (lambda: of_rows(rotary_seqlens=LENS.long()), "rotary_seqlens has dtype torch.int64 and shape (2,)"),
+    "before the first": (lambda: of_rows(rotary_seqlens=LENS - 9), "rotary_seqlens has -4 for a row that goes into the cache"),
+    "style": (lambda: of_rows(rotary_interleaved=3), "rotary_interleaved is 3; it must be True or False."),
+    "a list of rows of q": (lambda: cached_3(cu_seqlens_q=[0, 1]), "cu_seqlens_q is a list; it must be a torch tensor."),
+    "no place": (lambda: backward(dk=None), "dk is None; it must be a tensor, which receives the gradient."),
+    "is_causal": (lambda: backward(is_causal=3), "is_causal is 3; it must be True or False."),
+    "the forward's o": (lambda: backward(out=K), "out is a torch fp32 array of shape (2, 8, 2, 16)"),
     "angles": (lambda: cached(**NEW, rotary_cos=torch.ones(9, 4)), "rotary_sin is None; it must be an array."),
     "torch's key": (lambda: of_torch(key=TALL[..., :8]), "key has head_dim 8 but query has 16; give key head_dim 16."),
     "torch's dropout": (lambda: of_torch(dropout_p=2.0), "dropout_p is 2.0; it must be"),

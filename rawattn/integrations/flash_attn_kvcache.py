@@ -1,0 +1,198 @@
+"""A step of flash-attn over a cache: new keys and values are written, and attention is computed over all that is in it then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import arrays, eager, serving, torch_op
+from ..errors import ProblemError, brief
+from ..plans import one_or_all
+from ..serving import api as caches
+from .naming import naming
+
+Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+StepOf = tuple[Any, Any, Any, Any]  # of a ``Step``: lengths, pages, where rows begin, and the first keys
+
+
+def with_kvcache(
+    q: Any, pools: tuple[Any, Any], new: tuple[Any, Any], rotary: Rotary, places: tuple[Any, ...], options: dict[str, Any],
+    return_lse: bool, starts: Any = None, longest: int | None = None, scales: tuple[Any, Any] = (None, None),
+    new_starts: Any = None,
+) -> Any:  # fmt: skip
+    """Computes ``flash_attn_with_kvcache``. ``places`` are cache_seqlens, cache_batch_idx, cache_leftpad and the table of pages;
+    ``starts`` is where each sequence's rows of q begin, and ``new_starts`` where those of k and v do; ``scales`` are those of
+    the caches."""
+    k, (lens, rows, first, table) = new[0], places
+    _check((q, k, starts, new_starts, rows, table, rotary[3]), lens, rotary)
+    if rows is not None:
+        compute = with_kvcache if table is not None else _with_rows
+        chosen = lens, None, first, _chosen(rows, table)
+        return compute(q, pools, new, rotary, chosen, options, return_lse, starts, longest, scales, new_starts)
+    asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None else None
+    if not isinstance(lens, torch.Tensor):
+        batch = q.shape[0] if starts is None else starts.shape[0] - 1
+        lens = _lens(lens, _cache(pools, scales).page_size, batch, table, q)
+    step_of, beside = (lens, table, starts, first), (options["causal"], longest)
+    if k is not None:
+        new_starts = starts if new_starts is None and k.dim() == 3 else new_starts
+        step_of = (_counted(lens, k, new_starts), table, starts, first)
+        moves = bool(options["causal"] or options["window"] is not None or "mask" in options)
+        if new_starts is starts and _are_alike(q, k, rotary, starts, lens, moves):
+            q = _append(q, pools, scales, new, rotary[:3], step_of, beside, asked is not None)
+        else:
+            q = _append_apart(q, _cache(pools, scales), new, rotary, step_of, new_starts, lens, moves)
+    place = None if asked is None else caches.kept_for(asked.key, pools, (q, *step_of), beside)
+    if place is not None and (call := caches.call_for(place, (q, *step_of))) is not None:
+        return one_or_all(call(q, None, (), place[1]))
+    cache, step = _cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
+    found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
+    if asked is not None:
+        caches.keep_for(place, q, cache, step, asked)
+    return found
+
+
+eager.skip((with_kvcache,))  # where a graph broke at the adapter
+_with_rows = naming(page_table="cache_batch_idx")(with_kvcache)
+
+
+@naming(k="k_cache", v="v_cache", k_scale="k_descale", v_scale="v_descale")
+def _cache(pools: tuple[Any, Any], scales: tuple[Any, Any]) -> serving.KVCache:
+    return serving.KVCache(*pools, "NHD", *[1.0 if x is None else x for x in scales])
+
+
+def without_step(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a step does not have."""
+    names = "scale", "mask" if "mask" in options else "window", "softcap", "alibi"
+    return {name: options[name] for name in names if name in options}
+
+
+def _check(given: tuple[Any, ...], lens: Any, rotary: Rotary) -> None:
+    """Raises ProblemError for what is no tensor, and where one argument needs another."""
+    k, cos, sin = given[1], *rotary[:2]
+    if given[0] is None or [x for x in given if x is not None and type(x) is not torch.Tensor]:
+        names = "q", "k", "cu_seqlens_q", "cu_seqlens_k_new", "cache_batch_idx", "page_table", "rotary_seqlens"
+        for name, x in zip(names, given, strict=True):
+            if not (isinstance(x, torch.Tensor) or (x is None and name != "q")):
+                raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor.")
+    if k is not None and lens is None:
+        raise ProblemError("k was given without cache_seqlens, which say where it goes.")
+    if k is None and cos is not None:
+        raise ProblemError("rotary_cos was given without k; it is applied where k is appended.")
+    if cos is None and sin is not None:
+        raise ProblemError("rotary_sin was given without rotary_cos; give both.")
+
+
+def _chosen(rows: Any, table: Any) -> Any:
+    """The pages of the sequences that ``rows`` chooses: of a table these rows, and -1 where it has none; else a page each."""
+    if rows.dtype is not torch.int32 or rows.dim() != 1:
+        found = f"dtype {rows.dtype} and shape {tuple(rows.shape)}"
+        raise ProblemError(f"cache_batch_idx has {found}; it must be int32 of shape (batch,).")
+    if table is None:
+        return rows[:, None]
+    if table.dim() != 2:
+        raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
+    chosen = table.index_select(0, rows.clamp(0, max(len(table), 1) - 1))
+    return torch.where(((rows >= 0) & (rows < len(table)))[:, None], chosen, -1)
+
+
+def _lens(lens: Any, page_size: int, batch: int, table: Any, q: Any) -> Any:
+    """One length of all sequences, or None for all that the cache has, as a tensor."""
+    if not (lens is None or hasattr(lens, "__index__")):
+        raise ProblemError(f"cache_seqlens is {brief(lens)}; it must be an int32 tensor of shape (batch,), or an int.")
+    if table is not None and table.dim() != 2:
+        raise ProblemError(f"page_table has shape {tuple(table.shape)}; it must be (batch, max_pages).")
+    capacity = page_size * (1 if table is None else table.shape[1])
+    return torch.full((batch,), capacity if lens is None else lens, dtype=torch.int32, device=q.device)
+
+
+def _counted(lens: Any, k: Any, starts: Any) -> Any:
+    """The lengths with the new rows of k, which rawattn counts, too. Those that a step refuses are as they are."""
+    if lens.dtype is not torch.int32 or lens.dim() != 1:
+        return lens
+    if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
+        return lens
+    if torch_op.is_plain() and not arrays.are_held((lens, starts)):
+        return lens
+    return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
+
+
+def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:
+    """Returns what a call over a cache asks for, where it is found again: no functions, nothing that is traced or of a wrong
+    type."""
+    if not torch_op.is_plain() or "alibi" in options or "mask" in options:
+        return None
+    if type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
+        return None
+    own = {name: options[name] for name in ("window", "softcap", "scale")}
+    try:
+        return caches.plain_asked(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
+    except TypeError:  # what cannot be hashed is wrong
+        return None
+
+
+def _are_alike(q: Any, k: Any, rotary: Rotary, starts: Any, before: Any, moves: bool) -> bool:
+    """Says whether rows of q are rotated as those of k, or none is; also where they are wrong, which an append of both says."""
+    if rotary[0] is None or not 3 <= q.dim() == k.dim() <= 4:
+        return True
+    is_one = starts is None and q.shape[1] <= 1
+    return (rotary[3] is None or rotary[3] is before) and q.shape[:-2] == k.shape[:-2] and (moves or is_one)
+
+
+def _append(
+    q: Any, pools: tuple[Any, Any], scales: tuple[Any, Any], new: tuple[Any, Any], angles: tuple[Any, Any, bool],
+    step_of: StepOf, beside: tuple[Any, Any], is_plain: bool,
+) -> Any:  # fmt: skip
+    """Writes new rows, and gives q, which has as many and is rotated beside them if they are."""
+    (k, v), (cos, sin, interleaved) = new, angles
+    own, style, into = None if cos is None else q, None if cos is None else interleaved, None
+    if is_plain and type(style) in (bool, type(None)):
+        given = (k, v, own, *step_of, cos, sin)
+        into = caches.kept_for("append", pools, given, (*beside, style))
+        results = caches.write_for(into, pools, given)
+        if results is not None:
+            return results[0] if results else q
+    cache, step = _cache(pools, scales), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
+    rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)
+    rotated = caches.append(cache, step, k, v, rotary=rotary, q=own)
+    caches.keep_write_for(into, cache, [x.held for x in (step, rotary) if x is not None], (k, v, None, own))
+    return q if rotated is None else rotated
+
+
+def _append_apart(
+    q: Any, cache: serving.KVCache, new: tuple[Any, Any], rotary: Rotary, step_of: StepOf, new_starts: Any, before: Any,
+    moves: bool,
+) -> Any:  # fmt: skip
+    """The same where q has other rows or positions than k, which begin with rotary_seqlens, or with ``before``, the lengths
+    without new rows. From there q moves on, as k does, or stays."""
+    (cos, sin, interleaved, begin), (lens, table, starts, _) = rotary, step_of
+    if cos is not None and begin is not None and (begin.dtype is not torch.int32 or begin.shape != before.shape):
+        found = f"dtype {begin.dtype} and shape {tuple(begin.shape)}"
+        raise ProblemError(f"rotary_seqlens has {found}; it must be int32 of shape {tuple(before.shape)}, as cache_seqlens.")
+    begin = before if begin is None else begin
+    serving.Step(lens, table, starts)  # which checks them
+    _write(cache, (lens, table, new_starts), *new, (cos, sin, interleaved), begin)
+    if cos is None:
+        return q
+    k, slots = new[0].new_empty((*q.shape[:-2], *cache.k.shape[-2:])), torch.full(q.shape[:-2], -1, device=q.device)
+    turned = serving.Rotary(cos, sin, interleaved, _positions(begin, q, starts, moves))  # of q alone: no row has a place
+    return caches.append(serving.KVCache(cache.k, cache.k), None, k, None, slots=slots, rotary=turned, q=q)
+
+
+@naming(cu_seqlens_q="cu_seqlens_k_new", positions="rotary_seqlens")
+def _write(
+    cache: serving.KVCache, step_of: tuple[Any, Any, Any], k: Any, v: Any, angles: tuple[Any, Any, bool], begin: Any
+) -> None:
+    positions = None if angles[0] is None else _positions(begin, k, step_of[2], True)
+    rotary = None if angles[0] is None else serving.Rotary(*angles, positions)
+    caches.append(cache, serving.Step(*step_of), k, v, rotary=rotary)
+
+
+def _positions(begin: Any, x: Any, starts: Any, moves: bool) -> Any:
+    """The position of each row of x: ``begin`` of its sequence, and where it ``moves`` on from there; -1 where it has none."""
+    rows = torch.arange(x.shape[1 if starts is None else 0], dtype=torch.int32, device=x.device)
+    if starts is None:
+        return (begin[:, None] + rows * moves).long()
+    owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=len(begin) - 1)
+    return torch.where(rows < starts[-1], begin[owner] + (rows - starts[owner]) * moves, -1).long()
