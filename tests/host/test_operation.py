@@ -125,7 +125,7 @@ def test_head_dim_0() -> None:
 def test_int64_cu_seqlens(name: str) -> None:
     wrong = {name: array(4, dtype="torch.int64")}
     refused(varlen(**wrong), f"{name} has dtype torch.int64; it must be int32: {name}.int() in torch, {name}.astype('int32')")
-    refused(varlen(**{name: array(4, dtype="fp32")}), f"{name} has dtype fp32; it must be int32: an int32 array")
+    refused(varlen(**{name: array(4, dtype="fp32")}), f"{name} has dtype fp32; it must be int32: {name}.int() in torch")
 
 
 # ---- sinks ---------------------------------------------------------------------------------------------------------------
