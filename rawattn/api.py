@@ -463,7 +463,7 @@ class Asked:
         if self.without_numbers is self:
             return None
         own, left = self.options, self.without_numbers.options
-        found = [own[role].numbers if own[role] != left[role] else () for role in functions.ROLES]  # equal ones may be two objects
+        found = [() if own[role] == left[role] else own[role].numbers for role in functions.ROLES]  # equals may be two objects
         return found[0], found[1]
 
     @functools.cached_property
