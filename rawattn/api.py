@@ -62,7 +62,8 @@ def attention(
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
         k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
-            More than 128 kv_heads, and more than q and k have rows, look like torch's order: a ``LayoutWarning`` says so once.
+            More of them than q and k have rows look like torch's order: above 128, or with causal above 31 where q has more rows
+            than k, a ``LayoutWarning`` says so once.
         causal: keep keys up to the query's own position, the last query at the last key (at the first: ``Causal("top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
         softcap, scale: numbers: softcap * tanh(logit / softcap), None or 0.0 for none; scale * q.k, else by 1 / sqrt(head_dim).
@@ -83,8 +84,7 @@ def attention(
             then see positions, and no alignment applies. Where one is given the other is 0.
         dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
-        seed: which, with positions, head and sequence: an int of 64 bits, an int64 array (1,) that is read when kernels run, also
-            in a graph, or None, where torch's generator draws it.
+        seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
@@ -774,7 +774,8 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
             selection = select(op, device, asked.kernel, asked.config)
             if selection.slow is not None:
                 warn_once(selection.slow)
-            if asked.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape)):
+            causal = asked.options.get("causal") is True
+            if asked.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape, causal)):
                 warn_once(doubt, LayoutWarning, LayoutWarning)
             log_operation(op)
             plan = Plan(op, device, selection, first.library, on_compile)

@@ -485,10 +485,11 @@ TORCH_ORDER = (
 MOST_KV_HEADS = 128  # of models that there are
 
 
-def layout_doubt(q: tuple[int, ...], k: tuple[int, ...]) -> str:
-    """Says of the shapes of q and k that they are all but certainly in torch's order: where k has more heads than any model, and
-    than there are rows. Empty for other shapes."""
-    if len(k) < 4 or k[2] <= max(MOST_KV_HEADS, q[1], k[1]):
+def layout_doubt(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> str:
+    """Says of the shapes of q and k that they are all but certainly in torch's order: where k has more heads than there are rows,
+    and than any model, or 32 and more where a causal call has more queries than keys. Empty for other shapes."""
+    most = 31 if causal and len(k) == 4 and q[1] > k[1] else MOST_KV_HEADS
+    if len(k) < 4 or k[2] <= max(most, q[1], k[1]):
         return ""
     return f"q has {q[1]} rows of {q[2]} heads, shape {tuple(q)}, and k {k[1]} rows of {k[2]}, {tuple(k)}.{TORCH_ORDER}"
 

@@ -142,8 +142,8 @@ def test_the_reason_of_the_device_comes_first() -> None:
 # ---- arrays in torch's order
 
 
-def attend(q: tuple[int, ...], k: tuple[int, ...]) -> None:
-    rawattn.attention(np.zeros(q, np.float32), *[np.zeros(k, np.float32)] * 2)
+def attend(q: tuple[int, ...], k: tuple[int, ...], causal: bool = False) -> None:
+    rawattn.attention(np.zeros(q, np.float32), *[np.zeros(k, np.float32)] * 2, causal=causal)
 
 
 def test_torch_order_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +155,9 @@ def test_torch_order_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(found[0].message)
     assert "q has 8 rows of 197 heads, shape (2, 8, 197, 16), and k 2 rows of 197, (2, 2, 197, 16)" in text
     assert "rawattn.integrations.sdpa.scaled_dot_product_attention" in text and "q.transpose(1, 2)" in text
+    rawattn.select.warned.clear()
+    with pytest.warns(rawattn.LayoutWarning, match="q has 8 rows of 33 heads"):
+        attend((2, 8, 33, 16), (2, 2, 33, 16), causal=True)
     refused(r"q has 1 heads but k has 40; .*scaled_dot_product_attention", attend, (1, 8, 1, 16), (1, 8, 40, 16))
     with pytest.raises(rawattn.ProblemError, match=r"of those of k and v\.$"):
         attend((1, 8, 6, 16), (1, 8, 4, 16))
@@ -164,5 +167,6 @@ def test_shapes_of_models_are_not() -> None:
     """Decoding and short prompts of models with many heads, and of one key head; tests turn the warning into an error."""
     for heads, kv_heads in ((32, 8), (128, 128), (128, 8), (232, 8), (256, 1)):
         for q_len, kv_len in ((1, 1), (1, 40), (3, 3), (16, 16), (16, 2)):
-            attend((1, q_len, heads, 8), (1, kv_len, kv_heads, 8))
+            for causal in (False, q_len <= kv_len):
+                attend((1, q_len, heads, 8), (1, kv_len, kv_heads, 8), causal)
     attend((1, 140, 132, 8), (1, 140, 132, 8))
