@@ -17,7 +17,7 @@ from .api import (
     warm_up,
 )
 from .bundle import load_bundle, save_bundle
-from .errors import CompileError, DeviceError, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
+from .errors import CompileError, DeviceError, LayoutWarning, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
@@ -29,8 +29,8 @@ from .variant import mask, score
 __version__ = "0.1.0"
 __all__ = [
     "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
-    "KVCachePlan", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step", "UnsupportedError",
-    "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen", "explain",
-    "explain_backward", "explain_kvcache", "load_bundle", "mask", "merge_states", "plan", "plan_backward", "plan_kvcache",
-    "reference", "save_bundle", "score", "violations", "warm_up",
+    "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
+    "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
+    "explain", "explain_backward", "explain_kvcache", "load_bundle", "mask", "merge_states", "plan", "plan_backward",
+    "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -13,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from . import arrays, driver, functions
+from . import arguments, arrays, driver, functions
+from .arguments import Nothing, Unpack
 from .arrays import Array
 from .device import Device
 from .eager import eager
-from .errors import ProblemError, brief
+from .errors import LayoutWarning, ProblemError, brief
 from .operation import Backward, Forward, Operation, from_json
+from .operation.forward import layout_doubt
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, load_all, one_or_all, spared_capture
 from .program import Program
 from .select import Selection, select, warn_once
@@ -46,11 +47,12 @@ _torch_op: Any = None  # the module torch_op, from the first call on where torch
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
-    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
-    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    q: Any, k: Any, v: Any, *beyond: Unpack[tuple[()]], causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
+    alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None,
+    config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
@@ -60,13 +62,13 @@ def attention(
         q: (batch, q_len, heads, head_dim), bf16, fp16, fp32 or fp64: a torch tensor, CuPy, NumPy or Numba array, or anything with
             ``__dlpack__``. The last dimension is contiguous; the other strides are free. Nothing is copied or converted.
         k, v: (batch, kv_len, kv_heads, head_dim), v with head_dim_v; query head h reads head h // (heads / kv_heads) of them.
+            More of them than q and k have rows look like torch's order: above 128, or with causal above 31 where q has more rows
+            than k, a ``LayoutWarning`` says so once.
         causal: keep keys up to the query's own position, the last query at the last key (at the first: ``Causal("top_left")``).
         window: (left, right), keys kept before and after the query's own position; None or -1 for unbounded.
-        softcap, scale: numbers, no tensors: the cap of the logits, softcap * tanh(logit / softcap), None or 0.0 for none; the
-            factor on q.k, 1 / sqrt(head_dim) by default.
-        mask, score: options from ``rawattn.mask`` and ``rawattn.score`` instead of the shorthands above, or Python functions:
-            ``mask(b, h, q, kv)`` says whether a query keeps a key, ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays
-            that they captured are read in place at every call: ``docs/functions.md``.
+        softcap, scale: numbers: softcap * tanh(logit / softcap), None or 0.0 for none; scale * q.k, else by 1 / sqrt(head_dim).
+        mask, score: of ``rawattn.mask`` and ``rawattn.score``, or functions: ``mask(b, h, q, kv)`` says whether a key is kept,
+            ``score(s, b, h, q, kv)`` makes a logit of scale * q.k. Arrays that they captured are read in place at every call.
         alibi, bias: slopes, (heads,) or (batch, heads), of which the distance of a key makes a bias; a bias that broadcasts to
             (batch, heads, q_len, kv_len). Both are as arrays that a score captured, beside softcap.
         sinks: (heads,), float32 (float64 for fp64 inputs), of q's library and device: a logit for each head that joins the sum of
@@ -82,38 +84,38 @@ def attention(
             then see positions, and no alignment applies. Where one is given the other is 0.
         dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
             the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-15, to neither 0 nor 1.
-        seed: an int of 64 bits, or one int64 in an array (1,), read when kernels run, also in a graph: with a pair's positions,
-            head and sequence it says which weights are dropped; unused where dropout is 0. None: torch's generator draws it.
+        seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
-    Returns:
-        o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
-        ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
+    Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
+    ``return_lse`` also lse, float32 (float64 for fp64 inputs), (batch, heads, q_len). torch's autograd follows them, once.
 
-    A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in k where
-    the mask keeps no key, reaches no result; a non-finite v that is masked for a query may reach it if a query in its tile keeps
-    keys near it. Values are summed before they are divided: bf16 ones above 2^96, other ones near the largest / kv_len give inf.
-    Raises ProblemError for a wrong argument, UnsupportedError where no kernel computes the call, with every kernel's reason.
+    A query that keeps no key gives o = 0 and lse = -inf (with sinks its sink). NaN or inf beyond a sequence's end, or in a masked
+    key, reaches no result; in a masked v it may, if a query in the tile keeps keys near it. Sums of v overflow before they are
+    divided: of bf16 above 2^96, of others near the largest / kv_len. Raises ProblemError for a wrong argument, UnsupportedError
+    where no kernel computes the call, with every kernel's reason.
     """
+    if beyond or unknown:
+        arguments.refuse(attention, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
-               dropout, invariant)  # fmt: skip
     seed, given = _seed(q, dropout, seed), (q, k, v)
     if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
         given = given_of(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
-    return forward(given, options, NO_LENGTHS, kernel, config, out)
+    return forward(given, (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset,
+                           kv_offset, dropout, invariant), NO_LENGTHS, kernel, config, out)  # fmt: skip
 
 
 def attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: int | None = None,
-    max_seqlen_kv: int | None = None, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
-    sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None, return_lse: bool = False,
-    constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None, config: Any = None,
+    max_seqlen_kv: int | None = None, *beyond: Unpack[tuple[()]], causal: bool = False, window: Window | None = None,
+    softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
+    alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
+    return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None,
+    config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -134,6 +136,8 @@ def attention_varlen(
         o, (total_q, heads, head_dim_v); with ``return_lse`` also lse, (heads, total_q). Each sequence's result is what
         ``attention`` gives for it alone.
     """
+    if beyond or unknown:
+        arguments.refuse(attention_varlen, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
@@ -147,11 +151,12 @@ def attention_varlen(
 
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
-    kv_lens: Any = None, causal: bool = False, window: Window | None = None, softcap: float | None = None,
-    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
+    max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None,
+    causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
+    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
     dropout: float = 0.0, seed: Any = None, wrt: Any = (), out: Any = None, kernel: str | None = None, config: Any = None,
+    **unknown: Unpack[Nothing],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -192,6 +197,8 @@ def attention_backward(
     The formula is that of FlashAttention-2 (arXiv 2307.08691, algorithm 2), with dlse and sinks besides; the specification in
     array operations is ``rawattn.reference.attention_backward``.
     """
+    if unknown:
+        arguments.refuse(attention_backward, unknown)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options: dict[str, Any] = {
@@ -229,7 +236,7 @@ def plan_backward(
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named("plan_backward", Backward, given, options, wrt)
+    found, asked = _named(plan_backward, Backward, given, options, wrt)
     return _plan(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
@@ -262,7 +269,7 @@ def plan(
     may be left out.
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named("plan", Forward, given, options)
+    found, asked = _named(plan, Forward, given, options)
     return _plan(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
@@ -284,7 +291,7 @@ def _explain(
     operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
-    caller = "explain" if operation is Forward else "explain_backward"
+    caller = explain if operation is Forward else explain_backward
     found, options = _named(caller, operation, given, dict(options), wrt)
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
@@ -457,7 +464,7 @@ class Asked:
         if self.without_numbers is self:
             return None
         own, left = self.options, self.without_numbers.options
-        found = [own[role].numbers if own[role] is not left[role] else () for role in functions.ROLES]
+        found = [() if own[role] == left[role] else own[role].numbers for role in functions.ROLES]  # equals may be two objects
         return found[0], found[1]
 
     @functools.cached_property
@@ -580,15 +587,13 @@ def _whole(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.
 
 
 def _named(
-    caller: str, operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
+    caller: Callable[..., Any], operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that
     ``caller`` does not have, as any call does."""
     known = (*OPTIONS, "alibi", "bias")
-    for name in options.keys() - set(known):
-        near = difflib.get_close_matches(name, known, 1, 0.7)
-        meant = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}."
-        raise TypeError(f"rawattn.{caller}() got an unexpected keyword argument {name!r}. {meant}")
+    if unknown := options.keys() - set(known):
+        arguments.refuse(caller, unknown, options=known)
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):
@@ -770,6 +775,9 @@ def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] 
             selection = select(op, device, asked.kernel, asked.config)
             if selection.slow is not None:
                 warn_once(selection.slow)
+            causal = asked.options.get("causal") is True
+            if asked.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape, causal)):
+                warn_once(doubt, LayoutWarning, LayoutWarning)
             log_operation(op)
             plan = Plan(op, device, selection, first.library, on_compile)
         if asked.is_kept:

@@ -8,6 +8,7 @@ RawattnError
     BinaryError                           it refused the machine code, which another compiler or driver made, or a torn file
 
 SlowKernelWarning(UserWarning)            a kernel serves the call that is much slower than the best one for the device
+LayoutWarning(UserWarning)                arrays are all but certainly in another order than (batch, length, heads, head_dim)
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class BinaryError(DeviceError):
 
 class SlowKernelWarning(UserWarning):
     """The call is computed by a kernel that is much slower than the best one for the device; the message says why."""
+
+
+class LayoutWarning(UserWarning):
+    """The shapes of q and k are all but certainly those of (batch, heads, length, head_dim), torch's order."""
 
 
 def brief(value: Any) -> str:

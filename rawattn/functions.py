@@ -35,7 +35,7 @@ from .trace.proofs import Limits
 from .trace.recognition import may_be
 from .variant import Option
 from .variant.mask import Both, Full
-from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
+from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, ReadyMask, Sizes
 from .variant.score import Scale, number
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple
 
 def is_function(value: Any) -> bool:
     """Says whether a mask or a score is a function, and not an option."""
-    if type(value) is types.FunctionType or type(value) is BoundFunction:
+    if type(value) is types.FunctionType or type(value) is BoundFunction or isinstance(value, Ready):
         return True
     if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
         return False
@@ -266,6 +266,8 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
         shared = None if numbers and may_be(traced.code) else function(traced)
         _last[role][id(code)] = code, traced, shared
         return (shared, captured, numbers) if shared is not None else (function(traced, numbers), captured, ())
+    if isinstance(value, ReadyMask) and value.function is not None:
+        value = value.function
     if type(value) is BoundFunction:
         if value.role != role:
             raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
@@ -297,6 +299,7 @@ def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[
 
 def bound(value: Any, role: str) -> BoundFunction:
     """Returns what ``rawattn.mask.function`` and ``rawattn.score.function`` give."""
+    value = value.function if isinstance(value, ReadyMask) and value.function is not None else value
     if type(value) is BoundFunction and value.role == role:
         return value
     known, found = bind(value, role)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import api, arrays, driver, functions
+from . import api, arguments, arrays, driver, functions
 from .api import MaskLike, ScoreLike
 from .arrays import Array
 from .errors import ProblemError, UnsupportedError
@@ -38,6 +38,7 @@ _BF16 = arrays.DTYPES["bf16"]
 Options = tuple[tuple[str, Any], ...]
 
 
+@arguments.named
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: Window | None = None, softcap: float | None = None,
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,

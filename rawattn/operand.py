@@ -88,6 +88,22 @@ def check_contiguous(name: str, array: Array) -> None:
         raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
 
 
+def check_int32(name: str, array: Array) -> None:
+    """Raises ProblemError where the elements of an array are no int32."""
+    if array.dtype != "int32":
+        way = f"{name}.int() in torch, {name}.astype('int32') elsewhere"
+        raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
+
+
+def check_sinks(sinks: Array, heads: int, element: str) -> None:
+    """Raises ProblemError where sinks are not one for each of q's heads, in the format of lse."""
+    if sinks.dtype != element or tuple(sinks.shape) != (heads,):
+        way = "" if sinks.dtype == element else f": sinks.{'float' if element == 'fp32' else 'double'}() in torch"
+        found, need = f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}", f"{element} of shape ({heads},)"
+        raise ProblemError(f"{found}; it must be {need}, one for each head of q{way}.")
+    check_contiguous("sinks", sinks)
+
+
 def check_whole(name: str, array: Array) -> None:
     """Raises ProblemError where the elements of an array do not lie side by side, in order."""
     wanted = contiguous_strides(array.shape)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import functions
+from . import arguments, functions
 from .arrays import read, requires_grad
 from .errors import ProblemError, UnsupportedError
 from .operation.forward import limits as limits_of
@@ -43,6 +43,7 @@ LOGITS = 1 << 22  # that are held at once
 INF = float("inf")
 
 
+@arguments.named
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
@@ -83,6 +84,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
+@arguments.named
 def rounded(
     q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
@@ -102,6 +104,7 @@ def rounded(
     return (o, lse) if return_lse else o
 
 
+@arguments.named
 def attention_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
@@ -134,6 +137,7 @@ def attention_backward(
     return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt), (q_lens, kv_lens))
 
 
+@arguments.named
 def rounded_backward(
     do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
@@ -490,6 +494,7 @@ class Formula:
 # ---- caches, in NumPy
 
 
+@arguments.named
 def attention_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
     scale: float | None = None, mask: Mask | None = None, score: Score | None = None, sinks: Any = None, return_lse: bool = False,
@@ -542,6 +547,7 @@ class _Within:
         return self.base.keep  # type: ignore[attr-defined]
 
 
+@arguments.named
 def append(
     cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None
 ) -> tuple[Any, ...]:
@@ -602,6 +608,7 @@ def _new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[
     return found
 
 
+@arguments.named
 def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tuple[Any, Any]:
     """Attention over the union of several sets of keys, from o and lse over each, in float64.
 

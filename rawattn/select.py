@@ -124,6 +124,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
                 slower = [repr(k.name) for k in ordered if not k.supports(op, device)]
                 way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
                 raise UnsupportedError(f"{candidate.name}: {reason}{way}.")
+    refusals.sort(key=lambda each: (each[0] == "cpu") != device.is_cpu)  # the device's own first
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
 
@@ -185,10 +186,15 @@ def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) ->
     return members[best], costs[best]
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warns of a slow kernel, once for each message, at the line that called rawattn."""
+warned: set[Any] = set()
+
+
+def warn_once(message: str, category: type[Warning] = SlowKernelWarning, key: Any = None) -> None:
+    """Warns at the line that called rawattn, once for each key, which is the message by default."""
+    if (key or message) in warned:
+        return
     frame, level = sys._getframe(), 1
     while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith((f"{__package__}.", "torch._dynamo.")):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
-    warnings.warn(message, SlowKernelWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
+    warned.add(key or message)

@@ -167,7 +167,8 @@ def option_from_json(fields: dict[str, Any]) -> Any:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ProblemError(f"{name} is {value!r}; it must be True or False.")
+        way = f"; as a mask it is rawattn.mask.Causal({value!r})" if name == "causal" and value in masks.ALIGNMENTS else ""
+        raise ProblemError(f"{name} is {value!r}; it must be True or False{way}.")
     return bool(value)
 
 

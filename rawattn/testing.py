@@ -1,4 +1,5 @@
 """This module tests kernels: a ``Case`` makes inputs, ``expect`` says what must come out, ``cases`` draws cases with Hypothesis.
+``check_option`` tests a mask or a score of your own that is written in CUDA.
 
 >>> @hypothesis.given(rawattn.testing.cases(dtypes=("bf16", "fp16"), layouts=("contiguous", "packed")))
 ... def test_mine(case):
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from . import functions, reference
 from .operation import Forward
+from .option_checks import check_option as check_option
 from .spec import Spec
 from .variant import mask as masks
 from .variant import score as scores

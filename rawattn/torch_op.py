@@ -310,9 +310,9 @@ def _options(text: str) -> dict[str, Any]:
 def _constant(value: Any) -> Any:
     """Takes an option apart into nested tuples of constants. Dynamo follows this: it guards on the value of every number."""
     if isinstance(value, functions.BiasText):
-        return (functions.Function, value.text, _constant(value.numbers), value.sizes)
+        return (functions.Function, value.text, _constant(value.numbers), _constant(value.sizes))
     if isinstance(value, functions.Function):
-        return (functions.Function, value.traced.text, _constant(value.numbers), value.sizes)
+        return (functions.Function, value.traced.text, _constant(value.numbers), _constant(value.sizes))
     if isinstance(value, Option):
         return (type(value), tuple([(field.name, _constant(getattr(value, field.name))) for field in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):

@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("rawattn")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the tests out of the user's cache (RAWATTN_CACHE=FOLDER keeps what they compile), and lets subprocesses import us."""
+    config.addinivalue_line("filterwarnings", "error::rawattn.LayoutWarning")  # no test has such shapes, but those for it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU's memory
     if workers := getattr(config.option, "numprocesses", None):  # by default each would use threads on all cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))

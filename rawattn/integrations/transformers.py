@@ -282,6 +282,25 @@ class Kept(BlockMask):
     def shape(self) -> tuple[int, ...]:
         return self._shape
 
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shape if dim is None else self._shape[dim]
+
+    def to(self, device: Any, *_: Any, **__: Any) -> Kept:
+        """Refused: it is asked for by models that make a tensor of another dtype of it."""
+        raise UnsupportedError(f"attention_mask.to({device}) was asked for; {_BY_HAND}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refused: torch's own functions are asked for by models that add it to logits."""
+        raise UnsupportedError(f"attention_mask was given to torch's {function.__name__}; {_BY_HAND}")
+
     def contiguous(self) -> Kept:
         """Itself: transformers asks for it before a static cache."""
         return self
@@ -338,6 +357,10 @@ class Kept(BlockMask):
         return o.unflatten(0, q.shape[:2])
 
 
+_BY_HAND = (
+    "rawattn's mask in transformers is no tensor. This model computes attention by itself, not by transformers' registered "
+    "functions: use attn_implementation='eager' for it."
+)
 _NO_CACHE = frozenset(("bias", "dropout"))  # which attention over a cache does not have
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..arrays import Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks
 from ..variant.element import ELEMENTS, Element
 from . import kvcache
 from .base import Operation
@@ -148,9 +148,7 @@ def check_arrays(arrays: dict[str, Array], count: int, out: str | None = None) -
     if "sinks" in arrays:
         sinks, heads = arrays["sinks"], first.shape[-2]
         check_like("sinks", sinks, "o of part 0", first)
-        if (sinks.dtype, tuple(sinks.shape)) != (number, (heads,)):
-            raise ProblemError(f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {number} of shape ({heads},).")
-        check_contiguous("sinks", sinks)
+        check_sinks(sinks, heads, number)
 
 
 def width_of(rows: list[Array], most: int = 4) -> int:

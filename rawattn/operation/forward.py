@@ -13,13 +13,13 @@ import numpy as np
 from .. import functions
 from ..arrays import Array
 from ..errors import ProblemError, brief
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_int32, check_like, check_sinks, layout_of
 from ..spec import Spec, make_offsets
 from ..tma import ALIGNMENT, readable
 from ..trace.canonical import number_keys
 from ..trace.proofs import Limits
 from ..variant import mask as masks
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 
@@ -182,8 +182,9 @@ class Forward(OverKeys):
             starts, rows = arrays[name], len(arrays[tensor])
             if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > rows:
                 found = np.array2string(starts, threshold=8)
+                way = " It is the cumulative sum of lengths, with a 0 before." if starts[0] != 0 else ""
                 raise ProblemError(
-                    f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows."
+                    f"{name} is {found}; it must begin with 0, never fall, and end with at most {rows}, {tensor}'s rows.{way}"
                 )
         for side, tensor in (("q", "q"), ("kv", "k")):
             used = arrays.get(f"{side}_lens")
@@ -464,7 +465,8 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
     if "seed" in arrays:
         _check_seed(arrays["seed"], q)
     if "sinks" in arrays:
-        _check_sinks(arrays["sinks"], q, ELEMENTS[q.dtype].lse_name)
+        check_like("sinks", arrays["sinks"], "q", q)
+        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name)
 
 
 def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
@@ -476,22 +478,42 @@ def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
     return Limits(batch, q.shape[-2], rows[0] + offsets[0], rows[1] + offsets[1], *packed)
 
 
-def _check_heads(heads: int, kv_heads: int) -> None:
+TORCH_ORDER = (
+    " Arrays are (batch, length, heads, head_dim). For torch's order, (batch, heads, length, head_dim), call "
+    "rawattn.integrations.sdpa.scaled_dot_product_attention, or give q.transpose(1, 2) for q, and so k and v."
+)
+MOST_KV_HEADS = 128  # of models that there are
+
+
+def layout_doubt(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> str:
+    """Says of the shapes of q and k that they are all but certainly in torch's order: where k has more heads than there are rows,
+    and than any model, or 32 and more where a causal call has more queries than keys. Empty for other shapes."""
+    most = 31 if causal and len(k) == 4 and q[1] > k[1] else MOST_KV_HEADS
+    if len(k) < 4 or k[2] <= max(most, q[1], k[1]):
+        return ""
+    return f"q has {q[1]} rows of {q[2]} heads, shape {tuple(q)}, and k {k[1]} rows of {k[2]}, {tuple(k)}.{TORCH_ORDER}"
+
+
+def _check_heads(heads: int, kv_heads: int, hint: str = "") -> None:
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count < 1:
             raise ProblemError(f"{name} is {count}; it must be at least 1.")
     if heads % kv_heads:
-        raise ProblemError(f"q has {heads} heads but k has {kv_heads}; the heads of q must be a multiple of those of k and v.")
+        found = f"q has {heads} heads but k has {kv_heads}"
+        raise ProblemError(f"{found}; the heads of q must be a multiple of those of k and v.{hint}")
 
 
 def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
     order = "(total, heads, head_dim)" if rank == 3 else "(batch, length, heads, head_dim)"
     for name, array in (("q", q), ("k", k), ("v", v)):
         if len(array.shape) != rank:
-            raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have {rank}, {order}.")
+            way = f": {name}.reshape(-1, *{name}.shape[2:]) joins batch and length" if (rank, len(array.shape)) == (3, 4) else ""
+            found = f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}"
+            raise ProblemError(f"{found}; it must have {rank}, {order}{way}.")
         check_like(name, array, "q", q)
         if array.dtype not in ELEMENTS:
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64.")
+            beside = "; e4m3 and e5m2 are for rawattn.KVCache" if array.dtype in FP8 else ""
+            raise ProblemError(f"{name} has dtype {array.dtype}; it must be bf16, fp16, fp32 or fp64{beside}.")
         if array.dtype != q.dtype:
             raise ProblemError(f"{name} has dtype {array.dtype} but q has {q.dtype}; they must be the same.")
         check_contiguous(name, array)
@@ -503,17 +525,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
         raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
-    _check_heads(q.shape[-2], k.shape[-2])
-
-
-def _check_sinks(sinks: Array, q: Array, element: str) -> None:
-    check_like("sinks", sinks, "q", q)
-    if sinks.dtype != element or tuple(sinks.shape) != (q.shape[-2],):
-        raise ProblemError(
-            f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}; it must be {element} of shape ({q.shape[-2]},), one for each "
-            "head of q."
-        )
-    check_contiguous("sinks", sinks)
+    _check_heads(q.shape[-2], k.shape[-2], TORCH_ORDER if rank == 4 and k.shape[2] > k.shape[1] else "")
 
 
 def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
@@ -546,9 +558,7 @@ def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
         array = arrays[name]
         check_like(name, array, "q", arrays["q"])
-        if array.dtype != "int32":
-            way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
+        check_int32(name, array)
         if len(array.shape) != 1 or array.shape[0] < 1:
             raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be (batch + 1,).")
         check_contiguous(name, array)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..arrays import DTYPES, Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, layout_of
+from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
 from ..spec import Spec
 from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
 from ..variant.mask import causal_and, kept_pairs
@@ -210,11 +210,7 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     check_batch("q", q, arrays, max_q_len)
     check_pages(arrays)
     if "sinks" in arrays:
-        sinks, wanted = arrays["sinks"], ELEMENTS[q.dtype].lse_name
-        if sinks.dtype != wanted or tuple(sinks.shape) != (q.shape[-2],):
-            found = f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}"
-            raise ProblemError(f"{found}; it must be {wanted} of shape ({q.shape[-2]},), one for each head of q.")
-        check_contiguous("sinks", sinks)
+        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name)
 
 
 def check_rows(name: str, array: Array, ragged: bool) -> None:

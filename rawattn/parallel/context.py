@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .. import api, arrays, functions
+from .. import api, arguments, arrays, functions
 from ..api import MaskLike, ScoreLike
 from ..eager import eager
 from ..errors import ProblemError, RawattnError
@@ -40,6 +40,7 @@ HEAD_START = 12_000
 
 
 @eager
+@arguments.named
 def context_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, functions
+from .. import api, arguments, functions
 from ..api import MaskLike, ScoreLike
 from ..eager import eager
 from ..errors import ProblemError
@@ -18,6 +18,7 @@ from .layout import check_layout, group_of
 
 
 @eager
+@arguments.named
 def head_attention(
     q: Any, k: Any, v: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api
+from .. import api, arguments
 from ..eager import eager
 from ..errors import ProblemError
 from ..spec import Window, make_mask
@@ -18,6 +18,7 @@ from .layout import check_layout, group_of
 
 
 @eager
+@arguments.named
 def context_attention_varlen(
     q: Any, k: Any, v: Any, cu_seqlens: Any, group: Any = None, *, causal: bool = False, window: Window | None = None,
     softcap: float | None = None, scale: float | None = None, sinks: Any = None, layout: str = "zigzag", method: str = "auto",

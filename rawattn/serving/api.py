@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import arrays, driver, functions, memory
+from .. import arguments, arrays, driver, functions, memory
 from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
+from ..arguments import Nothing, Unpack
 from ..arrays import Array, Held
 from ..cpu import CPU
 from ..device import Device
@@ -38,10 +40,10 @@ NO_GRADIENT = (
 
 
 def attention_kvcache(
-    q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
-    split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None, invariant: bool = False,
-    dropout: float = 0, kernel: str | None = None, config: Any = None,
+    q: Any, cache: KVCache, step: Step, *beyond: Unpack[tuple[()]], window: Window | None = None, softcap: float | None = None,
+    scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,
+    bias: None = None, sinks: Any = None, split: str | int = "auto", out: Any = None, return_lse: bool = False, lse: Any = None,
+    invariant: bool = False, dropout: float = 0, kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v for each sequence and head, where k and v are the sequence's keys in a cache.
 
@@ -84,11 +86,11 @@ def attention_kvcache(
 
     Raises:
         ProblemError: an argument is wrong. On the CPU so are lengths that a bound or the pages do not allow; on a GPU they are
-            on the device, where nothing beyond the cache is read.
-        UnsupportedError: no kernel computes this on the arrays' device.
-
+            on the device, where nothing beyond the cache is read. UnsupportedError: no kernel computes this there.
     The pages are those of PagedAttention (arXiv 2309.06180, section 4.1). ``rawattn.reference.attention_kvcache`` specifies it.
     """
+    if beyond or unknown:
+        arguments.refuse(attention_kvcache, unknown, beyond)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
@@ -325,6 +327,7 @@ def max_kv_len(found: dict[str, Array], step: Step) -> int:
     return room if step.max_kv_len is None else min(room, step.max_kv_len)
 
 
+@arguments.named
 def explain_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,
@@ -349,7 +352,7 @@ def explain_kvcache(
 
 def append(
     cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
-    q_out: Any = None,
+    q_out: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """Writes new keys and values into a cache, in one launch, and rotates q on the way.
 
@@ -380,6 +383,8 @@ def append(
 
     The specification is ``rawattn.reference.append``.
     """
+    if unknown:
+        arguments.refuse(append, unknown)
     if _load_torch_serving() and _torch_op.way((k,)) is _torch_op.attention:
         _refuse_where_traced(q_out=q_out)
         return _torch_serving.append(cache, step, k, v, slots, rotary, q)
@@ -485,11 +490,18 @@ def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rota
     Arguments as in ``append``, and ``options`` as in ``attention_kvcache``, which also says what is given back. With ``rotary`` q
     is rotated too, and stays as it was.
     """
+    if options and (unknown := options.keys() - _OPTIONS):  # before anything is written
+        arguments.refuse(attention_append, unknown, options=_OPTIONS)
     rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else q)
     return attention_kvcache(q if rotary is None else rotated, cache, step, **options)
 
 
-def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None) -> tuple[Any, Any]:
+_OPTIONS = tuple(inspect.signature(attention_kvcache).parameters)[4:-1]
+
+
+def merge_states(
+    parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None, **unknown: Unpack[Nothing]
+) -> tuple[Any, Any]:
     """Attention over the union of several sets of keys, from o and lse over each of them.
 
     >>> o, lse = rawattn.merge_states([(o_prefix, lse_prefix), (o_rest, lse_rest)])
@@ -516,6 +528,8 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: An
 
     The formula is that of FlashAttention's splits (arXiv 2307.08691, section 3.1).
     """
+    if unknown:
+        arguments.refuse(merge_states, unknown)
     given: list[Any] = []
     if not hasattr(parts, "__iter__"):
         raise ProblemError(f"parts is {brief(parts)}; it must be pairs (o, lse).")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
 from ..memory import overlap
@@ -19,6 +19,7 @@ LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}  # where the axes page, row
 LONGEST_PAGE = 1 << 30
 
 
+@arguments.named
 @dataclasses.dataclass(frozen=True, eq=False)
 class KVCache(Remade):
     """Keys and values of one layer in pages, for any number of sequences and steps.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import arrays, functions
+from .. import arguments, arrays, functions
 from ..api import MaskLike, ScoreLike
 from ..arrays import Array
 from ..device import Device
@@ -39,6 +39,7 @@ from .step import Step
 _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", "spec": "causal of the step", "form": "the pages"}
 
 
+@arguments.named
 def plan_kvcache(
     q: Any, cache: KVCache, step: Step, *, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: None = None, sinks: Any = None,

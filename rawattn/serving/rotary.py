@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
 from ..operand import check_contiguous, check_like
 from ..variant.element import ELEMENTS
 
 
+@arguments.named
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary(Remade):
     """Rotates pairs of columns by angles that follow a row's position (RoFormer, arXiv 2104.09864, equation 34).

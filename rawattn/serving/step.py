@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import arguments, arrays
 from ..arrays import Array, Held, Remade
 from ..errors import ProblemError
-from ..operand import check_contiguous, check_like
+from ..operand import check_contiguous, check_int32, check_like
 from ..operation.kvcache import batch_of, form_of
 
 SHAPES = {  # of the arrays, "+1" for one more than sequences
@@ -19,6 +19,7 @@ SHAPES = {  # of the arrays, "+1" for one more than sequences
 }  # fmt: skip
 
 
+@arguments.named
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step(Remade):
     """Says how long each sequence is in one step, and which pages of a cache it has.
@@ -76,6 +77,7 @@ class Step(Remade):
         object.__setattr__(self, "held", Held(found, *bounds))
 
     @classmethod
+    @arguments.named
     def from_indptr(
         cls, indptr: Any, indices: Any, last_page_len: Any, *, cu_seqlens_q: Any = None, kv_begin: Any = None, causal: Any = True,
         max_q_len: int | None = None, max_kv_len: int | None = None,
@@ -121,9 +123,7 @@ def check_lengths(found: dict[str, Array]) -> None:
     first = "indptr" if pages else "kv_lens"
     for name, array in found.items():
         check_like(name, array, first, found[first])
-        if array.dtype != "int32":
-            way = f"{name}.int() in torch, {name}.astype('int32') elsewhere" if "int64" in array.dtype else "an int32 array"
-            raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
+        check_int32(name, array)
         if len(array.shape) != (2 if name == "page_table" else 1) or (name == "indptr" and array.shape[0] < 1):
             raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be {SHAPES[name]}.")
         check_contiguous(name, array)

@@ -115,7 +115,7 @@ class Expr:
     def __index__(self) -> int:
         if self.type == "float":
             raise ProblemError("a float stands where Python needs an int, as range() and the index of a list need it.")
-        return int(_specialised(self, "an int, as range() and the index of a list need it"))
+        return int(_specialised(self, "an int, as range() and the index of a list need it; capture an array in place of a list"))
 
     def __int__(self) -> int:
         return int(_specialised(self, "a Python int; write x.int() for one of each pair"))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +27,30 @@ class Ready:
     def sizes(self) -> tuple[tuple[str, Any, tuple[int, ...] | None, tuple[Axis, ...]], ...]:
         """``Sizes`` with an array in place of its number, or None where no array but a shape is asked for."""
         return ()
+
+
+class ReadyMask(Ready):
+    """One that is traced when it is made, so that a graph of torch.compile takes it from outside. It does not change then."""
+
+    function: Any = None  # a ``functions.BoundFunction``
+
+    def __init_subclass__(cls) -> None:
+        start = cls.__init__
+
+        @functools.wraps(start)
+        def made(self: Any, *given: Any, **options: Any) -> None:
+            from .. import functions  # which imports this module
+
+            start(self, *given, **options)
+            if type(self) is cls and not functions.is_compiling():
+                self.function = functions.bound(self, "mask")
+
+        cls.__init__ = made  # type: ignore[method-assign]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.function is not None:
+            raise ProblemError(f"{name} of a {type(self).__name__} was assigned to; it is as it was made: make another.")
+        super().__setattr__(name, value)
 
 
 def _axes(name: str, array: Any, allowed: tuple[int, ...], shape: str) -> int:
@@ -48,7 +73,7 @@ def _size(name: str, value: Any, least: int = 1) -> int:
     return int(value.__index__())
 
 
-class Documents(Ready):
+class Documents(ReadyMask):
     """A query keeps the keys of its own document, and with ``causal`` none behind its own position.
 
     ``ids`` are integers, (length,) or (batch, length): the number of each token's document. ``kv_ids`` are those of the keys,
@@ -74,7 +99,7 @@ class Documents(Ready):
         return tuple((name, x, None, (*batch, (length, 1, False))) for name, x, length in each)
 
 
-class Prefix(Ready):
+class Prefix(ReadyMask):
     """A causal mask whose first keys every query keeps: ``lengths`` (batch,) says how many, or an int for all sequences."""
 
     def __init__(self, lengths: Any) -> None:
@@ -89,7 +114,7 @@ class Prefix(Ready):
         return (("lengths", self.lengths, None, (BATCH,)),) if self.by_batch else ()
 
 
-class Tree(Ready):
+class Tree(ReadyMask):
     """The draft of speculative decoding: the last keys are the nodes of a tree, and every query is one of these nodes. It keeps
     all keys before the nodes, and of the nodes those that ``ancestors`` says: a bool array, (nodes, nodes) or (batch, nodes,
     nodes), with True where the node of the column is an ancestor of that of the row, or itself. ``Tree.from_words`` takes bits.
@@ -138,7 +163,7 @@ class TreeOfWords(Tree):
         return (("words", self.words, None, (*(BATCH,) * self.by_batch, ("nodes", 1, False), ("nodes", 32, False))),)
 
 
-class Chunked:
+class Chunked(ReadyMask):
     """A causal mask within chunks of ``size`` tokens, as in Llama 4."""
 
     def __init__(self, size: int) -> None:
@@ -148,7 +173,7 @@ class Chunked:
         return (q // self.size == kv // self.size) & (q >= kv)
 
 
-class Neighbourhood(Ready):
+class Neighbourhood(ReadyMask):
     """Neighbourhood attention (NATTEN, arXiv 2204.07143) over a grid of ``shape``, whose last axis runs fastest: along each axis
     a query keeps the ``kernel`` nearest places, as many at the border. ``kernel`` is odd, one int or one for each axis. There are
     no more queries and keys than places. Over caches, and within another function, nobody checks that: a place beyond the last is
@@ -181,7 +206,7 @@ class Neighbourhood(Ready):
         return ((f"Neighbourhood of {self.shape} as a mask", None, (places, places), lengths),)
 
 
-class BlockTable(Ready):
+class BlockTable(ReadyMask):
     """A query keeps the keys of the blocks that ``keep`` says: a bool array, (batch or 1, heads or 1, blocks of queries, blocks
     of keys). ``block`` is the length of a block, one int or (of queries, of keys).
     """

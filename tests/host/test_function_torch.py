@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any, score: Any) -> Any:
 
 
 def compiled(function: Any) -> tuple[Any, Any]:
+    torch._dynamo.reset()  # graphs of one function are counted, whichever test made them
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
@@ -60,6 +62,54 @@ def test_compile() -> None:
     assert torch.equal(step(q, k, v, other, score), attention(q, k, v, other, score)) and counter.frame_count == 2
 
 
+READY: dict[str, Callable[[int], Any]] = {
+    "Documents": lambda n: rawattn.mask.Documents(ids(40, n), causal=True),
+    "documents of each sequence": lambda n: rawattn.mask.Documents(ids(80, n).view(2, 40)),
+    "Prefix": lambda n: rawattn.mask.Prefix(torch.tensor([n, 7], dtype=torch.int32)),
+    "Tree": lambda n: rawattn.mask.Tree(torch.eye(40, dtype=torch.bool) | (torch.arange(40) < n)),
+    "Tree.from_words": lambda n: rawattn.mask.Tree.from_words(torch.full((40, 2), n, dtype=torch.int32)),
+    "Chunked": rawattn.mask.Chunked,
+    "Neighbourhood": lambda n: rawattn.mask.Neighbourhood((5, 8), (3, 2 * n - 5)),
+    "BlockTable": lambda n: rawattn.mask.BlockTable(torch.ones(1, 4, 5, 5).tril(n - 5).bool(), 8),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_compile_ready_made(name: str) -> None:
+    """A ready-made mask from outside is taken as it is, from a closure or as an argument, whose tensors are the graph's."""
+    q, k, v = make(40)
+    mask, other = READY[name](5), READY[name](4)
+    step, _ = compiled(lambda q: rawattn.attention(q, q, q, mask=mask))
+    assert torch.equal(step(q), rawattn.attention(q, q, q, mask=mask))
+    step, counter = compiled(attention)
+    for each in (mask, other):
+        assert torch.equal(step(q, k, v, each, None), attention(q, k, v, each, None))
+    assert counter.frame_count == (1 if any(isinstance(x, torch.Tensor) for x in vars(mask).values()) else 2)
+    assert not torch.equal(step(q, k, v, mask, None), step(q, k, v, other, None))
+
+
+def test_compile_other_numbers() -> None:
+    """Of one function, in graphs that are made one after the other."""
+    q, k, v = make(40)
+    step, counter = compiled(attention)
+    for size in (5, 4, 7):
+        mask = rawattn.mask.function(lambda q, kv, size=size: q // size == kv // size)
+        assert torch.equal(step(q, k, v, mask, None), attention(q, k, v, mask, None))
+    assert counter.frame_count == 3
+
+
+def test_ready_made_masks_do_not_change() -> None:
+    mask = rawattn.mask.Documents(ids(40))
+    with pytest.raises(ProblemError, match="ids of a Documents was assigned to; it is as it was made: make another"):
+        mask.ids = ids(40, 5)
+    again = copy.deepcopy(mask)
+    again.ids.zero_()
+    q, k, v = make(40)
+    whole = attention(q, k, v, None, None)
+    for each, same in ((again, True), (mask, False)):
+        assert torch.allclose(attention(q, k, v, each, None), whole, atol=1e-6) is same
+
+
 def test_compile_bias() -> None:
     """alibi and bias need nothing to be made outside."""
     step, counter = compiled(lambda q, k, v, bias: rawattn.attention(q, k, v, bias=bias, alibi=SLOPES, softcap=4.0))
@@ -76,7 +126,7 @@ def test_compile_checks_sizes() -> None:
         step(*make(40), torch.ones(3))
     step, _ = compiled(attention)
     with pytest.raises(Exception, match=r"ids has shape .* it must be .*\(length\)"):
-        step(*make(40), rawattn.mask.function(rawattn.mask.Documents(ids(10))), None)
+        step(*make(40), rawattn.mask.Documents(ids(10)), None)
 
 
 INSIDE: dict[str, tuple[Any, bool]] = {  # a call of q and ids, and whether a whole graph takes it

@@ -60,7 +60,8 @@ def test_of_arrays() -> None:
 WRONG: dict[str, dict[str, Array]] = {
     "q has 3 dimensions, (2, 5, 8); it must have 4, (batch, length, heads, head_dim).": dense(q=array(2, 5, 8)),
     "v has 5 dimensions, (2, 7, 2, 16, 1); it must have 4, (batch, length, heads, head_dim).": dense(v=array(2, 7, 2, 16, 1)),
-    "k has 4 dimensions, (1, 11, 2, 8); it must have 3, (total, heads, head_dim).": varlen(k=array(1, 11, 2, 8)),
+    "k has 4 dimensions, (1, 11, 2, 8); it must have 3, (total, heads, head_dim): k.reshape(-1, *k.shape[2:]) joins batch "
+    "and length.": varlen(k=array(1, 11, 2, 8)),
     "k is a cupy array but q a torch one; give all arrays from one library.": dense(k=array(2, 7, 2, 8, library="cupy")),
     "v is on GPU 3 but q is on GPU 0; put all arrays on one device.": dense(v=array(2, 7, 2, 16, device=3)),
     "k is on the CPU but q is on GPU 0; put all arrays on one device.": dense(k=array(2, 7, 2, 8, device=CPU)),
@@ -125,7 +126,7 @@ def test_head_dim_0() -> None:
 def test_int64_cu_seqlens(name: str) -> None:
     wrong = {name: array(4, dtype="torch.int64")}
     refused(varlen(**wrong), f"{name} has dtype torch.int64; it must be int32: {name}.int() in torch, {name}.astype('int32')")
-    refused(varlen(**{name: array(4, dtype="fp32")}), f"{name} has dtype fp32; it must be int32: an int32 array")
+    refused(varlen(**{name: array(4, dtype="fp32")}), f"{name} has dtype fp32; it must be int32: {name}.int() in torch")
 
 
 # ---- sinks ---------------------------------------------------------------------------------------------------------------

@@ -685,7 +685,7 @@ def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytes
 @pytest.mark.parametrize("call", [rawattn.plan, rawattn.explain, rawattn.plan_backward, rawattn.explain_backward])
 def test_an_option_that_there_is_not(call: Any) -> None:
     given = [tensors()["q"]] * (6 if "backward" in call.__name__ else 3)
-    said = rf"rawattn\.{call.__name__}\(\) got an unexpected keyword argument "
+    said = rf"{call.__name__}\(\) got an unexpected keyword argument "
     with pytest.raises(TypeError, match=rf"{said}'casual'. Did you mean 'causal'\?"):
         call(*given, casual=True)
     with pytest.raises(TypeError, match=rf"{said}'out'. Its options are causal, window, .*bias\."):
@@ -803,9 +803,9 @@ def test_misaligned_out(offset: int, fits: bool) -> None:
 
 
 def test_a_slow_kernel_is_told_of_where_it_is_called() -> None:
-    select.warn_once.cache_clear()
+    select.warned.clear()
     for run in (rawattn.attention, rawattn.plan):
-        select.warn_once.cache_clear()
+        select.warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             forget()

@@ -11,52 +11,22 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from rawattn.option_checks import MASK, TILES, OnHost, check_inverse
 from rawattn.variant.mask import Mask
 from tests import native
-from tests.host import test_masks
-from tests.host.test_masks import LENGTHS, Cuda, masks
+from tests.host.test_masks import LENGTHS, masks
 from tests.host.test_scheduler import ROWS, WRONG, right
 
-cuda = test_masks.cuda  # the fixture
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    native.needs_compiler()
 
 
-class Asked:
-    """A mask of the CUDA files, for one sequence and one pair of tile sizes."""
-
-    def __init__(self, cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
-        self._asked = test_masks.Asked(cuda, mask, q_len, kv_len, tile_kv, tile_q)
-        self._limits = {"kv_tiles": (tile_q, q_len), "q_tiles": (tile_kv, kv_len)}
-
-    def __call__(self, which: str, index: int) -> list[int]:
-        """begin, full_begin, full_end, end of what tile ``index`` visits."""
-        size, length = self._limits[which]
-        return self._asked.tiles(which, index * size, min((index + 1) * size, length))
-
-
-def check(cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
-    asked = Asked(cuda, mask, q_len, kv_len, tile_q, tile_kv)
-    q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // tile_kv)
-    begin, end = mask.interval(np.arange(q_len), q_len, kv_len)
-    kept = (np.arange(kv_len) >= begin[:, None]) & (np.arange(kv_len) < end[:, None])
-    visits, inverse = np.zeros((2, q_tiles, kv_tiles), bool)
-    for t in range(q_tiles):
-        first, _, _, last = asked("kv_tiles", t)
-        visits[t, first:last] = True
-    for n in range(kv_tiles):
-        first, full_first, full_last, last = asked("q_tiles", n)
-        assert first >= last or (first >= 0 and last <= q_tiles), "a query tile that does not exist is visited"
-        inverse[first:last, n] = True
-        keys = slice(n * tile_kv, (n + 1) * tile_kv)
-        for t in range(first, last):
-            whole = kept[t * tile_q : (t + 1) * tile_q, keys].all()
-            assert (full_first <= t < full_last) == whole, "a tile is taken for full that is not, or the reverse"
-    assert (visits == inverse).all(), "a tile is visited from one side only"
-
-
-def test_every_small_case(cuda: Cuda) -> None:
+def test_every_small_case() -> None:
     for mask in masks([None, 0, 1, 4]):
         for q_len, kv_len, (tile_q, tile_kv) in itertools.product(range(8), range(8), ((2, 3), (3, 2), (1, 4))):
-            check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
+            check_inverse(mask, q_len, kv_len, tile_q, tile_kv)
 
 
 @hypothesis.settings(max_examples=400, derandomize=True)
@@ -64,19 +34,20 @@ def test_every_small_case(cuda: Cuda) -> None:
     st.sampled_from(masks([None, 0, 1, 63, 64, 100, 1000])), LENGTHS, LENGTHS,
     st.sampled_from([64, 128]), st.sampled_from([64, 128, 192]),
 )  # fmt: skip
-def test_real_sizes(cuda: Cuda, mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
-    check(cuda, mask, q_len, kv_len, tile_q, tile_kv)
+def test_real_sizes(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int) -> None:
+    check_inverse(mask, q_len, kv_len, tile_q, tile_kv)
 
 
-def test_longest_sequences(cuda: Cuda) -> None:
+def test_longest_sequences() -> None:
     """Nothing overflows: from both sides, at both ends and in the middle of the longest sequences that a problem may have."""
     longest, tile = (1 << 30) - 1, 128
     for mask, (q_len, kv_len) in itertools.product(masks([None, 0, 5]), [(longest, longest), (longest, 300), (300, longest)]):
-        asked = Asked(cuda, mask, q_len, kv_len, tile, tile)
+        asked = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile, tile))
         q_last, kv_last = (q_len - 1) // tile, (kv_len - 1) // tile
         places = {*itertools.product({0, 1, q_last // 2, q_last - 1, q_last}, {0, 1, kv_last // 2, kv_last - 1, kv_last})}
         for t, n in places:
-            (begin, _, _, end), (q_begin, _, _, q_end) = asked("kv_tiles", t), asked("q_tiles", n)
+            begin, _, _, end = asked.tiles("kv_tiles", t * tile, min((t + 1) * tile, q_len))
+            q_begin, _, _, q_end = asked.tiles("q_tiles", n * tile, min((n + 1) * tile, kv_len))
             assert (begin <= n < end) == (q_begin <= t < q_end), (mask, q_len, kv_len, t, n)
 
 
@@ -198,7 +169,6 @@ TURNS = """\
 #include <cstdlib>
 namespace cfg { constexpr i32 tile_q = 1, tile_kv = 1; }
 inline i32 __popc(u32 x) { return __builtin_popcount(x); }
-inline bool __any_sync(u32, bool vote) { return __ballot_sync(0, vote) != 0; }
 struct Rows { i32 q_len, kv_len; };
 namespace function { struct Ints { i32 lo, hi; }; }
 template <class, class> struct ListMaskOption {};

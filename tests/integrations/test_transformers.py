@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("Gemma3TextConfig", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gpt-oss": ("GptOssConfig", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 2}),
     "Qwen 3": ("Qwen3Config", {}),
+    "GPT-2": ("GPT2Config", {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}),
     "Llama 4": ("Llama4TextConfig", {"attention_chunk_size": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}),
 }
 IDS = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -127,6 +128,14 @@ def test_generate(model: Any, mask: Any, cache: dict[str, Any]) -> None:
         model.set_attn_implementation(implementation)
         found.append(generate(model, IDS, attention_mask=mask, **cache))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "CodeGen", "Mpt", "XGLM"])
+def test_models_that_compute_attention_by_themselves(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, n_layer=1, num_layers=1, n_head=4, n_embd=64, rotary_dim=8)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="rawattn")
+    with pytest.raises(UnsupportedError, match=r"attention_mask.* by itself.*: use attn_implementation='eager' for it"):
+        model(input_ids=IDS)
 
 
 def test_chunks_of_a_prompt() -> None:
