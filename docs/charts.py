@@ -61,12 +61,14 @@ def speed() -> str:
 
 
 def text(x: float, y: float, words: str, size: int, anchor: str, weight: str = "normal") -> str:
-    return f"<text x='{x:.0f}' y='{y:.0f}' font-size='{size}' text-anchor='{anchor}' font-weight='{weight}'>{escape(words)}</text>"
+    style = f"font-size='{size}' text-anchor='{anchor}' font-weight='{weight}'"
+    return f"<text x='{x:.0f}' y='{y:.0f}' {style}>{escape(words)}</text>"
 
 
-def svg(width: int, height: int, title: str, lines: list[str], attributes: str = "") -> str:
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' {FONT}{attributes}>"
-    ground = f"<title>{escape(title)}</title><rect width='{width}' height='{height}' fill='white'/>"
+def svg(width: int, height: int, title: str, lines: list[str]) -> str:
+    size = f"width='{width}' height='{height}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {size} {FONT}>"
+    ground = f"<title>{escape(title)}</title><rect {size} fill='white'/>"
     return "\n".join([head, ground, *lines, "</svg>", ""])
 
 

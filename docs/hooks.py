@@ -8,7 +8,7 @@ the records.
 {{ barriers attn_fwd.cu }}                    the table of barriers in its head
 {{ timeline }}                               the drawing of docs/timeline.py
 {{ tiles documents }}                         the tiles of the mask that this section of gallery.md makes, and their shares
-{{ beside_flex documents }}                   the speed beside FlexAttention of a function of perf/lib/functions.py, from the records
+{{ beside_flex documents }}                   the speed of a function of perf/lib/functions.py beside FlexAttention
 
 Whatever is not found raises, so the build fails.
 """
@@ -178,8 +178,8 @@ def record(words: str) -> str:
 
 
 def figure(words: str, config: Any, files: Any, page: Any) -> str:
-    """A figure of a run that perf.bench recorded, drawn by perf.plot, a file of the site for each of its panels: bars have one for
-    each head_dim and mask, which stand beside each other where there is room."""
+    """A figure of a run that perf.bench recorded, drawn by perf.plot. Each of its panels becomes a file of the site: bars have
+    one for each head_dim and mask, which stand beside each other where there is room."""
     import io
 
     from matplotlib import rc_context
@@ -215,7 +215,8 @@ SIDE = 64  # queries and keys of a tile in the gallery's pictures
 
 def tiles(heading: str) -> str:
     """The tiles of the mask that a section of the gallery makes, as a kernel finds them: by bounds, without the pairs."""
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", GALLERY.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    text = GALLERY.read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     block = re.search(r"^```python\n(.*?)^o = ", section[1], re.MULTILINE | re.DOTALL) if section else None
     if block is None:
         raise ValueError(f"{GALLERY} has no section {heading!r} with a block of Python that makes a mask")

@@ -39,7 +39,7 @@ def bars(run: Run, names: Sequence[str]) -> Any:
         axis.set_xticks(range(len(results)), [result.label.partition(" h")[0] for result in results])
         axis.axhline(run.ceilings.get("matmul_tflops", math.nan), color="black", linewidth=0.8, linestyle="--", label="matmul")
         axis.set(title=f"head_dim {dim}, {mask}", ylabel="TFLOP/s")
-    axes[0][0].legend(fontsize=9, loc="upper left")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
@@ -50,7 +50,8 @@ def roofline(run: Run, names: Sequence[str]) -> Any:
     axis = (figure := Figure(figsize=(5.2, 4), layout="constrained")).subplots()
     for name in reversed(names):
         points = [(r.flops / r.bytes, t.tflops) for r in run.results for t in r.timings if t.name == name and t.medians]
-        axis.plot([x for x, _ in points], [y for _, y in points], "o", markersize=4, label=LABELS.get(name, name), color=COLORS.get(name))
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axis.plot(xs, ys, "o", markersize=4, label=LABELS.get(name, name), color=COLORS.get(name))
     peak, terabytes = run.ceilings.get("matmul_tflops", math.nan), run.ceilings.get("copy_gbs", math.nan) / 1e3
     xs = sorted([peak / terabytes / 4, peak / terabytes, 2 * max(result.flops / result.bytes for result in run.results)])
     axis.plot(xs, [min(peak, terabytes * x) for x in xs], color="black", linewidth=1)
