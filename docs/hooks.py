@@ -7,6 +7,8 @@ the records.
 {{ cuda attn_fwd.cu struct Producer }}       a part of a file of cuda_src: from the line with these words to its closing brace
 {{ barriers attn_fwd.cu }}                    the table of barriers in its head
 {{ timeline }}                               the drawing of docs/timeline.py
+{{ tiles documents }}                         the tiles of the mask that this section of gallery.md makes, and their shares
+{{ beside_flex documents }}                   the speed of a function of perf/lib/functions.py beside FlexAttention
 
 Whatever is not found raises, so the build fails.
 """
@@ -24,6 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS, CUDA = ROOT / "perf" / "record", ROOT / "cuda_src"
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import charts  # noqa: E402
 import numpy as np  # noqa: E402
 import timeline  # noqa: E402
 
@@ -33,6 +36,7 @@ from rawattn.device import cpu as this_cpu  # noqa: E402
 from rawattn.operation import AttentionKVCache, Backward, Forward  # noqa: E402
 from rawattn.select import KERNELS_OF  # noqa: E402
 from rawattn.spec import Spec  # noqa: E402
+from rawattn.trace.classes import CUT, EMPTY, FULL, classify  # noqa: E402
 from rawattn.variant.element import ELEMENTS, FP8  # noqa: E402
 from rawattn.variant.ready import Biased  # noqa: E402
 
@@ -169,26 +173,87 @@ def record(words: str) -> str:
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     facts = dict(re.findall(r"(?:^- |, |^)(date|device|commit|nvrtc):? ([^,\n]+)", text, re.MULTILINE))
     run = f"{facts['device']}, {facts['date'][:10]}, commit {facts['commit'][:8]}, NVRTC {facts['nvrtc']}: perf/record/{path}"
-    return f"{wide([tables[int(number) - 1]])}\n\n<small>{run}</small>\n"
+    table = re.sub(r"\bours\b", "rawattn", tables[int(number) - 1])
+    return f"{wide([table])}\n\n<small>{run}</small>\n"
 
 
 def figure(words: str, config: Any, files: Any, page: Any) -> str:
-    """A figure of a run that perf.bench recorded, drawn by perf.plot; it becomes a file of the site."""
+    """A figure of a run that perf.bench recorded, drawn by perf.plot. Each of its panels becomes a file of the site: bars have
+    one for each head_dim and mask, which stand beside each other where there is room."""
     import io
 
+    from matplotlib import rc_context
     from mkdocs.structure.files import File
 
     from perf import plot
+    from perf.lib.sets import from_json, mask_label
 
     path, kind, caption = words.split(" ", 2)
-    run, name = plot.Run.read(RECORDS / path), f"figures/{pathlib.PurePath(path).stem}-{kind}.svg"
-    peers = [peer for peer in ("fa3", "cudnn", "fa2") if peer in run.peers]
-    drawing = io.StringIO()
-    {"bars": plot.bars, "roofline": plot.roofline}[kind](run, ["ours", *peers]).savefig(drawing, format="svg")
-    files.append(File.generated(config, name, content=drawing.getvalue()))
-    target = "../" * page.url.count("/") + name
+    run, images = plot.Run.read(RECORDS / path), []
+    names = ["ours", *(peer for peer in ("fa3", "cudnn", "fa2") if peer in run.peers)]
+    panels: dict[str, list[Any]] = {}
+    for result in run.results:
+        case = from_json(result.case)
+        panels.setdefault(f"{case.head_dim}-{mask_label(case)}" if kind == "bars" else "all", []).append(result)
     caption = f"{caption}: {run.machine['device']}, {run.machine['date'][:10]}, commit {run.machine['commit'][:8]}"
-    return f'<figure><a href="{target}"><img src="{target}" alt="{caption}"></a><figcaption>{caption}</figcaption></figure>'
+    for panel, results in panels.items():
+        drawing, name = io.StringIO(), f"figures/{pathlib.PurePath(path).stem}-{kind}-{panel}.svg"
+        with rc_context({"font.size": 11}):
+            draw = {"bars": plot.bars, "roofline": plot.roofline}[kind]
+            draw(dataclasses.replace(run, results=results), names).savefig(drawing, format="svg")
+        files.append(File.generated(config, name, content=drawing.getvalue()))
+        target = "../" * page.url.count("/") + name
+        images.append(f'<a href="{target}"><img src="{target}" alt="{caption}, {panel}"></a>')
+    return f'<figure class="panels">{"".join(images)}<figcaption>{caption}</figcaption></figure>'
+
+
+# ---- masks
+
+GALLERY = ROOT / "docs" / "gallery.md"
+SIDE = 64  # queries and keys of a tile in the gallery's pictures
+
+
+def tiles(heading: str) -> str:
+    """The tiles of the mask that a section of the gallery makes, as a kernel finds them: by bounds, without the pairs."""
+    text = GALLERY.read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    block = re.search(r"^```python\n(.*?)^o = ", section[1], re.MULTILINE | re.DOTALL) if section else None
+    if block is None:
+        raise ValueError(f"{GALLERY} has no section {heading!r} with a block of Python that makes a mask")
+    values: dict[str, Any] = {}
+    exec(block[1], values)
+    (_, n, _, _), (traced, arrays, numbers) = values["q"].shape, trace.bind(values["mask"], "mask")
+    first = np.arange(0, n, SIDE)
+    last = np.minimum(first + SIDE, n) - 1
+    found = classify(traced.code, arrays, numbers, 0, 0, (first[:, None], last[:, None]), (first, last), n, n)
+    empty, cut, full = (float((found == kind).mean()) for kind in (EMPTY, CUT, FULL))
+    shares = f"{empty:.0%} of the tiles are skipped, {cut:.0%} ask their pairs, {full:.0%} are full"
+    return f'<figure class="mask">{charts.tiles(found, f"{heading}: {shares}")}<figcaption>{shares}</figcaption></figure>'
+
+
+def beside_flex(name: str) -> str:
+    """How a function stands beside FlexAttention, forward and, where it was timed, backward."""
+    from perf.lib import functions
+    from perf.lib.report import Run
+
+    sizes = {
+        "sliding": f" a window of {functions.WINDOW} keys,",
+        "documents": f" documents of {functions.DOCUMENT} tokens in the mean,",
+        "documents+causal": f" documents of {functions.DOCUMENT} tokens in the mean,",
+        "neighbours": f" {functions.NEIGHBOURS} x {functions.NEIGHBOURS} neighbours on a grid of 64 x 64,",
+        "blocks": f" {functions.KEPT_BLOCKS:.0%} of the blocks and the diagonal,",
+    }
+    said, runs = [], {"forward": "bench-functions-burst", "backward": "bench-masks-bwd-burst"}
+    for part, stem in runs.items():
+        run = Run.read(RECORDS / "h200" / f"{stem}.json")
+        for result in run.results:
+            if result.case.get("function") == name:
+                ratio, us = result.ratio("flex"), {timing.name: timing.us for timing in result.timings}
+                said.append(f"{part} {ratio:.2f} times FlexAttention's speed ({us['ours']:.0f} us beside {us['flex']:.0f})")
+                machine = f"{run.machine['device']}, {result.label.split(' f:')[0]},{sizes.get(name, '')} {stem}"
+    if not said:
+        raise ValueError(f"no record of {name!r} beside FlexAttention")
+    return f"<small>{'; '.join(said)}; {machine}</small>"
 
 
 # ---- kernels
@@ -228,4 +293,5 @@ def drawing(_: str) -> str:
 
 MAKERS: dict[str, Callable[[str], str]] = {
     "support": support, "record": record, "cuda": cuda, "barriers": barriers, "timeline": drawing,
+    "tiles": tiles, "beside_flex": beside_flex,
 }  # fmt: skip

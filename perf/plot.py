@@ -15,6 +15,7 @@ from .lib import command
 from .lib.report import Result, Run
 from .lib.sets import from_json, mask_label
 
+LABELS = {"ours": "rawattn", "fa3": "FlashAttention 3", "cudnn": "cuDNN", "fa2": "FlashAttention 2"}
 COLORS = {"ours": "#c0392b", "fa3": "#2c3e50", "cudnn": "#76b900", "fa2": "#7f8c8d", "fa4": "#2980b9", "triton": "#8e44ad"}
 
 
@@ -27,19 +28,18 @@ def bars(run: Run, names: Sequence[str]) -> Any:
         case = from_json(result.case)
         panels.setdefault((case.head_dim, mask_label(case)), []).append(result)
     rows, columns = sorted({dim for dim, _ in panels}), list(dict.fromkeys(mask for _, mask in panels))
-    figure = Figure(figsize=(1 + 5.5 * len(columns), 0.6 + 2.8 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(columns), 0.4 + 3 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey=True)
     for (dim, mask), results in panels.items():
         axis, width = axes[rows.index(dim)][columns.index(mask)], 0.8 / len(names)
         for i, name in enumerate(names):
             heights = [next((t.tflops for t in result.timings if t.name == name), math.nan) for result in results]
             places = [x + (i - (len(names) - 1) / 2) * width for x in range(len(results))]
-            axis.bar(places, heights, width, label=name, color=COLORS.get(name))
+            axis.bar(places, heights, width, label=LABELS.get(name, name), color=COLORS.get(name))
         axis.set_xticks(range(len(results)), [result.label.partition(" h")[0] for result in results])
-        axis.tick_params(labelsize=8)
         axis.axhline(run.ceilings.get("matmul_tflops", math.nan), color="black", linewidth=0.8, linestyle="--", label="matmul")
         axis.set(title=f"head_dim {dim}, {mask}", ylabel="TFLOP/s")
-    axes[0][0].legend(fontsize=8, loc="upper left")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
@@ -47,15 +47,16 @@ def roofline(run: Run, names: Sequence[str]) -> Any:
     """Rate over operations per byte, below the machine's ceilings in the same run."""
     from matplotlib.figure import Figure
 
-    axis = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    axis = (figure := Figure(figsize=(5.2, 4), layout="constrained")).subplots()
     for name in reversed(names):
         points = [(r.flops / r.bytes, t.tflops) for r in run.results for t in r.timings if t.name == name and t.medians]
-        axis.plot([x for x, _ in points], [y for _, y in points], "o", markersize=4, label=name, color=COLORS.get(name))
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axis.plot(xs, ys, "o", markersize=4, label=LABELS.get(name, name), color=COLORS.get(name))
     peak, terabytes = run.ceilings.get("matmul_tflops", math.nan), run.ceilings.get("copy_gbs", math.nan) / 1e3
     xs = sorted([peak / terabytes / 4, peak / terabytes, 2 * max(result.flops / result.bytes for result in run.results)])
     axis.plot(xs, [min(peak, terabytes * x) for x in xs], color="black", linewidth=1)
     axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=9)
     return figure
 
 

@@ -7,9 +7,11 @@ import itertools
 import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rawattn.kernel.attn_fwd import ATTN_FWD
@@ -39,6 +41,56 @@ def test_what_pages_ask_for_is_there(hooks: Any, name: str, words: str) -> None:
         assert (hooks.RECORDS / path).is_file() and kind in ("bars", "roofline")
     else:
         assert hooks.MAKERS[name](words)
+
+
+COLUMNS = 88  # of code on pages: what a screen of 1280 px shows beside the navigation
+
+
+def test_code_is_not_cut() -> None:
+    """Code of every page and of the README fits, but for its two commands, which .ci/run takes as they stand."""
+    for page in (*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"):
+        for _, block in re.findall(r"^( *)```.*\n((?:.*\n)*?)\1```$", page.read_text(), re.MULTILINE):
+            long = [line for line in textwrap.dedent(block).splitlines() if len(line) > COLUMNS and "&& python -m" not in line]
+            assert not long, f"{page.name}: {long}"
+
+
+def test_readme() -> None:
+    """It is short, and what it links to is there."""
+    text = (DOCS.parent / "README.md").read_text()
+    assert len(text.split()) <= 1400
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (DOCS.parent / link).exists(), link
+
+
+def test_no_page_names_what_is_not_published() -> None:
+    """rawattn is installed from a checkout or a file: no page says ``pip install rawattn``."""
+    for page in (*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"):
+        assert not re.search(r"install [`\"']*rawattn(\[|[`\"'\s]*$)", page.read_text(), re.MULTILINE), page.name
+
+
+def test_the_chart_is_of_the_records(hooks: Any) -> None:
+    assert (DOCS / "speed.svg").read_text() == hooks.charts.speed(), "python docs/charts.py draws it"
+
+
+def test_tiles_of_the_gallery(hooks: Any) -> None:
+    """The boxes of a picture cover its tiles, each in its class; shares are those of the tiles."""
+    classes = np.array([[1, 0, 2, 2], [2, 2, 0, 1]])
+    drawn = hooks.charts.tiles(classes, "a < b")
+    assert 'aria-label="a &lt; b"' in drawn or "aria-label='a &lt; b'" in drawn
+    found = np.zeros_like(classes)
+    for kind, x, y, width in re.findall(r"class='(\w+)' d='M(\d+) (\d+)h(\d+)v1h-\4z'", drawn):
+        found[int(y), int(x) : int(x) + int(width)] = {"cut": 1, "full": 2}[kind]
+    assert (found == classes).all()
+    causal = hooks.tiles("Causal")  # 32 x 32 tiles: 496 are above the diagonal, 32 on it
+    assert "48% of the tiles are skipped, 3% ask their pairs, 48% are full" in causal
+    with pytest.raises(ValueError, match="no section 'None such'"):
+        hooks.tiles("None such")
+
+
+def test_speed_beside_flex(hooks: Any) -> None:
+    assert re.search(r"forward 1\.97 times .* backward 1\.58 times .*a window of 1024 keys", hooks.beside_flex("sliding"))
+    with pytest.raises(ValueError, match="no record of 'none'"):
+        hooks.beside_flex("none")
 
 
 def test_support(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +136,7 @@ def test_parts_of_sources(hooks: Any) -> None:
 
 def test_records_name_their_run(hooks: Any) -> None:
     filled = hooks.record("h200/decode.md 1")
+    assert "| rawattn, us |" in filled and "ours" not in filled
     assert re.search(r"<small>NVIDIA H200, \d{4}-\d\d-\d\d, commit [0-9a-f]{8}, NVRTC [\d.]+: perf/record/h200/decode.md", filled)
     with pytest.raises(IndexError):
         hooks.record("h200/decode.md 9")

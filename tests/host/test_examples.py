@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import pathlib
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,19 @@ def test_train_gpt(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert printed.strip().endswith("once more" * 3) and "loss of 80 steps" in printed
     assert printed.count("●") == 64
+
+
+def test_the_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run one after the other within its minute on a CPU, and the model learns; no result is kept in the file."""
+    cells = [cell for cell in json.loads((EXAMPLES / "train_gpt.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]
+    values: dict[str, Any] = {"__name__": "__main__"}
+    begin = time.process_time()
+    for cell in cells:
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), "train_gpt.ipynb", "exec"), values)
+    assert time.process_time() - begin < 60
+    assert values["losses"][0] > 3 and values["losses"][-1] < 2.5 and len(values["losses"]) == 120
+    assert "step 119" in capsys.readouterr().out and torch.allclose(values["ours"], values["theirs"], atol=1e-4)
 
 
 def test_it_sees_nothing_of_the_future() -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -74,6 +75,20 @@ def test_this_repository_can_be_released() -> None:
     (heading,) = re.findall(r"^## (.*nreleased)$", log, re.MULTILINE)
     version = re.search(r'^__version__ = "(.+)"$', (ROOT / "rawattn" / "__init__.py").read_text(), re.MULTILINE)
     assert version is not None and heading in (f"{version[1]} - unreleased", "Unreleased")
+
+
+def test_workflow_adds_the_addresses(tmp_path: pathlib.Path) -> None:
+    """The step of the release makes [project.urls] of the repository that it runs in, and pyproject.toml stays whole."""
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (step,) = re.findall(r"ADDRESS: .*\n        run: \|\n((?: {10}.*\n)+)", text)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    environment = {**os.environ, "ADDRESS": "https://example.org/somebody/rawattn"}
+    subprocess.run(["bash", "-ec", textwrap.dedent(step)], cwd=tmp_path, check=True, env=environment)
+    before, after = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (ROOT, tmp_path))
+    urls = after["project"].pop("urls")
+    assert before == after and {"Source", "Documentation", "Changelog", "Issues"} == {*urls}
+    assert all(url.startswith(environment["ADDRESS"]) for url in urls.values())
 
 
 def test_workflow_checks_every_python() -> None:
