@@ -40,7 +40,8 @@ def loaded(x: Any, starts: Any, batch: int, column: int, row: int, head: int) ->
     args = {
         "k": ("TmaTensor", snippet.tensor(x, ROWS)), "box": ("Element*", box), "batch": ("i32", batch), "column": ("i32", column),
         "row": ("i32", row), "head": ("i32", head), "q_len": ("i32", 0), "kv_len": ("i32", x.shape[-3]), "total_q": ("i32", 0),
-        "total_kv": ("i32", x.shape[-3]), "violations": ("u32*", 0), "batches": ("i32", 1), "heads": ("i32", 1), **{f"cu_seqlens_{name}": ("const i32*", 0 if starts is None else starts) for name in ("q", "kv")},
+        "total_kv": ("i32", x.shape[-3]), "violations": ("u32*", 0), "batches": ("i32", 1), "heads": ("i32", 1),
+        **{f"cu_seqlens_{name}": ("const i32*", 0 if starts is None else starts) for name in ("q", "kv")},
         **{f"o_stride_{axis}": ("i64", 0) for axis in ("batch", "row", "head")},
     }  # fmt: skip
     rows = Dense() if starts is None else Varlen()
