@@ -78,17 +78,20 @@ def test_this_repository_can_be_released() -> None:
 
 
 def test_workflow_adds_the_addresses(tmp_path: pathlib.Path) -> None:
-    """The step of the release makes [project.urls] of the repository that it runs in, and pyproject.toml stays whole."""
+    """The step of the release makes [project.urls] of the repository that it runs in, and README.md's links whole."""
     tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     (step,) = re.findall(r"ADDRESS: .*\n        run: \|\n((?: {10}.*\n)+)", text)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
     environment = {**os.environ, "ADDRESS": "https://example.org/somebody/rawattn"}
     subprocess.run(["bash", "-ec", textwrap.dedent(step)], cwd=tmp_path, check=True, env=environment)
     before, after = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (ROOT, tmp_path))
     urls = after["project"].pop("urls")
     assert before == after and {"Source", "Documentation", "Changelog", "Issues"} == {*urls}
-    assert all(url.startswith(environment["ADDRESS"]) for url in urls.values())
+    address, links = environment["ADDRESS"], re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    assert all(url.startswith(address) for url in (*urls.values(), *links))
+    assert {f"{address}/raw/main/docs/speed.svg", f"{address}/blob/main/docs/faq.md"} <= {*links}
 
 
 def test_workflow_checks_every_python() -> None:
