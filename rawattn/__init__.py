@@ -22,6 +22,7 @@ from .operation import Append, AttentionKVCache, Backward, Combine, Forward
 from .plans import Plan
 from .serving import KVCache, Rotary, Step
 from .serving.api import append, attention_append, attention_kvcache, explain_kvcache, merge_states, violations
+from .serving.cache import kvcache_bytes
 from .serving.plan import KVCachePlan, plan_kvcache
 from .spec import Spec
 from .variant import mask, score
@@ -31,6 +32,6 @@ __all__ = [
     "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
     "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
     "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
-    "explain", "explain_backward", "explain_kvcache", "load_bundle", "mask", "merge_states", "plan", "plan_backward",
-    "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
+    "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle", "mask", "merge_states", "plan",
+    "plan_backward", "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
 ]  # fmt: skip

@@ -348,11 +348,13 @@ class Held:
 
 
 class Remade:
-    """A dataclass over arrays. Copies and pickles are made from its fields: what else it knows is true of its own arrays."""
+    """A dataclass over arrays. Copies and pickles are made from its fields: what else it knows is true of its own arrays. What a
+    subclass keeps besides goes with them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}  # type: ignore[arg-type]
-        return _remade, (type(self), given)
+        fields = {each.name: each.init for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+        given = {name: getattr(self, name) for name, is_given in fields.items() if is_given}
+        return _remade, (type(self), given), {name: x for name, x in vars(self).items() if name not in fields} or None
 
 
 def _remade(cls: type, given: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,11 +78,11 @@ class KVCache(Remade):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of any ``Remade``, but a v that is a view of k's columns is one of the copy's k, too."""
-        make, (cls, given) = super().__reduce__()
+        make, (cls, given), own = super().__reduce__()
         if not self.v_in_k:
-            return make, (cls, given)
+            return make, (cls, given), own
         first = (self.arrays["v"].pointer - self.arrays["k"].pointer) // self.element.itemsize
-        return _over_columns, (cls, {**given, "v": None}, first, first + self.head_dim_v)
+        return _over_columns, (cls, {**given, "v": None}, first, first + self.head_dim_v), own
 
     @property
     def library(self) -> str:
@@ -129,6 +130,44 @@ class KVCache(Remade):
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         pages = f"{self.pages} pages of {self.page_size}"
         return f"KVCache {self.element.name}, {pages}, kv_heads {self.kv_heads}, head_dim {dim}, {self.layout}"
+
+
+def kvcache_bytes(
+    lengths: int | Sequence[int], kv_heads: int, head_dim: int, dtype: Any = "bf16", *, layers: int = 1, page_size: int = 1,
+    head_dim_v: int | None = None, v_in_k: bool = False,
+) -> int:  # fmt: skip
+    """The bytes of memory that keys and values take in the caches of all layers.
+
+    >>> rawattn.kvcache_bytes([4096] * 64, kv_heads=8, head_dim=128, dtype="e4m3", layers=32, page_size=16)
+    17179869184
+
+    Args:
+        lengths: how many keys each sequence has, or the keys of one. Each sequence takes whole pages.
+        kv_heads, head_dim: of a layer's keys on one GPU: with tensor parallelism the heads that it has.
+        dtype: "bf16", "fp16", "fp32", "fp64", "e4m3" or "e5m2", or torch's or NumPy's dtype of these.
+        layers: how many have a cache.
+        page_size: keys of a page; 1, the default, counts keys alone.
+        head_dim_v: columns of a value; those of a key by default.
+        v_in_k: values are columns of the keys, as in MLA, and take no memory of their own.
+
+    A page takes ``kvcache_bytes(page_size, ...)``, so memory holds as many pages as that goes into it. Tables and scales that are
+    arrays are not counted. Raises ProblemError for a wrong argument.
+    """
+    names = {str(x): e for e in KV_ELEMENTS.values() for x in (e.name, np.dtype(e.dtype).name)}
+    try:
+        word = "None" if dtype is None else np.dtype(dtype).name
+    except TypeError:  # our own name, or torch's
+        word = str(dtype).removeprefix("torch.")
+    if word not in names:
+        raise ProblemError(f"dtype is {dtype!r}; it must be bf16, fp16, fp32, fp64, e4m3 or e5m2.")
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    sizes = {"kv_heads": kv_heads, "head_dim": head_dim, "layers": layers, "page_size": page_size, "head_dim_v": dim_v}
+    counts = [lengths] if isinstance(lengths, (int, float, np.number)) else list(lengths)
+    for name, value, least in (*((name, x, 1) for name, x in sizes.items()), *(("lengths", n, 0) for n in counts)):
+        if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
+            raise ProblemError(f"{name} has {value!r}; each must be an int from {least} up.")
+    keys = sum(-(-int(n) // page_size) for n in counts) * page_size
+    return keys * layers * kv_heads * (head_dim + (0 if v_in_k else dim_v)) * names[word].itemsize
 
 
 def _over_columns(cls: type[KVCache], given: dict[str, Any], first: int, last: int) -> KVCache:

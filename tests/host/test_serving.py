@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pathlib
 import pickle
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,9 +18,10 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, api, reference
+from rawattn.arrays import read
 from rawattn.operation import Append, AttentionKVCache
 from rawattn.testing import expect
-from rawattn.variant.element import E4M3, E5M2, ELEMENTS, FP8
+from rawattn.variant.element import E4M3, E5M2, ELEMENTS, FP8, KV_ELEMENTS
 from tests.caches import Cached, caches
 
 INT = np.int32
@@ -141,6 +144,58 @@ def test_copies(library: str, form: str, way: str) -> None:
             for each in (given, (cache, step, rotary))
         )
         assert bool((wanted == found).all()) and (cache.k is given[0].k) == (way == "copy")
+
+
+class Layer(KVCache):
+    """A user's own cache, which knows more than ours."""
+
+
+def test_copies_of_a_class_of_their_own(tmp_path: pathlib.Path) -> None:
+    """What it keeps goes along: by copies as copies go."""
+    for pool, (way, made) in itertools.product(("shared", "apart"), COPIES.items()):
+        case = Cached(((3, 20), (1, 7)), pool=pool)
+        given = Layer(*case.pools())
+        vars(given).update(number=3, names=["a"])
+        found = made(given)
+        assert type(found) is Layer and (found.number, found.names) == (3, ["a"]) and found.v_in_k == given.v_in_k
+        assert (found.names is given.names) == (way == "copy")
+
+
+@pytest.mark.parametrize("dtype", [*KV_ELEMENTS, np.float16, np.dtype("float32"), ml_dtypes.bfloat16, "float8_e4m3fn"])
+@pytest.mark.parametrize("pool", ["apart", "interleaved", "shared"])
+def test_bytes_of_caches(pool: str, dtype: Any) -> None:
+    """Those of the arrays that a user makes of so many pages, for each layer."""
+    name = dtype if dtype in KV_ELEMENTS else read(np.empty(0, np.dtype(dtype)), "x").dtype
+    lengths = (0, 1, 4, 5, 17)
+    own = KV_ELEMENTS[name].dtype
+    pages, sizes = 0 + 1 + 1 + 2 + 5, (4, 3, 24)
+    k, v = np.empty((pages, *sizes), own), np.empty((pages, *sizes[:-1], 16), own)
+    cache = KVCache(k, k[..., :16]) if pool == "shared" else KVCache(k, v)
+    made = k.nbytes + v.nbytes * (pool != "shared")
+    asked = {"kv_heads": cache.kv_heads, "head_dim": 24, "dtype": dtype, "head_dim_v": 16, "v_in_k": cache.v_in_k}
+    assert rawattn.kvcache_bytes(lengths, **asked, layers=7, page_size=4) == 7 * made
+    assert rawattn.kvcache_bytes(4, **asked, page_size=4) * pages == made, "a page"
+    assert rawattn.kvcache_bytes(np.array(lengths), **asked) * 36 == made * 27, "keys alone"
+
+
+def test_bytes_by_torchs_names() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype, size in ((torch.bfloat16, 2), (torch.float8_e5m2, 1), (torch.float64, 8)):
+        assert rawattn.kvcache_bytes(10, 8, 128, dtype, layers=32) == 10 * 8 * 2 * 128 * 32 * size
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be bf16, fp16"), ({"dtype": None}, "dtype is None"),
+        ({"lengths": [3, -1]}, "lengths has -1; each must be an int from 0"), ({"lengths": 2.5}, "lengths has 2.5"),
+        ({"page_size": 0}, "page_size has 0; each must be an int from 1"), ({"layers": True}, "layers has True"),
+    ],
+)  # fmt: skip
+def test_bytes_of_no_cache(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError) as error:
+        rawattn.kvcache_bytes(**{"lengths": 5, "kv_heads": 2, "head_dim": 8, **changes})
+    assert message in str(error.value)
 
 
 # ---- append
