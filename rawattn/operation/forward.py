@@ -494,13 +494,14 @@ def layout_doubt(q: tuple[int, ...], k: tuple[int, ...], causal: bool) -> str:
     return f"q has {q[1]} rows of {q[2]} heads, shape {tuple(q)}, and k {k[1]} rows of {k[2]}, {tuple(k)}.{TORCH_ORDER}"
 
 
-def _check_heads(heads: int, kv_heads: int, hint: str = "") -> None:
+def _check_heads(heads: int, kv_heads: int, k: tuple[int, ...] = ()) -> None:
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count < 1:
             raise ProblemError(f"{name} is {count}; it must be at least 1.")
     if heads % kv_heads:
-        found = f"q has {heads} heads but k has {kv_heads}"
-        raise ProblemError(f"{found}; the heads of q must be a multiple of those of k and v.{hint}")
+        hint = TORCH_ORDER if len(k) == 4 and k[2] > k[1] else ""  # asked here alone, as a question of lengths binds a graph to them
+        need = "the heads of q must be a multiple of those of k and v"
+        raise ProblemError(f"q has {heads} heads but k has {kv_heads}; {need}.{hint}")
 
 
 def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
@@ -525,7 +526,7 @@ def _check_qkv(q: Array, k: Array, v: Array, rank: int) -> None:
         raise ProblemError(f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}; all but the last dimension must be the same.")
     if rank == 4 and k.shape[0] != q.shape[0]:
         raise ProblemError(f"k has batch {k.shape[0]} but q has {q.shape[0]}; they must be the same.")
-    _check_heads(q.shape[-2], k.shape[-2], TORCH_ORDER if rank == 4 and k.shape[2] > k.shape[1] else "")
+    _check_heads(q.shape[-2], k.shape[-2], k.shape)
 
 
 def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
