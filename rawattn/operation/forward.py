@@ -499,7 +499,7 @@ def _check_heads(heads: int, kv_heads: int, k: tuple[int, ...] = ()) -> None:
         if count < 1:
             raise ProblemError(f"{name} is {count}; it must be at least 1.")
     if heads % kv_heads:
-        hint = TORCH_ORDER if len(k) == 4 and k[2] > k[1] else ""  # asked here alone, as a question of lengths binds a graph to them
+        hint = TORCH_ORDER if len(k) == 4 and k[2] > k[1] else ""  # here alone: a question of lengths binds a graph
         need = "the heads of q must be a multiple of those of k and v"
         raise ProblemError(f"q has {heads} heads but k has {kv_heads}; {need}.{hint}")
 
