@@ -19,6 +19,7 @@ from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
+from ..operation.append import rows_of
 from ..operation.kvcache import table_of
 from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
 from ..select import Selection, select
@@ -360,7 +361,8 @@ def append(
         step: a ``rawattn.Step`` whose kv_lens count the new rows too: row j of a sequence's n new ones is key kv_len - n + j. A
             sequence with kv_len 0 takes no part. None where ``slots`` say where rows go and ``rotary`` has positions or is None.
         k: (batch, n, kv_heads, head_dim), or (total, kv_heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype.
-        v: the same with head_dim_v; None where the cache's v is a view of its k.
+            None where q alone is rotated, as where it has other rows than k: give another step, whose lengths are those of q.
+        v: the same with head_dim_v; None where the cache's v is a view of its k, or k is None.
         slots: int64, k's shape without its last two dimensions: where each row goes instead, page * page_size + row of the page;
             a negative one is skipped. The order of rows with one slot is not defined.
         rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
@@ -380,7 +382,7 @@ def append(
 
     The specification is ``rawattn.reference.append``.
     """
-    if _load_torch_serving() and _torch_op.way((k,)) is _torch_op.attention:
+    if _load_torch_serving() and _torch_op.way((q if k is None else k,)) is _torch_op.attention:
         _refuse_where_traced(q_out=q_out)
         return _torch_serving.append(cache, step, k, v, slots, rotary, q)
     return write(cache, step, k, v, slots, rotary, q, q_out)
@@ -406,8 +408,8 @@ def write(
         call = _call_of(op, found, cache.layout, loose=loose)
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_calls, key, _Write(call, found, loose, in_place), KEPT_CALLS)
-    results = call(k, None if in_place else q_out, (), places)
-    for pool in (cache.k, cache.v):
+    results = call(q if k is None else k, None if in_place else q_out, (), places)
+    for pool in () if k is None else (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
 
@@ -459,7 +461,7 @@ def _append_of(
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
     if cache.v_in_k and given["v"] is not None:
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
-    if not cache.v_in_k and given["v"] is None:
+    if not cache.v_in_k and given["v"] is None and given["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
         raise ProblemError(NO_GRADIENT)
@@ -467,7 +469,8 @@ def _append_of(
     if step is not None:
         found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
     found |= {} if rotary is None else rotary.arrays
-    found |= cache.arrays_of(step.batch if step is not None else 1 if len(found["k"].shape) == 3 else found["k"].shape[0])
+    rows = rows_of(found).shape
+    found |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
     op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
     _check_writable(cache, found)
