@@ -96,7 +96,7 @@ class Append(Operation):
         return cls(
             ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,
             q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
-            *pool.shape[2:], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
+            pool.shape[2], pool.shape[3], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
             "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
             lengths, None if cos is None else ELEMENTS[cos.dtype],

@@ -276,6 +276,9 @@ def test_compiles(arch: str) -> None:
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories
         if name == "llama":
+            alone = APPEND.lower(dataclasses.replace(op, k=False, v=False, form="slots"), Config(), TYPICAL[arch])
+            q_alone = compiler.compile(alone.launches[0].source)
+            assert not q_alone.spill_bytes and not q_alone.advisories
             text = compiler.disassemble(binary.cubin, "-c")
             assert "STG.E.128" in text and "LDG.E.128" in text
 
