@@ -68,8 +68,7 @@ def attention_kvcache(
     A query that keeps no key, so any in a sequence of length 0, or before the first key of a causal one, has o = 0 and lse = -inf
     (with sinks its sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps,
     reaches no result, and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a
-    window keeps, and up to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins
-    with that key itself.
+    window keeps, 127 where ``attn_fwd`` computes, which must be the sequence's own; with ``kv_begin`` at that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,

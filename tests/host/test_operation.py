@@ -410,9 +410,9 @@ def test_rounded() -> None:
 
 def test_limits_of_functions() -> None:
     """Offsets count, and of packed sequences all rows."""
-    assert limits(dense(), {}) == limits(dense(), NO_OFFSETS) == (2, 4, 5, 7, 0, 0)
-    assert limits(dense(), {"q_offset": 10, "kv_offset": 20}) == (2, 4, 15, 27, 0, 0)
-    assert limits(varlen(), {}) == (3, 4, 9, 11, 9, 11)
+    assert limits(dense(), {}) == limits(dense(), NO_OFFSETS) == (2, 4, 5, 7, 0, 0, 0)
+    assert limits(dense(), {"q_offset": 10, "kv_offset": 20}) == (2, 4, 15, 27, 0, 0, 0)
+    assert limits(varlen(), {}) == (3, 4, 9, 11, 9, 11, 0)
 
 
 def test_numbers_of_arrays() -> None:
