@@ -562,21 +562,20 @@ def append(
     """
     pools = [_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
     new_k, new_v, new_q = (None if x is None else _numpy(x) for x in (k, v, q))
-    assert new_k is not None
-    element = ELEMENTS[read(k, "k").dtype]
+    rows = new_q if new_k is None else new_k
+    assert rows is not None
+    element = ELEMENTS[read(q if k is None else k, "k").dtype]
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
-    owners = (
-        [0] * len(new_k) if step is None else [step.batch - 1] * len(new_k)
-    )  # the sequence of each row, where they are ragged
+    owners = [0] * len(rows) if step is None else [step.batch - 1] * len(rows)  # the sequence of each row, where they are ragged
     for owner, (own, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _step_rows(step)):
         owners[own] = [owner] * (own.stop - own.start)
-    in_sequences = {} if step is None else _new_rows(cache, step, new_k.shape[:-2])
-    for at in np.ndindex(new_k.shape[:-2]):
+    in_sequences = {} if step is None else _new_rows(cache, step, rows.shape[:-2])
+    for at in np.ndindex(rows.shape[:-2]):
         i, place = in_sequences.get(at, (-1, -1))
-        row_k, page, row = new_k[at], -1, 0
+        row_k, page, row = None if new_k is None else new_k[at], -1, 0
         if slots is not None:
             page, row = divmod(int(_numpy(slots)[at]), cache.page_size)
-        elif step is not None and place >= 0:
+        elif step is not None and place >= 0 and new_k is not None:
             page, row = _pages(cache, step, i)[1](place)
         if rotary is not None:
             position = place if rotary.positions is None else int(_numpy(rotary.positions)[at])
@@ -584,7 +583,7 @@ def append(
                 raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
                 continue
-            row_k = _rotated(new_k[at], rotary, position)
+            row_k = None if new_k is None else _rotated(new_k[at], rotary, position)
             if q_out is not None and new_q is not None:
                 q_out[at] = _rotated(new_q[at], rotary, position)
         owner = at[0] if len(at) == 2 else owners[at[0]]

@@ -29,7 +29,7 @@ _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None, float k_scale=1.0, floa
 _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
     f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}) -> (Tensor o, Tensor lse)',
-    f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
+    f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
     f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}) -> Tensor",
 )
 
@@ -172,7 +172,8 @@ def _arrays(given: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[s
     k, lengths = found["k_cache"], {name: x for name, x in found.items() if name in LENGTHS}
     if lengths:
         check_lengths(lengths)
-    batch = kvcache.batch_of(lengths) if lengths else 1 if len(found["k"].shape) == 3 else found["k"].shape[0]
+    rows = found["q"].shape if "k" not in found else found["k"].shape
+    batch = kvcache.batch_of(lengths) if lengths else 1 if len(rows) == 3 else rows[0]
     for name, array, number in zip(("k_scale", "v_scale"), scales[:2], scales[2:], strict=True):
         if array is None:
             check_scale(name, number, k.dtype)

@@ -13,7 +13,7 @@ from ..render import config_header, source
 from ..variant import Option, launch
 from ..variant.kv import PAGES
 from ..variant.lengths import KvLens, PageListLens
-from ..variant.place import InPages, Slots
+from ..variant.place import InPages, Nowhere, Slots
 from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
 from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, Rotary
 from ..variant.scale import scales
@@ -72,6 +72,7 @@ class AppendKernel(Kernel[Append]):
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
             positions = GivenPositions() if op.positions else KeyPositions(lengths)
             rotary = Rotary(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+        place = Nowhere() if not op.k else Slots() if op.form == "slots" else InPages(lengths, PAGES[op.form])
         assert op.kv_element is not None
         same = op.kv_element == op.element
         storage: Option = SameStorage() if same else QuantizedStorage(*scales(op.k_scales, op.v_scales))
@@ -80,7 +81,7 @@ class AppendKernel(Kernel[Append]):
             "KvElement": op.kv_element,
             "Storage": storage,
             "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
-            "Destination": Slots() if op.form == "slots" else InPages(lengths, PAGES[op.form]),
+            "Destination": place,
             "Rotary": rotary,
             "Queries": NoQueries() if not op.heads else QueriesInPlace() if op.in_place else QueriesApart(),
             "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
@@ -103,8 +104,14 @@ class AppendKernel(Kernel[Append]):
 
     def values(self, op: Append) -> dict[str, float]:
         """The run-time numbers of struct Args."""
-        found: dict[str, float] = {"kv_heads": op.kv_heads, "v_heads": op.kv_heads * op.v, "heads": op.heads, "pages": op.pages}
-        found |= {"page_size": op.page_size, "page_shift": page_shift(op), "indices_count": op.table, "max_kv_len": op.kv_len}
+        found: dict[str, float] = {"kv_heads": op.kv_heads * op.k, "v_heads": op.kv_heads * op.v, "heads": op.heads}
+        found |= {
+            "pages": op.pages,
+            "page_size": op.page_size,
+            "page_shift": page_shift(op),
+            "indices_count": op.table,
+            "max_kv_len": op.kv_len,
+        }
         found |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
         found |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
         return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}

@@ -24,10 +24,11 @@ class Append(Operation):
     """The rows of new keys, rotated by their positions, and of values go to their places in a cache; queries are rotated beside.
 
     ``total`` are the rows of all sequences, ``q_len`` a bound on those of one, and ``kv_len`` one on its keys. ``form`` says how
-    pages are given, or is "slots" where each row has a place of its own. ``heads`` are those of q, 0 where there is none; ``v``
-    says whether there are values to write. ``rotary`` is "", "neox" or "interleaved", ``angles`` the format of cos and sin,
-    ``lengths`` the form of the lengths beside slots, and "" where there are none. ``width`` are the elements that a thread reads
-    and writes at once: all places are multiples of it. ``kv_element`` and the scales are those of ``AttentionKVCache``.
+    pages are given, or is "slots" where each row has a place of its own, or none. ``heads`` are those of q, 0 where there is
+    none; ``k`` says whether there are keys to write, or queries alone are rotated, and ``v`` whether there are values. ``rotary``
+    is "", "neox" or "interleaved", ``angles`` the format of cos and sin, ``lengths`` the form of the lengths beside slots, and ""
+    where there are none. ``width`` are the elements that a thread reads and writes at once: all places are multiples of it.
+    ``kv_element`` and the scales are those of ``AttentionKVCache``.
     """
 
     element: Element
@@ -58,6 +59,7 @@ class Append(Operation):
     v_scale: float = 1.0
     k_scales: bool = False
     v_scales: bool = False
+    k: bool = True
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
@@ -83,10 +85,10 @@ class Append(Operation):
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         has_lengths = "kv_lens" in arrays or "indptr" in arrays
         check_arrays(arrays, rotary, max_q_len)
-        k, pool = arrays["k"], arrays["k_cache"]
+        k, pool = rows_of(arrays), arrays["k_cache"]
         ragged = len(k.shape) == 3
         lengths = kvcache.form_of(arrays) if has_lengths else ""
-        form, table = "slots" if "slots" in arrays else lengths, kvcache.table_of(arrays)
+        form, table = "slots" if "slots" in arrays or "k" not in arrays else lengths, kvcache.table_of(arrays)
         total = math.prod(k.shape[:-2])
         q_len = k.shape[0] if ragged else k.shape[1]
         room = LONGEST if form == "slots" and lengths != "indptr" else table * pool.shape[1]
@@ -94,12 +96,12 @@ class Append(Operation):
         return cls(
             ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,
             q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
-            k.shape[-2], k.shape[-1], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
+            pool.shape[2], pool.shape[3], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
             "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
             lengths, None if cos is None else ELEMENTS[cos.dtype],
             "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, KV_ELEMENTS[pool.dtype],
-            *scales, "k_scale" in arrays, "v_scale" in arrays,
+            *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays,
         )  # fmt: skip
 
     @classmethod
@@ -116,14 +118,14 @@ class Append(Operation):
         assert self.kv_element is not None
         pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
-        found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))]
+        found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))] * self.k
         found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        found += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")]
-        found += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")]
+        found += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")] * self.k
+        found += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")] * self.k
         if self.lengths:
             found += kvcache.length_operands(self.lengths, self.batch, self.table)
             found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
-        found += [Operand("slots", "int64", rows)] * (self.form == "slots")
+        found += [Operand("slots", "int64", rows)] * (self.form == "slots" and self.k)
         if self.angles is not None:
             found += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
         found += [Operand("positions", "int64", rows)] * self.positions
@@ -142,7 +144,7 @@ class Append(Operation):
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on."""
         assert self.kv_element is not None
-        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0
+        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0, self.k
         angles = None if self.angles is None else self.angles.name
         rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
         return (type(self), *own, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
@@ -150,13 +152,14 @@ class Append(Operation):
     @property
     def flops(self) -> int:
         """Multiplications and additions of the rotations."""
-        return 3 * self.total * (self.kv_heads + self.heads) * self.rotary_dim
+        return 3 * self.total * (self.kv_heads * self.k + self.heads) * self.rotary_dim
 
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
         assert self.kv_element is not None
-        rows = self.total * self.kv_heads * (self.head_dim + self.head_dim_v * self.v) * self.kv_element.itemsize
+        columns = self.head_dim * self.k + self.head_dim_v * self.v
+        rows = self.total * self.kv_heads * columns * self.kv_element.itemsize
         read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
 
@@ -172,23 +175,35 @@ class Append(Operation):
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         words = [f"{self.total} rows in {self.batch} sequences" if self.lengths else f"{self.total} rows"]
-        words += [f"kv_heads {self.kv_heads}", f"head_dim {dim}"]
-        pages = f"slots in {self.pages} pages of {self.page_size}"
+        words += [f"kv_heads {self.kv_heads}"] * self.k + [f"head_dim {dim}"]
+        pages = f"slots in {self.pages} pages of {self.page_size}" if self.k else "q alone"
         words += [pages if self.form == "slots" else kvcache.pages_text(self.form, self.pages, self.page_size)]
         words += [f"{self.rotary} rotary of {self.rotary_dim}"] if self.rotary else []
         words += (
-            ["positions"] * self.positions + ([f"q with {self.heads} heads"] if self.heads else []) + ["k only"] * (not self.v)
+            ["positions"] * self.positions
+            + ([f"q with {self.heads} heads"] if self.heads else [])
+            + ["k only"] * (self.k and not self.v)
         )
         return f"Append {kvcache.elements_text(self)} {', '.join(words)}"
 
 
+def rows_of(arrays: dict[str, Array]) -> Array:
+    """The array that has the rows of a call: k, or q where it is rotated alone. Raises ProblemError where there is neither, or
+    something would have to be written."""
+    if "k" in arrays:
+        return arrays["k"]
+    if "q" not in arrays or "v" in arrays or "slots" in arrays:
+        raise ProblemError("k is None, so q alone is rotated: give q and rotary, and neither v nor slots.")
+    return arrays["q"]
+
+
 def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None) -> None:
     """Raises ProblemError where these arrays, by name, contradict each other. It reads no memory."""
-    k, pool = arrays["k"], arrays["k_cache"]
+    k, pool = rows_of(arrays), arrays["k_cache"]
     has_lengths = "kv_lens" in arrays or "indptr" in arrays
     ragged = "cu_seqlens_q" in arrays if has_lengths else len(k.shape) == 3
     for name, array in arrays.items():
-        check_like(name, array, "k", k)
+        check_like(name, array, "k" if "k" in arrays else "q", k)
     for name in ("k", "v", "q", "q_out"):
         if name in arrays:
             kvcache.check_rows(name, arrays[name], ragged)
@@ -205,7 +220,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
     kvcache.check_scales(arrays, kvcache.batch_of(arrays) if has_lengths else 1 if ragged else k.shape[0])
     if has_lengths:
         kvcache.check_batch("k", k, arrays, max_q_len)
-    if "slots" not in arrays:
+    if "slots" not in arrays and "k" in arrays:
         if not has_lengths:
             raise ProblemError("step is None; it must be a rawattn.Step, or slots must say where each row goes.")
         kvcache.check_pages(arrays)
@@ -219,11 +234,11 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
 
 
 def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> None:
-    k, cos = arrays["k"], arrays.get("cos")
+    k, cos, head_dim = rows_of(arrays), arrays.get("cos"), arrays["k_cache"].shape[3]
     if rotary:
         assert cos is not None
-        if 2 * cos.shape[1] > k.shape[-1]:
-            raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {k.shape[-1]}.")
+        if 2 * cos.shape[1] > head_dim:
+            raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {head_dim}.")
         number = ELEMENTS[k.dtype].lse_name
         if cos.dtype not in (k.dtype, number):
             raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as k.")
@@ -232,9 +247,10 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
     if "q" in arrays:
         if not rotary:
             raise ProblemError("q was given without rotary; append does nothing to q but rotate it.")
-        wanted = (*k.shape[:-2], arrays["q"].shape[-2], k.shape[-1])
+        wanted = (*k.shape[:-2], arrays["q"].shape[-2], head_dim)
         if tuple(arrays["q"].shape) != wanted:
-            raise ProblemError(f"q has shape {tuple(arrays['q'].shape)}; it must be {wanted}, by the rows and columns of k.")
+            way = "by the rows and columns of k. Other rows of q are rotated by a call without k and v"
+            raise ProblemError(f"q has shape {tuple(arrays['q'].shape)}; it must be {wanted}, {way}.")
         if "q_out" in arrays and tuple(arrays["q_out"].shape) != wanted:
             raise ProblemError(f"q_out has shape {tuple(arrays['q_out'].shape)}; it must be {wanted}, as q.")
     elif "q_out" in arrays:
@@ -243,7 +259,7 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
 
 def width_of(arrays: dict[str, Array], rotary: str) -> int:
     """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
-    width = 16 // ELEMENTS[arrays["k"].dtype].itemsize
+    width = 16 // ELEMENTS[rows_of(arrays).dtype].itemsize
     for name in ("k", "v", "k_cache", "v_cache", "q", "q_out"):
         if name in arrays:
             array, size = arrays[name], KV_ELEMENTS[arrays[name].dtype].itemsize

@@ -21,6 +21,7 @@ from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
 from ..operand import check_output
 from ..operation import Append, AttentionKVCache, Combine
+from ..operation.append import rows_of
 from ..operation.kvcache import table_of
 from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
 from ..select import Selection, select
@@ -57,7 +58,7 @@ def attention_kvcache(
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        split: how many keys a GPU's block takes before results are folded; "auto" follows the sequence's own length.
+        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -69,8 +70,7 @@ def attention_kvcache(
     A query that keeps no key, so any in a sequence of length 0, or before the first key of a causal one, has o = 0 and lse = -inf
     (with sinks its sink). What lies in pages and rows behind a sequence's length, or before the first key that a query keeps,
     reaches no result, and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a
-    window keeps, and up to 127 where ``attn_fwd`` computes: those must still be the sequence's own. With ``kv_begin`` it begins
-    with that key itself.
+    window keeps, 127 where ``attn_fwd`` computes, which must be the sequence's own; with ``kv_begin`` at that key itself.
 
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
     shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256. Where there may be more, as in chunked prefill,
@@ -363,7 +363,8 @@ def append(
         step: a ``rawattn.Step`` whose kv_lens count the new rows too: row j of a sequence's n new ones is key kv_len - n + j. A
             sequence with kv_len 0 takes no part. None where ``slots`` say where rows go and ``rotary`` has positions or is None.
         k: (batch, n, kv_heads, head_dim), or (total, kv_heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype.
-        v: the same with head_dim_v; None where the cache's v is a view of its k.
+            None where q alone is rotated, as where it has other rows than k: give another step, whose lengths are those of q.
+        v: the same with head_dim_v; None where the cache's v is a view of its k, or k is None.
         slots: int64, k's shape without its last two dimensions: where each row goes instead, page * page_size + row of the page;
             a negative one is skipped. The order of rows with one slot is not defined.
         rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
@@ -385,7 +386,7 @@ def append(
     """
     if unknown:
         arguments.refuse(append, unknown)
-    if _load_torch_serving() and _torch_op.way((k,)) is _torch_op.attention:
+    if _load_torch_serving() and _torch_op.way((q if k is None else k,)) is _torch_op.attention:
         _refuse_where_traced(q_out=q_out)
         return _torch_serving.append(cache, step, k, v, slots, rotary, q)
     return write(cache, step, k, v, slots, rotary, q, q_out)
@@ -411,8 +412,8 @@ def write(
         call = _call_of(op, found, cache.layout, loose=loose)
         if isinstance(call, GpuCall) and key is not None:
             cache_put(_calls, key, _Write(call, found, loose, in_place), KEPT_CALLS)
-    results = call(k, None if in_place else q_out, (), places)
-    for pool in (cache.k, cache.v):
+    results = call(q if k is None else k, None if in_place else q_out, (), places)
+    for pool in () if k is None else (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
 
@@ -464,7 +465,7 @@ def _append_of(
     """The operation and its arrays. Raises ProblemError for a wrong argument."""
     if cache.v_in_k and given["v"] is not None:
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
-    if not cache.v_in_k and given["v"] is None:
+    if not cache.v_in_k and given["v"] is None and given["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
         raise ProblemError(NO_GRADIENT)
@@ -472,7 +473,8 @@ def _append_of(
     if step is not None:
         found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
     found |= {} if rotary is None else rotary.arrays
-    found |= cache.arrays_of(step.batch if step is not None else 1 if len(found["k"].shape) == 3 else found["k"].shape[0])
+    rows = rows_of(found).shape
+    found |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
     op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
     _check_writable(cache, found)

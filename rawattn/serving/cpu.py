@@ -161,8 +161,8 @@ def _widened(op: AttentionKVCache, views: Views, sequence: cpu.Sequence) -> cpu.
 
 def append(op: Append, views: Views) -> None:
     """Writes new rows into a cache, and rotated queries into q_out."""
-    k, size = views["k"], op.page_size
-    rows = k.shape[:-2]
+    k, size = views.get("k"), op.page_size
+    rows = (views["q"] if k is None else k).shape[:-2]
     positions, slots = np.full(rows, -1, np.int64), np.full(rows, -1, np.int64)
     last = op.batch - 1 if op.lengths else 0  # whose rows of no sequence are
     owners = np.full(rows, last) if op.ragged else np.arange(rows[0])[:, None].repeat(rows[1], 1)  # the sequence of each row
@@ -192,11 +192,13 @@ def append(op: Append, views: Views) -> None:
             raise ProblemError(f"positions has {found} for a row that goes into the cache; it must be from 0 up.")
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
-        k = _rotated(op, views, k, positions)
+        k = None if k is None else _rotated(op, views, k, positions)
         if q_out is not None:
             q_out[positions >= 0] = _rotated(op, views, views["q"], positions)[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
-    for name, x in (("k", k), ("v", views["v"])) if op.v else (("k", k),):
+    for name, x in (("k", k), ("v", views.get("v"))):
+        if x is None:
+            continue
         views[f"{name}_cache"][pages, at] = _stored(op, views, name, x[written], owners[written])
 
 

@@ -41,3 +41,11 @@ class Slots(Option):
     @property
     def fields(self) -> Fields:
         return (Field("slots", "const i64*", Pointer("slots")), Field("pages", "i32"), Field("page_size", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nowhere(Option):
+    """There are no new rows: queries alone are rotated."""
+
+    type: ClassVar[str] = "Nowhere"
+    source: ClassVar[str] = "variant/place/nowhere.cuh"

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import KVCache, Rotary, Step, arrays, compiler, reference
+from rawattn import KVCache, ProblemError, Rotary, Step, arrays, compiler, reference
 from rawattn.device import TYPICAL
 from rawattn.kernel.append import APPEND, Config
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.program import AxisStride, Pointer, Stride, View
 from rawattn.serving import api
+from rawattn.testing import _moved
 from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
@@ -275,5 +276,92 @@ def test_compiles(arch: str) -> None:
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories
         if name == "llama":
+            alone = APPEND.lower(dataclasses.replace(op, k=False, v=False, form="slots"), Config(), TYPICAL[arch])
+            q_alone = compiler.compile(alone.launches[0].source)
+            assert not q_alone.spill_bytes and not q_alone.advisories
             text = compiler.disassemble(binary.cubin, "-c")
             assert "STG.E.128" in text and "LDG.E.128" in text
+
+
+@pytest.mark.parametrize("way", ["cpu", "gpu", "operator"])
+@pytest.mark.parametrize(
+    "case",
+    [CASE, DENSE, dataclasses.replace(CASE, form="indptr", dtype="bf16", page_size=32)],
+    ids=("packed", "dense", "end to end"),
+)
+@pytest.mark.parametrize("positions", [False, True], ids=("lengths", "positions"))
+def test_queries_alone(positions: bool, case: Cached, way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are rotated by a step of their own, or by positions, and the cache stays as it was."""
+    torch = pytest.importorskip("torch")
+    q = _moved(case.rows(4, 16, 3), "torch", "cpu")
+    cos, sin = (torch.from_numpy(case.normal(40, 4, seed=seed).astype(np.float32)) for seed in (5, 6))
+    at = torch.from_numpy(np.random.default_rng(0).integers(-2, 40, q.shape[:-2])) if positions else None
+    cache, step, rotary = (
+        case.made(*case.pools(), "torch"),
+        None if positions else case.step("torch"),
+        Rotary(cos, sin, False, at),
+    )
+    (*_, wanted), before = reference.append(cache, step, None, None, rotary=rotary, q=q), cache.k.clone()
+    if way == "gpu":
+        word = stand_in(monkeypatch, tmp_path)
+    call = lambda q: rawattn.append(cache, step, None, None, rotary=rotary, q=q)  # noqa: E731
+    for _ in range(2):
+        found = (torch.compile(call, backend="aot_eager", fullgraph=True) if way == "operator" else call)(q)
+        there = ~np.isnan(wanted)
+        np.testing.assert_allclose(found.double().numpy()[there], wanted[there], atol=1e-5 if case.dtype == "fp32" else 2e-2)
+    assert there.any() and not there.all()
+    in_place = q.clone()
+    assert rawattn.append(cache, step, None, None, rotary=rotary, q=in_place, q_out=in_place) is in_place
+    assert (in_place.double().numpy()[there] == found.double().numpy()[there]).all()
+    assert (cache.k._version == 0) == (way != "operator") and torch.equal(cache.k.nan_to_num(7), before.nan_to_num(7))
+    assert way != "gpu" or word[0] == 0
+
+
+@pytest.mark.parametrize("more", ["v", "slots", "q", "rotary"])
+def test_queries_alone_refuse(more: str) -> None:
+    case = DENSE
+    rows, angles = case.rows(2, 16, 1), np.ones((40, 4), np.float32)
+    given: dict[str, Any] = {"q": case.rows(4, 16, 3), "rotary": Rotary(angles, angles), "v": None}
+    given |= {
+        "v": {"v": rows},
+        "slots": {"slots": np.zeros(rows.shape[:2], np.int64)},
+        "q": {"q": None},
+        "rotary": {"rotary": None},
+    }[more]
+    with pytest.raises(
+        ProblemError, match="q was given without rotary" if more == "rotary" else "k is None, so q alone is rotated"
+    ):
+        rawattn.append(case.made(*case.pools()), case.step(), None, **given)
+
+
+def test_other_rows_of_queries_than_of_keys() -> None:
+    """As flash-attn has it: a sequence's row j of q stands where its row j of new keys does, also behind the last new one."""
+    old, new, rows = np.array([7, 3], np.int32), 2, 5
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, heads, 8), np.float32) for n, heads in ((rows, 4), (new, 2), (new, 2)))
+    pools = [rng.standard_normal((2, 16, 2, 8), np.float32) for _ in "kv"]
+    cos, sin = (f(np.outer(np.arange(30), 10.0 ** -np.arange(4))).astype(np.float32) for f in (np.cos, np.sin))
+    cache, rotary = KVCache(*pools), Rotary(cos, sin)
+    rawattn.append(cache, Step(old + np.int32(new)), k, v, rotary=rotary)
+    turned = rawattn.append(cache, Step(old + np.int32(rows)), None, None, rotary=rotary, q=q)
+
+    def by_hand(x: Array, first: int) -> Array:
+        c, s = cos[first : first + len(x), None], sin[first : first + len(x), None]
+        return np.concatenate([x[..., :4] * c - x[..., 4:] * s, x[..., 4:] * c + x[..., :4] * s], -1)
+
+    for i, first in enumerate(old):
+        np.testing.assert_allclose(turned[i], by_hand(q[i], first), atol=1e-6)
+        np.testing.assert_allclose(cache.k[i, first : first + new], by_hand(k[i], first), atol=1e-6)
+
+
+def test_packed_keys_of_other_lengths_than_the_queries() -> None:
+    """New keys have a step of their own, with their own cu_seqlens; the queries' is that of the attention."""
+    case = dataclasses.replace(CASE, lengths=((3, 9), (1, 5), (4, 6)))
+    other = dataclasses.replace(case, lengths=((2, 9), (0, 5), (5, 6)))
+    k, v, q = other.rows(2, 16, 1), other.rows(2, 16, 2), case.rows(4, 16, 3)
+    cache = case.cache()
+    wanted = reference.append(cache, other.step(), k, v)
+    rawattn.append(cache, other.step(), k, v)
+    for found, pool in zip((cache.k, cache.v), wanted, strict=True):
+        np.testing.assert_array_equal(found, pool)
+    assert np.isfinite(rawattn.attention_kvcache(q, cache, case.step())).all()

@@ -368,23 +368,28 @@ def captured(first: int, last: int, device: str = "") -> list[Any]:
 
 
 def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str) -> None:
-    """Compares each sequence by itself; rows that stand before the first key keep none."""
+    """Compares each sequence by itself; rows that stand before the first key have positions below 0."""
     q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
     for i, (q_len, kv_len) in enumerate(case.lengths):
-        first, (k, v) = max(0, q_len - kv_len), case.keys(i)
         own_o, own_lse = case.of(o, i), case.of(lse.T, i).T if case.ragged else lse[i]
-        assert not own_o[:first].any() and np.isneginf(own_lse[:, :first]).all()
-        if first == q_len:
+        if kv_len == 0:
+            assert not own_o.any() and np.isneginf(own_lse).all()
             continue
-        functions = functions_of(mask, score, captured(i, i + 1))
-        begin, causal = 0 if case.begins is None else case.begins[i], case.causal
-        kept = functions.get("mask", lambda b, h, q, kv, q_len, kv_len: kv >= 0)
+        (k, v), begin, causal = case.keys(i), 0 if case.begins is None else case.begins[i], case.causal
         is_full = not (causal if isinstance(causal, bool) else causal[i])
-        functions["mask"] = lambda b, h, q, kv, q_len, kv_len, kept=kept, begin=begin, is_full=is_full: (
-            kept(b, h, q, kv, q_len, kv_len) & (kv >= begin) & ((kv <= q) | is_full)
-        )
-        wanted = expect(case.of(q, i)[None, first:], k[None], v[None], **functions, q_offset=max(0, kv_len - q_len), kv_offset=0)
-        wanted.check(own_o[None, first:], own_lse[None, :, first:])
+        functions = positioned(functions_of(mask, score, captured(i, i + 1)), q_len, kv_len, begin, is_full)
+        expect(case.of(q, i)[None], k[None], v[None], **functions).check(own_o[None], own_lse[None])
+
+
+def positioned(functions: dict[str, Any], q_len: int, kv_len: int, begin: int, is_full: bool) -> dict[str, Any]:
+    """The same functions of rows of q, as ``attention`` takes them, with what a step says of the sequence."""
+    kept, score, shift = functions.get("mask"), functions.get("score"), kv_len - q_len
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        own = (kv >= begin) & ((kv <= q + shift) | is_full)
+        return own if kept is None else kept(b, h, q + shift, kv, kv_len, kv_len) & own
+
+    return {"mask": mask} | ({} if score is None else {"score": lambda s, b, h, q, kv: score(s, b, h, q + shift, kv)})
 
 
 FUNCTIONS = [
@@ -396,8 +401,9 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("mask", "score"), FUNCTIONS)
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd_mma", pytest.param("attn_fwd", marks=pytest.mark.gpu)])
 def test_functions(kernel: str, mask: str, score: str) -> None:
-    """Over pools full of NaN, with first keys and causal arrays, too."""
-    for case in (DRAFT, of(PACKED, causal=SOME, begins=BEGINS, whole=False)) if kernel == "attn_decode" else (SAME, CHUNK):
+    """Over pools full of NaN, with first keys and causal arrays, and with queries before the first key that keep keys, too."""
+    few = DRAFT, of(PACKED, causal=SOME, begins=BEGINS, whole=False), of(DRAFT, causal=False)
+    for case in few if kernel == "attn_decode" else (SAME, CHUNK, of(SAME, causal=False)):
         functions = functions_of(mask, score, captured(0, len(case.lengths), "cuda"))
         check_functions(case, attend(case, kernel=kernel, **functions), mask, score)
     assert rawattn.violations() == ()
