@@ -48,6 +48,14 @@ def near(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+def near_gradient(found: Any, wanted: Any) -> None:
+    """In 16 bits of a sum over batches, whose terms were rounded."""
+    if found.dtype == torch.float32:
+        near(found, wanted)
+    else:
+        assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max().clamp(min=1)
+
+
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5, "is_causal": True}], ids=str)
 def test_function(options: dict[str, Any], layout: str, device: str) -> None:
@@ -108,7 +116,7 @@ def test_broadcasting(shapes: Any, device: str) -> None:
     results = [f(*given, is_causal=True) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention)]
     near(*results)
     for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), given) for o in results), strict=True):
-        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(x, y)
+        near_gradient(x, y)
 
 
 def test_broadcasting_of_heads_and_masks() -> None:
@@ -190,9 +198,7 @@ def test_nested(options: dict[str, Any], layout: Any, first: str, device: str) -
     sum((x.float() ** 2).sum() for x in wanted).backward()
     found = [x for leaf in leaves for x in leaf.grad.unbind()]
     for x, y in zip(found, parts, strict=True):
-        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(
-            x.transpose(0, 1) if first == "rows" else x, y.grad
-        )
+        near_gradient(x.transpose(0, 1) if first == "rows" else x, y.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -281,8 +287,8 @@ def test_causal_bias(make_bias: Any, lengths: tuple[int, int], device: str) -> N
     wanted = F.scaled_dot_product_attention(q, k, v, kept, scale=0.3)
     near(found, wanted)
     for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), (q, k, v)) for o in (found, wanted)), strict=True):
-        near(x, y)
-    assert torch.equal(sdpa.scaled_dot_product_attention(q[0], k[0], v[0], make_bias(*lengths), scale=0.3), found[0])
+        near_gradient(x, y)
+    near(sdpa.scaled_dot_product_attention(q[0], k[0], v[0], make_bias(*lengths), scale=0.3), found[0])
     compiled = torch.compile(sdpa.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     near(compiled(q, k, v, make_bias(*lengths), scale=0.3), found)
     with pytest.raises(ProblemError, match=r"attn_mask is a CausalBias of \(20, 40\) queries and keys; it must be of \(20, "):
