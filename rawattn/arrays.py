@@ -107,15 +107,20 @@ def check_plain(name: str, x: Any) -> None:
     torch = sys.modules.get("torch")
     if torch is None or type(x) is torch.Tensor or not isinstance(x, torch.Tensor):
         return
-    own = type(x).__torch_function__
-    if (
-        own is not torch._C._disabled_torch_function_impl
-        and getattr(own, "__func__", None) is not torch.Tensor.__torch_function__.__func__
-    ):
+    if _behaves(type(x)):
         raise ProblemError(
             f"{name} is a {type(x).__name__}, a tensor with a __torch_function__ of its own, which a kernel would pass over; "
             "give a plain tensor of the numbers that it means."
         )
+
+
+def _behaves(cls: Any) -> bool:
+    torch, own = sys.modules["torch"], cls.__torch_function__
+    is_torchs = getattr(own, "__func__", None) is torch.Tensor.__torch_function__.__func__
+    return not is_torchs and own is not torch._C._disabled_torch_function_impl
+
+
+_behaves._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
 
 
 def _strides(x: Any, name: str) -> tuple[int, ...]:

@@ -133,6 +133,8 @@ def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
     """The score that the shorthands ``alibi`` and ``bias`` mean, beside ``softcap``."""
     if score is not None:
         raise ProblemError("alibi or bias was given beside score; add it in the function that is the score.")
+    arrays.check_plain("alibi", alibi)
+    arrays.check_plain("bias", bias)
     if softcap is not None:
         need = "a finite number > 0, or None or 0.0 for no cap"
         if (softcap := number("softcap", softcap, need) or None) is not None and softcap < 0:

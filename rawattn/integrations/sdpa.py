@@ -57,15 +57,16 @@ def scaled_dot_product_attention(
         return _nested((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
     shape, k_shape, v_shape, lead = query.shape, key.shape, value.shape, None
     if not (
-        len(shape) == len(k_shape) == len(v_shape) == 4 and shape[0] == k_shape[0] and k_shape[:2] == v_shape[:2]
-        and (enable_gqa or shape[1] == k_shape[1])
+        len(shape) == len(k_shape) == len(v_shape) == 4 and shape[0] == k_shape[0] == v_shape[0]
+        and k_shape[1] == v_shape[1] and (enable_gqa or shape[1] == k_shape[1])
     ):  # fmt: skip
         *given, lead = _broadcast((query, key, value), enable_gqa)
         dims, (query, key, value) = max(map(len, (shape, k_shape, v_shape))), given
         if len(lead) > 1 and isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 3:
             arrays.check_plain("attn_mask", attn_mask)
             attn_mask = _of_one_batch("attn_mask", attn_mask, lead)
-    options = kept(attn_mask, is_causal, (*query.shape[:3], key.shape[2]))
+        shape, k_shape = query.shape, key.shape
+    options = kept(attn_mask, is_causal, (*shape[:3], k_shape[2]))
     options["scale"] = scale
     if dropout_p != 0.0:
         options["dropout"] = dropout_p

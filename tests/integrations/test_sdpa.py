@@ -49,6 +49,14 @@ def near(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+def near_gradient(found: Any, wanted: Any) -> None:
+    """In 16 bits of a sum over batches, whose terms were rounded."""
+    if found.dtype == torch.float32:
+        near(found, wanted)
+    else:
+        assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max().clamp(min=1)
+
+
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.5, "is_causal": True}], ids=str)
 def test_function(options: dict[str, Any], layout: str, device: str) -> None:
@@ -110,7 +118,7 @@ def test_broadcasting(shapes: Any, device: str) -> None:
     results = [f(*given, is_causal=True) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention)]
     near(*results)
     for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), given) for o in results), strict=True):
-        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(x, y)
+        near_gradient(x, y)
 
 
 def test_broadcasting_of_heads_and_masks() -> None:
@@ -192,9 +200,7 @@ def test_nested(options: dict[str, Any], layout: Any, first: str, device: str) -
     sum((x.float() ** 2).sum() for x in wanted).backward()
     found = [x for leaf in leaves for x in leaf.grad.unbind()]
     for x, y in zip(found, parts, strict=True):
-        (near if device == "cpu" else lambda x, y: torch.testing.assert_close(x, y, rtol=0.1, atol=0.1))(
-            x.transpose(0, 1) if first == "rows" else x, y.grad
-        )
+        near_gradient(x.transpose(0, 1) if first == "rows" else x, y.grad)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -283,8 +289,8 @@ def test_causal_bias(make_bias: Any, lengths: tuple[int, int], device: str) -> N
     wanted = F.scaled_dot_product_attention(q, k, v, kept, scale=0.3)
     near(found, wanted)
     for x, y in zip(*(torch.autograd.grad((o.float() ** 2).sum(), (q, k, v)) for o in (found, wanted)), strict=True):
-        near(x, y)
-    assert torch.equal(sdpa.scaled_dot_product_attention(q[0], k[0], v[0], make_bias(*lengths), scale=0.3), found[0])
+        near_gradient(x, y)
+    near(sdpa.scaled_dot_product_attention(q[0], k[0], v[0], make_bias(*lengths), scale=0.3), found[0])
     compiled = torch.compile(sdpa.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
     near(compiled(q, k, v, make_bias(*lengths), scale=0.3), found)
     with pytest.raises(ProblemError, match=r"attn_mask is a CausalBias of \(20, 40\) queries and keys; it must be of \(20, "):
@@ -304,8 +310,10 @@ def test_tensors_with_behaviour() -> None:
         near(xformers.memory_efficient_attention(*rows, plain).transpose(1, 2), wanted)
     slopes = torch.zeros(4)
     odd = table.as_subclass(Odd)
-    with pytest.raises(ProblemError, match=f"Biased.bias {words}"):
+    with pytest.raises(ProblemError, match=f"bias {words}"):
         rawattn.attention(*rows, bias=odd)
+    with pytest.raises(Exception, match=r"bias is a Odd|Observed exception|call_function"):  # as dynamo says it
+        torch.compile(lambda q, k, v, x: rawattn.attention(q, k, v, bias=x), backend="eager", fullgraph=True)(*rows, odd)
     with pytest.raises((ProblemError, NotImplementedError), match="CausalBias"):  # torch 2.4's has no shape
         rawattn.attention(*rows, bias=bias.causal_upper_left(20, 20))
     with pytest.raises(ProblemError, match=f"odd {words}"):
@@ -314,7 +322,7 @@ def test_tensors_with_behaviour() -> None:
         xformers.memory_efficient_attention(*rows, odd)
     with pytest.raises(ProblemError, match=f"attn_mask {words}"):
         sdpa.scaled_dot_product_attention(*given, table.as_subclass(Odd))
-    with pytest.raises(ProblemError, match=f"Biased.slopes {words}"):
+    with pytest.raises(ProblemError, match=f"alibi {words}"):
         rawattn.attention(*rows, alibi=slopes.as_subclass(Odd))
 
 
