@@ -58,6 +58,11 @@ def most_rows(op: AttentionKVCache) -> int:
     return op.q_len * op.heads_per_kv
 
 
+def is_crowded(op: AttentionKVCache) -> bool:
+    """Says whether 32 rows of O take so many registers that it depends on NVRTC's version whether a kernel for them spills."""
+    return most_rows(op) > 16 and op.widest <= 192 and op.head_dim + op.head_dim_v > 352
+
+
 def key_bytes(op: AttentionKVCache) -> int:
     """Bytes of a key and its value."""
     assert op.kv_element is not None
@@ -156,7 +161,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and not hasattr(op.mask, "of_head")
 
     def is_tried(self, op: AttentionKVCache) -> bool:
-        return paging.has_functions(op)
+        return paging.has_functions(op) or is_crowded(op)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -183,7 +188,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
         keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
-        dims, room, each = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op)
+        dims, room, each, every = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[Config]()
         wide = op.widest > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
@@ -194,8 +199,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
             found = _fill(op, Config(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
             if found.stages * tile >= 64 * m_tiles and self.legal(found, op, device) is None:
-                return [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
-        return []
+                every += [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
+                if m_tiles == 1 or not is_crowded(op):
+                    break
+        return every
 
     def _lighter(self, config: Config, op: AttentionKVCache) -> list[Config]:
         """The same with fewer registers, which functions may need, the fastest first."""

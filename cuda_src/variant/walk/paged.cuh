@@ -10,17 +10,17 @@ struct PagedWalk : IntervalWalk {
     template <class Producer>
     __device__ static void produce(Producer& producer) {
         Scheduler scheduler(producer.args);
-        Ring<2> ring;
+        Step step;  // a register less than a ring has
         WorkTile work;
         do {
             work = scheduler.next();
-            producer.smem.work_empty[ring.stage].wait(ring.parity ^ 1);
+            producer.smem.work_empty[step.stage()].wait(step.parity() ^ 1);
             if (threadIdx.x == 0) {
-                producer.smem.work[ring.stage] = work;
-                producer.smem.work_full[ring.stage].arrive();
+                producer.smem.work[step.stage()] = work;
+                producer.smem.work_full[step.stage()].arrive();
             }
             __syncwarp();
-            ring.advance();
+            ++step.count;
             if (!work.is_last()) load(producer, work);
         } while (!work.is_last());
         scheduler.finish();
