@@ -93,9 +93,11 @@ def test_alibi() -> None:
 def test_by_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences are computed by machine code."""
     monkeypatch.setattr(cpu, "FEW_PAIRS", 0)
-    case = dataclasses.replace(CASE, lengths=((2, 40), (2, 63)), ragged=False)
-    o, lse = rawattn.attention_kvcache(case.rows(4, 16, 1), case.cache(), case.step(), mask=MASK, score=SCORE, return_lse=True)
-    check(case, o, lse, mask=MASK, score=SCORE)
+    for causal in (True, False):
+        case = dataclasses.replace(CASE, lengths=((5, 40), (5, 63), (5, 3)), ragged=False, causal=causal)
+        q, cache, step = case.rows(4, 16, 1), case.cache(), case.step()
+        o, lse = rawattn.attention_kvcache(q, cache, step, mask=MASK, score=SCORE, return_lse=True)
+        check(case, o, lse, mask=MASK, score=SCORE)
 
 
 def test_the_first_key() -> None:

@@ -87,6 +87,21 @@ def test_append(name: str) -> None:
     assert rawattn.violations() == ()
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].q and CALLS[name].half])
+def test_queries_alone(name: str) -> None:
+    """By a step of their own, whose lengths place them; the cache stays as it was."""
+    call, case = CALLS[name], CALLS[name].case
+    q = _moved(case.rows(case.heads, case.head_dim, 3), "torch", case.device)
+    angles = (case.normal(800, call.half, seed=seed).astype(ELEMENTS[call.angles].dtype) for seed in (5, 6))
+    rotary = rawattn.Rotary(*(_moved(x, "torch", case.device) for x in angles), call.interleaved)
+    cache, step = case.made(*case.pools(), "torch"), case.step("torch")
+    *_, wanted = rawattn.reference.append(cache, step, None, None, rotary=rotary, q=q)
+    found = rawattn.append(cache, step, None, None, rotary=rotary, q=q, q_out=q.new_full(q.shape, float("nan")))
+    close = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 1e-6}[case.dtype]
+    np.testing.assert_allclose(found.double().cpu().numpy(), wanted, rtol=close, atol=1e-5)
+    assert cache.k.isnan().all() and rawattn.violations(q.device) == ()
+
+
 def test_a_negative_position() -> None:
     """It is said of a row that goes into the cache, which is left out; a row with a negative slot may have one."""
     import torch

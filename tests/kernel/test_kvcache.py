@@ -712,7 +712,8 @@ def test_what_is_wrong_on_the_device_is_said() -> None:
     step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
     rawattn.violations()
     found = attend(STEP, step=step)
-    assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "page", "kv_begin"]
+    assert [said.partition(":")[0] for said in rawattn.violations("cuda")] == ["kv_len", "page", "kv_begin"]
+    assert rawattn.violations(step.kv_lens.device) == rawattn.violations("cpu") == ()
     for i in (1, 2, 4, 5, 6):
         assert rows_of(STEP, found, i) == rows_of(STEP, plain, i)
     assert np.isfinite(_float64(found[0])[0]).all()

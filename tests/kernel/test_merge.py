@@ -46,3 +46,14 @@ def test_sums(head_dim: int, dtype: Any) -> None:
     assert found[0] is out
     np.testing.assert_allclose(out.double().cpu(), wanted[0], rtol=2.0**-7.9, atol=2.0**-7.9)
     np.testing.assert_allclose(found[1].double().cpu(), wanted[1], rtol=1e-5, atol=1e-6)
+
+
+def test_many_parts() -> None:
+    """More than one launch takes; the same bits each time."""
+    sinks, parts = torch.tensor([0.5, -torch.inf, 3.0], device="cuda"), made(133, (2, 100, 3, 128), torch.bfloat16)
+    o, lse = rawattn.merge_states(parts, sinks=sinks)
+    wanted = rawattn.reference.merge_states(parts, sinks=sinks)
+    np.testing.assert_allclose(o.double().cpu(), wanted[0], rtol=2.0**-7.9, atol=2.0**-7.9)
+    np.testing.assert_allclose(lse.double().cpu(), wanted[1], rtol=1e-5, atol=1e-6)
+    again = rawattn.merge_states(parts, sinks=sinks)
+    assert torch.equal(again[0], o) and torch.equal(again[1], lse)

@@ -37,6 +37,16 @@ def test_against_the_reference(kind: str, q_len: int, heads: int, kv_heads: int,
     check(Case(**{**sizes, "head_dim": 64, "head_dim_v": 64, **KINDS[kind]}), kernel=ATTN_FWD_MMA)
 
 
+@pytest.mark.parametrize(("batch", "q_len"), [(0, 5), (2, 0)])
+def test_no_row(batch: int, q_len: int) -> None:
+    """Over keys that would be split."""
+    torch = pytest.importorskip("torch")
+    q, k = (torch.empty(batch, n, heads, 64, dtype=torch.bfloat16, device="cuda") for n, heads in ((q_len, 8), (5000, 2)))
+    o, lse = rawattn.attention(q, k, k, return_lse=True)
+    assert o.shape == q.shape and lse.shape == (batch, 8, q_len)
+    assert [x.shape for x in rawattn.attention_backward(q, q, k, k, o, lse)] == [q.shape, k.shape, k.shape]
+
+
 def test_the_library_splits() -> None:
     """At (1, 1, 8192) with grouped heads there are two launches; where keys are few there is one."""
     device = driver.device(0)
