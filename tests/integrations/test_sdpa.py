@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
-from torch.nn.attention import SDPBackend, bias, sdpa_kernel  # noqa: E402
+from torch.nn.attention import bias  # noqa: E402
 
 import rawattn  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
@@ -125,18 +125,13 @@ def test_broadcasting_of_heads_and_masks() -> None:
     q, k = torch.randn(3, 2, 4, 20, 16), torch.randn(3, 2, 2, 33, 16)
     for given, mask_shapes in (
         ((q, k, k), [(20, 33), (33,), (4, 20, 33), (3, 2, 1, 20, 33), (1, 1, 4, 1, 33)]),
-        ((q[0], k[0], k[0, :, :1]), []), ((q[0, 0], k[0, 0], k[0, 0]), [(4, 20, 33)]),
+        ((q[0], k[0], k[0, :, :1]), [(20, 33)]), ((q[0, 0], k[0, 0], k[0, 0]), [(4, 20, 33)]),
     ):  # fmt: skip
-        options = {"enable_gqa": True}
-        near(sdpa.scaled_dot_product_attention(*given, **options), F.scaled_dot_product_attention(*given, **options))
+        whole = [x.repeat_interleave(4 // x.shape[-3], -3) for x in given]
         for shape in mask_shapes:
-            m = torch.randn(shape) > -1
-            if m.dim() == 5:
-                with sdpa_kernel(SDPBackend.MATH):
-                    wanted = F.scaled_dot_product_attention(*given, m, **options)
-            else:
-                wanted = F.scaled_dot_product_attention(*given, m.expand(20, 33) if m.dim() == 1 else m, **options)
-            near(sdpa.scaled_dot_product_attention(*given, m, **options), wanted)
+            m = torch.randn(shape)
+            wanted = F.scaled_dot_product_attention(*whole, m.expand(*given[0].shape[:-1], 33))
+            near(sdpa.scaled_dot_product_attention(*given, m, enable_gqa=True), wanted)
     with pytest.raises(UnsupportedError, match="key has 2 heads but value 4; give as many of both, or one of one"):
         sdpa.scaled_dot_product_attention(q, k, torch.cat([k, k], 2), enable_gqa=True)
     for name, given in {
@@ -262,7 +257,8 @@ def test_masks(dtype: Any, shape: tuple[int, ...]) -> None:
     whole = table.expand(20, 33) if table.dim() == 1 else table  # torch's own on the CPU takes no fewer than 2
     near(sdpa.scaled_dot_product_attention(*given, attn_mask=table), F.scaled_dot_product_attention(*given, attn_mask=whole))
     expanded = whole[..., :1].expand(whole.shape)
-    near(sdpa.scaled_dot_product_attention(*given, expanded), F.scaled_dot_product_attention(*given, expanded))
+    wanted = F.scaled_dot_product_attention(*given, expanded).nan_to_num()  # torch 2.4 has NaN where no key is kept
+    near(sdpa.scaled_dot_product_attention(*given, expanded), wanted)
 
 
 class Plain(torch.Tensor):
