@@ -320,12 +320,10 @@ struct Strand {
 
 struct Consumer {
     static constexpr u32 first_thread = 32 * cfg::producers;
-    static constexpr bool is_crowded = cfg::m_tiles == 2 && cfg::head_dim + cfg::head_dim_v >= 384;
 
     const Args& args;
     Smem& smem;
-    u32 thread;         // among the four warps
-    const u32 warp, m;  // which of these, and which 16 rows they have
+    const u32 thread, warp, m;  // among the four warps, and which 16 rows they have
     Own& own;
     Strand strand;
 
@@ -493,7 +491,6 @@ struct Consumer {
             smem.taken.arrive();
         }
         meet();
-        if constexpr (is_crowded) asm volatile("" : "+r"(thread));  // it may be another: what is kept of it from work to work spills
         return !smem.work.run.is_last();
     }
     __device__ void attend() {
