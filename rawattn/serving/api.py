@@ -721,12 +721,13 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
 
 
 def violations(device: int = 0) -> tuple[str, ...]:
-    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
+    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have, and
+    ``cu_seqlens`` that lie outside of packed rows.
 
     >>> rawattn.violations()
     ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
 
-    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written.
+    It waits for the device. What was wrong was left out: nothing beyond the arrays was read or written.
     """
     found = driver.take_violations(device)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)

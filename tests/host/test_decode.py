@@ -524,9 +524,7 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
     """Shares follow from lengths, and works from those that are read later. Memory around the states stays as it was."""
     case, file = TORN[name], "variant/scheduler/stream_k.cuh"
     source = decode.source(dataclasses.replace(case.step, batch=1), case.config, ARCH)
-    old = (
-        "const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work"
-    )
+    old = "const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work"
     late = "Args late = args;\n            late.kv_lens += args.batches;\n            " + old.replace("(args", "(late")
     headers = dict(source.headers)
     assert headers[file].count(old) == 1
