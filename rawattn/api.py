@@ -125,7 +125,7 @@ def attention_varlen(
         q: (total_q, heads, head_dim). k: (total_kv, kv_heads, head_dim). v: (total_kv, kv_heads, head_dim_v).
         cu_seqlens_q: int32, (batch + 1,), in q's library and on its device: sequence i has query rows cu_seqlens_q[i] to
             cu_seqlens_q[i + 1]. Starts with 0 and never falls; sequences may be empty. Rows past its last value are left as they
-            are in o. On a GPU the values are not checked, since that would wait for the device.
+            are in o. On a GPU sequences from the first on that lies outside of the rows are left out, and ``violations`` says so.
         cu_seqlens_kv: the same for the rows of k and v.
         max_seqlen_q, max_seqlen_kv: the longest lengths, or None where they are not known. They are hints, by which a GPU's tiles
             are chosen: wrong ones, too small ones too, make no result wrong, but other tiles round otherwise, so last bits may

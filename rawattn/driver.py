@@ -387,9 +387,10 @@ class Counters:
     """Pairs of zeros in device memory, which the kernels' schedules count in and set back to zero; ``size`` bytes in place of 8
     for kernels that count more.
 
-    Launches that may overlap need pairs of their own: each stream has one, since its launches follow each other, and each launch
-    that a graph captures has one, since the graph may be replayed on any stream. Memory is allocated when the first is taken, and
-    more of it where graphs hold all that there are.
+    A launch that is aborted ends its context, and these with it. Launches that may overlap need pairs of their own: each
+    stream has one, since its launches follow each other, and each launch that a graph captures has one, since the graph may
+    be replayed on any stream. Memory is allocated when the first is taken, and more of it where graphs hold all that there
+    are.
     """
 
     def __init__(self, index: int, size: int = 8) -> None:

@@ -80,7 +80,7 @@ class Scratch:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counter:
     """The address of ``bytes`` of zeros that launches which may run at once do not share, and that the kernel sets back to
-    zero."""
+    zero, but for a number of launches that ``attn_decode`` keeps."""
 
     bytes: int = 8
 

@@ -769,7 +769,8 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
 
 
 def violations(device: Any = 0) -> tuple[str, ...]:
-    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have.
+    """Says what launches on a GPU found wrong since the last call: lengths, pages and slots that a cache does not have, and
+    ``cu_seqlens`` that lie outside of packed rows.
 
     >>> rawattn.violations(q.device)
     ('kv_len: a sequence is longer than its bound, its pages, or shorter than its new rows',)
@@ -778,7 +779,7 @@ def violations(device: Any = 0) -> tuple[str, ...]:
         device: the GPU's number, or as torch, CuPy and JAX name it: ``torch.device``, "cuda:0", ``cupy.cuda.Device``, a JAX
             device. "cuda" is torch's current one. A CPU gives (), since there what is wrong raises.
 
-    It waits for the device. What was wrong was left out: nothing beyond the cache was read or written. Raises ProblemError for
+    It waits for the device. What was wrong was left out: nothing beyond the arrays was read or written. Raises ProblemError for
     what is no device.
     """
     number = arrays.number_of_device(device)

@@ -22,6 +22,7 @@ from rawattn.testing import _moved, expect
 from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Both, Causal, Mask, Window
+from tests import emulator
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
 from tests.emulator.gpu import KEPT, stand_in
@@ -112,6 +113,14 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     o, lse = attend(CASES[name])[:2]
     check(CASES[name], o, lse)
     assert word[0] == 0
+
+
+def test_a_lane_that_comes_late(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the producer's warp, one that has no box of a tile."""
+    stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(emulator, "late_thread", 31)
+    case = of(CHUNKS, lengths=((70, 400),), heads=1, kv_heads=1)
+    check(case, *attend(case)[:2])
 
 
 BESIDE = of(CHUNKS, heads=8, kv_heads=2, head_dim=16, head_dim_v=16, lengths=((65, 70), (1, 40), (5, 8), (0, 5)))

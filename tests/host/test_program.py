@@ -412,7 +412,14 @@ def test_values() -> None:
         "window_right": 4, "l2_head_group": 8, "last_group": 0,
     }  # fmt: skip
     assert tiling.values(replace(OP, score=Softcap(2.0)), 100, H200)["softcap"] == 2.0
-    assert tiling.values(VARLEN, 128, H200) == {"scale": 0.125, "heads": 4, "heads_per_kv": 2, "batches": 2, "total_q": 500}
+    assert tiling.values(VARLEN, 128, H200) == {
+        "scale": 0.125,
+        "heads": 4,
+        "heads_per_kv": 2,
+        "batches": 2,
+        "total_q": 500,
+        "total_kv": 700,
+    }
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ struct PagedPanelsKv {
     template <class Tile>
     __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, At at) const {
         const i32 lane = threadIdx.x % 32, rows = at.page < 0 ? 0 : min(keys.end - key(at.tile), cfg::page_rows);
+        __syncwarp();  // all lanes have seen the stage free: one that has not would wait for its next turn, which may not come
         if (lane == 0) full.arrive_expect(Tile::bytes);
         if (lane >= boxes) return;
 #pragma unroll

@@ -1,5 +1,6 @@
 #pragma once
-// A band around the query's own position: q + shift - left <= kv <= q + shift + right.
+// A band around the query's own position: q + shift - left <= kv <= q + shift + right. The host cuts both sides to 2^30, which is beyond
+// every sequence, so no sum leaves 32 bits.
 #include "tile/range.cuh"
 #include "variant/work_tile.cuh"
 

@@ -13,8 +13,8 @@ struct Varlen {
         q_len = q.length, kv_len = kv.length;
     }
     __device__ static RowSpan within(const i32* begin, i32 rows) {
-        const i32 first = max(0, min(begin[0], rows));
-        return {first, max(0, min(begin[1], rows) - first)};
+        const i32 end = max(0, min(begin[1], rows)), first = max(0, min(begin[0], end));  // this form spills least (NVRTC 13.0, sm_80)
+        return {first, end - first};
     }
     __device__ static bool is_within(const i32* begin, i32 rows) { return 0 <= begin[0] && begin[0] <= begin[1] && begin[1] <= rows; }
 

@@ -6,7 +6,9 @@
 // A thread asks for its turn by a relaxed load, which orders nothing by PTX's memory model. Adds come in order all the same. Those of the
 // block before are done in L2 when it passes the turn on, by its release. Those of this thread are issued after a branch on what the load
 // has brought, and L2 does stores and adds to a place in the order in which they arrive. Nothing that others wrote is read. With a fence
-// before the adds it is so by the letter, and the kernel takes 8 to 12 % longer (perf/notes/attn_bwd_mma.md).
+// before the adds it is so by the letter, and the kernel takes 8 to 12 % longer (perf/notes/attn_bwd_mma.md). No slice of L2 matters: the
+// release waits until the adds before it are done wherever they are done, and no GPU issues a store or an add before the branch that it
+// follows is decided. On one that does, perf/ablations/attn_bwd_mma/fenced.patch is the form.
 #include "ptx/red.cuh"
 #include "ptx/turn.cuh"
 

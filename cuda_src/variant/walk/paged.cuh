@@ -15,6 +15,7 @@ struct PagedWalk : IntervalWalk {
         do {
             work = scheduler.next();
             producer.smem.work_empty[step.stage()].wait(step.parity() ^ 1);
+            __syncwarp();  // all lanes have seen the place free: it may soon be free again, and one that comes late would miss that
             if (threadIdx.x == 0) {
                 producer.smem.work[step.stage()] = work;
                 producer.smem.work_full[step.stage()].arrive();
@@ -45,7 +46,6 @@ struct PagedWalk : IntervalWalk {
             const i32 page = source.page(tile, found);
             found = find(tile - 1);
             producer.await_k();
-            __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
             producer.load_k(source, at(tile, page));
             producer.load_v(source, at(tile + 1, before));
             before = page;

@@ -32,6 +32,8 @@ struct Args {
     const i32* cu_seqlens_q;
     const i32* cu_seqlens_kv;
     i32 total_q;
+    i32 total_kv;
+    u32* violations;
     i32 window_left;
     i32 window_right;
     Number softcap;
