@@ -230,7 +230,7 @@ class OnHost:
         return kept
 
 
-def _visited(found: list[int], needed: Bools, full: Bools, exact: bool) -> tuple[int, int]:
+def _visited(found: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
     """The tiles that ``found`` visits, after it is compared with what it must be."""
     begin, full_begin, full_end, end = found
     tile = np.arange(len(needed))
@@ -269,10 +269,10 @@ def check_mask(
     starts = np.arange(q_tiles) * tile_q
     for first in range(0, kv_len, tile_kv):
         for last in {first + tile_kv, min(first + tile_kv, kv_len)}:  # past the last key, which no query keeps, and not
-            part = np.zeros((q_len, last - first), bool)
-            part[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
-            needed = np.logical_or.reduceat(part.any(1), starts) if q_tiles else np.zeros(0, bool)
-            full = np.logical_and.reduceat(part.all(1), starts) if q_tiles else needed
+            pairs = np.zeros((q_len, last - first), bool)
+            pairs[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
+            needed = np.logical_or.reduceat(pairs.any(1), starts) if q_tiles else np.zeros(0, bool)
+            full = np.logical_and.reduceat(pairs.all(1), starts) if q_tiles else needed
             _visited(asked.tiles("q_tiles", first, last), needed, full, exact)
 
 

@@ -94,6 +94,23 @@ def test_by_position() -> None:
         rawattn.reference.attention(X)  # type: ignore[call-arg]
 
 
+def test_those_of_jax_and_of_many_gpus() -> None:
+    """Before anything is done with the arrays."""
+    pytest.importorskip("torch")
+    from rawattn import parallel
+
+    calls = [parallel.context_attention, parallel.context_attention_varlen, parallel.head_attention]
+    try:
+        import rawattn.jax
+    except ImportError:
+        pass
+    else:
+        calls.append(rawattn.jax.attention)
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got .* 'is_causal'\. Did you mean 'causal'\?"):
+            call(X, X, X, CU, is_causal=True) if "varlen" in call.__name__ else call(X, X, X, is_causal=True)
+
+
 def test_errors_from_within_are_left_as_they_are() -> None:
     def within(b: Any, h: Any, q: Any, kv: Any) -> Any:
         raise TypeError("got an unexpected keyword argument")
