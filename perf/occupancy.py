@@ -23,7 +23,7 @@ from rawattn.testing import Case
 from .lib import command, machine_code, report, sets
 from .lib.ours import config_name, launched
 
-WARPS = {80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 120: 48}  # of a multiprocessor
+WARPS = {80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110: 48, 120: 48, 121: 48}  # of a multiprocessor
 SIZES = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
 CLOCKS = {"HMMA": 16, "MUFU.EX2": 8, "LDSM": 16, "issue": 1}  # of sm_89's units, for one warp; see predictions()
 L4_FLOPS, L4_BYTES = 121e12, 300e9  # fp16 with float32 sums, at 2.04 GHz; memory, a second

@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from . import __version__, api, bench, compiler, demo, doctor, driver
-from .bundle import save_bundle
+from .bundle import USUAL, save_bundle, usual_operations
 from .cache import CacheWarning, cache_folder
 from .compiler import Binary, Source
-from .device import TYPICAL, Device
+from .device import KNOWN, TYPICAL, Device, board
 from .device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
 from .operation import Forward
@@ -127,9 +127,10 @@ def _write(folder: pathlib.Path, source: Source, binary: Binary, force: bool) ->
 
 
 def bundle(options: Options) -> int:
-    """Writes the kernels that recorded operations need into a file."""
+    """Writes the kernels that recorded operations, or those of usual models, need into a file."""
     with console.status("looking for kernels") as status:
-        count = save_bundle(options.spec, options.out, options.arch.split(","), lambda: status.update("NVRTC compiles"))
+        operations = options.spec or usual_operations()
+        count = save_bundle(operations, options.out, options.arch.split(","), lambda: status.update("NVRTC compiles"))
     console.print(f"{count} kernels, {options.out.stat().st_size / 1e6:.1f} MB, written to {options.out}")
     return 0
 
@@ -172,12 +173,24 @@ def _operation(options: Options) -> Forward:
 
 
 def _device(options: Options) -> Device:
-    """Returns the device to choose for: the GPU here if it is of the arch asked for, else a typical board."""
+    """Returns the device to choose for: the GPU here if it is of the arch asked for, else a board; and says it if none is asked
+    for and there is no GPU."""
     if options.arch == "cpu":
         return this_cpu()
     if driver.device_count() and options.arch in (None, driver.device(0).arch):
         return driver.device(0)
-    return TYPICAL[options.arch or "sm_90a"]
+    if options.arch is None:
+        console.print(f"for {TYPICAL['sm_90a'].name}, the default for want of a GPU here; --arch names another")
+    found = board(options.arch or "sm_90a")
+    assert found is not None, "_arch has looked"
+    return found
+
+
+def _arch(text: str) -> str:
+    """An architecture, a board's name, or the CPU, in lower case."""
+    if (found := text.lower()) != "cpu" and board(found) is None:
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from cpu, {KNOWN})")
+    return found
 
 
 def _option(text: str) -> Any:
@@ -251,7 +264,8 @@ def _layer_options() -> argparse.ArgumentParser:
 def _problem_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, parents=[_layer_options()])
     add = parser.add_argument_group("problem").add_argument
-    add("--arch", choices=[*TYPICAL, "cpu"], help="what it is for; default: the GPU here, sm_90a where there is none")
+    arch_text = f"what it is for, of {KNOWN}, or cpu; default: the GPU here, {TYPICAL['sm_90a'].name} where there is none"
+    add("--arch", type=_arch, metavar="ARCH", help=arch_text)
     add("--batch", type=int, default=2, metavar="N", help="sequences; default: 2")
     add("--length", type=int, default=4096, metavar="N", help="queries of a sequence; default: 4096")
     add("--kv-length", type=int, metavar="N", help="keys of a sequence; default: as many")
@@ -295,12 +309,15 @@ def _parser() -> argparse.ArgumentParser:
     bundle_parser = add("bundle", bundle, "write the kernels that an application needs into one file, for rawattn.load_bundle")
     bundle_parser.epilog = (
         "Run the application with RAWATTN_LOG=FILE first, which records its operations, or write them with "
-        "json.dumps(operation.to_json()), one a line. With masks or scores of your own call rawattn.save_bundle where they are "
-        "imported. No GPU is needed; those that are here are prepared for besides the common boards of each architecture."
+        "json.dumps(operation.to_json()), one a line. Without --spec the file has decoding and prefill by attention_append, in bf16 "
+        "over pages of 16 rows that a page table names, packed or not, with neox rotary embeddings over whole heads or none, for "
+        f"{'; '.join(dict.fromkeys(layer.name for layer in USUAL))}, and models with layers of these head sizes, windows and "
+        "sinks. With masks or scores of your own call rawattn.save_bundle where they are imported. No GPU is needed; those that "
+        "are here are prepared for besides the common boards of each architecture."
     )
     add_option = bundle_parser.add_argument
-    add_option("--arch", required=True, metavar="ARCH,...", help=f"architectures, of {', '.join(TYPICAL)}")
-    add_option("--spec", type=pathlib.Path, required=True, metavar="FILE", help="recorded operations")
+    add_option("--arch", required=True, metavar="ARCH,...", help=f"architectures, of {KNOWN}")
+    add_option("--spec", type=pathlib.Path, metavar="FILE", help="recorded operations; default: those of usual models")
     add_option("--out", type=pathlib.Path, required=True, metavar="FILE", help="the file to write, such as kernels.zip")
     text = "time attention in your shapes, forward and backward, beside torch's"
     bench_parser = add("bench", lambda options: bench.run(options, console), text, _layer_options())

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -22,14 +23,41 @@ from typing import Any
 from . import compiler, driver, render
 from .api import operations_of
 from .compiler import Binary, Source
-from .device import TYPICAL, Device, boards
+from .device import KNOWN, Device, board, boards
 from .errors import ProblemError
-from .operation import Operation
+from .model_config import Layer
+from .operation import Append, AttentionKVCache, Operation
 from .select import select
+from .spec import Spec
+from .variant.element import BF16, FP32
 
 MANIFEST, FORM = "bundle.json", "rawattn bundle 1"
 REMEDY = "make it again with the version that loads it: python -m rawattn bundle"
+USUAL = (  # layers of models that many serve
+    Layer("Llama 3.2 1B", 32, 8, 64, 64),
+    Layer("Llama 3 8B, Qwen3 8B, Mistral 7B", 32, 8, 128, 128),
+    Layer("Llama 3 70B, Qwen3 32B", 64, 8, 128, 128),
+    *(Layer("Gemma 3 12B", 16, 8, 256, 256, window=window) for window in (None, 1024)),
+    *(Layer("Gemma 3 27B", 32, 16, 128, 128, window=window) for window in (None, 1024)),
+    *(Layer("gpt-oss", 64, 8, 64, 64, window=window, sinks=True) for window in (None, 128)),
+)
 _PACKAGE = pathlib.Path(__file__).parent
+
+
+def usual_operations() -> list[Operation]:
+    """What ``attention_append`` asks for in the layers ``USUAL``, in bf16 over pages of 16 rows: decoding and prefill, packed or
+    with as many rows of each sequence, with neox rotary embeddings or none."""
+    found: list[Operation] = []
+    for layer, q_len, ragged in itertools.product(USUAL, (1, 2048), (False, True)):
+        size, rows = (layer.head_dim, layer.head_dim_v), 8 * q_len
+        spec = Spec.of(causal=True, window=layer.window and (layer.window - 1, 0))
+        pages: dict[str, Any] = {"pages": 4096, "page_size": 16, "form": "table", "table": 512, "ragged": ragged}
+        step = AttentionKVCache(BF16, 8, q_len, 8192, layer.heads, layer.kv_heads, *size, spec=spec, total_q=rows, **pages)
+        append = Append(BF16, 8, rows, q_len, 8192, layer.kv_heads, *size, lengths="table", width=8, **pages)
+        rotary: dict[str, Any] = {"heads": layer.heads, "rotary": "neox", "rotary_dim": layer.head_dim, "max_positions": 8192}
+        rotated = [dataclasses.replace(append, angles=angles, **rotary) for angles in (FP32, BF16)]
+        found += [dataclasses.replace(step, sinks=layer.sinks), append, *rotated]
+    return found
 
 
 def save_bundle(
@@ -46,7 +74,7 @@ def save_bundle(
     Args:
         operations: operations such as ``rawattn.Forward``, or the path of a file that RAWATTN_LOG named in an earlier run.
         path: the file to write. A bundle that is there is replaced.
-        archs: architectures, such as "sm_90a".
+        archs: architectures, such as "sm_90a", or boards that have them, such as "h100".
         on_compile: called before each compilation.
 
     Raises:
@@ -101,10 +129,10 @@ def load_bundle(path: str | os.PathLike[str]) -> int:
 
 
 def _devices(arch: str) -> list[Device]:
-    if arch not in TYPICAL:
-        raise ProblemError(f"archs has {arch!r}; it must have some of {', '.join(TYPICAL)}.")
+    if (found := board(arch)) is None:
+        raise ProblemError(f"archs has {arch!r}; it must have some of {KNOWN}.")
     here = [driver.device(index) for index in range(driver.device_count())]
-    return [*boards(arch), *(device for device in here if device.arch == arch)]
+    return [*boards(found.arch), *(device for device in here if device.arch == found.arch)]
 
 
 def _write(path: pathlib.Path, manifest: str, binaries: dict[str, Binary]) -> None:

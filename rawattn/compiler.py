@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from . import cache
-from .errors import INSTALL_EITHER, CompileError, UnsupportedError
+from .device import NVRTC_SINCE
+from .errors import INSTALL, INSTALL_EITHER, CompileError, UnsupportedError
 from .tokens import code
 
 LINE_INFO = "--generate-line-info"  # for profilers and sanitizers: the same machine code in four times the file
@@ -125,8 +126,8 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
 
     ``on_compile`` is called where neither cache has it, before NVRTC runs here or in a process that this call then waits for.
 
-    Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC. Warns once per process with
-    CacheWarning where the cache folder cannot be used.
+    Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC, or one that does not know the
+    architecture yet. Warns once per process with CacheWarning where the cache folder cannot be used.
     """
     if (found := _at_hand(source)) is not None:
         return found
@@ -359,6 +360,9 @@ def _nvrtc() -> Any:
 
 def _run_nvrtc(source: Source, again: bool = True) -> Binary:
     nvrtc = _nvrtc()
+    if nvrtc.getVersion() < (since := NVRTC_SINCE.get(source.arch, (0, 0))):
+        needed = f"{source.name} for {source.arch} needs NVRTC {since[0]}.{since[1]} or later, and this is {nvrtc_version()}"
+        raise UnsupportedError(f"{needed}; {INSTALL[13]} (NVIDIA driver 580 or newer)")
     begin = time.perf_counter()
     paths, texts = [name.encode() for name, _ in source.headers], [text.encode() for _, text in source.headers]
     options = [each for each in source.options if each != NO_CACHE or nvrtc.getVersion() >= (12, 9)]

@@ -57,12 +57,16 @@ TYPICAL = {
     "sm_89": Device("L4 (typical)", "sm_89", 58, 101_376, 48 << 20),
     "sm_90a": Device("H200 (typical)", "sm_90a", 132, 232_448, 50 << 20),
     "sm_100": Device("B200 (typical)", "sm_100", 148, 232_448, 126 << 20),
+    "sm_103": Device("B300 (typical)", "sm_103", 148, 232_448, 126 << 20),
+    "sm_110": Device("AGX Thor (typical)", "sm_110", 20, 232_448, 32 << 20),
     "sm_120": Device("RTX 5090 (typical)", "sm_120", 170, 101_376, 96 << 20),
+    "sm_121": Device("GB10 (typical)", "sm_121", 48, 101_376, 24 << 20),
 }
+NVRTC_SINCE = {"sm_103": (12, 9), "sm_110": (13, 0), "sm_121": (12, 9)}  # the first that knows it, where 12.8 does not
 
 # Other boards in common use: name, multiprocessors, MiB of L2. The configurations that one gets depend on these.
 _BOARDS: dict[str, list[tuple[str, int, float]]] = {
-    "sm_75": [("RTX 2080 Ti", 68, 5.5), ("RTX 6000", 72, 6)],
+    "sm_75": [("RTX 2080 Ti", 68, 5.5), ("Quadro RTX 6000", 72, 6)],
     "sm_80": [("A30", 56, 24)],
     "sm_86": [("A2", 10, 2), ("RTX 3060", 28, 3), ("RTX 3080", 68, 5), ("RTX 3090", 82, 6), ("A40", 84, 6)],
     "sm_89": [("RTX 4060", 24, 24), ("RTX 4070", 46, 36), ("RTX 4080", 76, 64), ("RTX 4090", 128, 72), ("L40S", 142, 96)],
@@ -79,3 +83,19 @@ def boards(arch: str) -> list[Device]:
         for name, sm_count, l2 in _BOARDS.get(arch, [])
     ]
     return [typical, *others]
+
+
+def _short(name: str) -> str:
+    return re.sub(r"nvidia|geforce|rtx|jetson|agx|dgx|80gb hbm3|\(typical\)|[^a-z0-9]", "", name.lower())
+
+
+# The boards by the names that people use: h100, 4090, thor; and others by those whose chip they have.
+NAMES = {_short(board.name): board for arch in TYPICAL for board in boards(arch)}
+_LIKE = {"a10g": "a10", "a6000": "a40", "6000ada": "l40s", "gh200": "h100", "gb200": "b200", "gb300": "b300", "spark": "gb10"}
+NAMES |= {name: NAMES[like] for name, like in _LIKE.items()}
+KNOWN = f"{', '.join(TYPICAL)}, or of the boards {', '.join(NAMES)}"  # in words
+
+
+def board(name: str) -> Device | None:
+    """The board of such a name, in any case, with or without its maker's words; the typical one of an architecture; or None."""
+    return TYPICAL.get(name.lower()) or NAMES.get(_short(name))

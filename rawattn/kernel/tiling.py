@@ -99,7 +99,7 @@ def least_seconds(flops: int, device: Device) -> float:
 
 def mma_flops(device: Device) -> int:
     """FLOP of mma.sync in a clock of a multiprocessor."""
-    return {80: 2048, 90: 2560, 100: 2560}.get(device.capability, 1024)
+    return {80: 2048, 90: 2560, 100: 2560, 103: 2560, 110: 2560}.get(device.capability, 1024)
 
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
