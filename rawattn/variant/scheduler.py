@@ -82,7 +82,7 @@ class SharedTiles(Option):
 
     @property
     def fields(self) -> Fields:
-        return tuple(Field(name, "i32") for name in ("q_tiles", "shared_batches", "shared_heads"))
+        return tuple(Field(name, "i32") for name in ("batches", "q_tiles", "shared_batches", "shared_heads"))
 
 
 @dataclasses.dataclass(frozen=True)

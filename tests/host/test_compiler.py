@@ -680,7 +680,7 @@ def test_missing_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError('Failure finding "libnvrtc.so.13"\nand more')
 
     monkeypatch.setattr(nvrtc, "getVersion", absent)
-    with pytest.raises(UnsupportedError, match=r"libnvrtc\.so\.13.*pip install 'rawattn\[cuda13\]'"):
+    with pytest.raises(UnsupportedError, match=r"libnvrtc\.so\.13.*pip install .cuda-bindings"):
         compiler.compile(SOURCE)
 
 

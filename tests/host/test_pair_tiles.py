@@ -258,7 +258,7 @@ class Call(plain.Call):
         bias[:, :, n + 3 * is_shifted :] = bias[..., m + 8 * is_shifted :] = np.nan
         option, _ = function(self.score, "score", (len(case.lengths), case.heads[0], n, m))
         held = torch.from_numpy(bias.astype(np.float64))
-        own = Held(option.code, option.numbers, option.arrays, option.checked, held)
+        own = Held(option.code, option.numbers, option.arrays, option.checked, held=held)
         super().__init__(dataclasses.replace(case, kinds={**case.kinds, "score": own}))
         self.arrays |= {"score_0": bias, "dscore_0": np.full_like(bias, np.nan)}
         self.op = dataclasses.replace(self.op, wrt=("score_0",), layout=Layout(tma_captured=("score_0", "dscore_0")))

@@ -55,6 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (driver, "device", lambda index: GPU),
         (driver, "Launch", Launch),
         (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
+        (driver, "violations", lambda index: 1 << 21),
         (driver, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
         (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):

@@ -16,10 +16,10 @@ from rawattn import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 30784,
-    "perf": 5830,
-    "cuda_src": 12651,
-    "tests": 39518,
+    "rawattn": 32700,
+    "perf": 5835,
+    "cuda_src": 12700,
+    "tests": 41800,
 }
 FUNCTION_LINES = 60
 

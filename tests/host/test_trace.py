@@ -540,7 +540,7 @@ def test_a_number_is_proved_whatever_came_before() -> None:
     assert proofs._class_of(0) == (0, 0) and proofs._class_of(5) == (4, 7) and proofs._class_of(-5) == (-7, -4)
     assert proofs._class_of(1) == (1, 1) and proofs._class_of(0.0) is None
     assert proofs._above(((70,), (3, 900)), proofs.Limits(0, 3, 8, 800)) == (0, 3, 8, 900, 0, 0, 0)
-    assert proofs._above((), proofs.Limits(1, 3, 9, 64)) == (1, 4, 16, 64, 0, 0)
+    assert proofs._above((), proofs.Limits(1, 3, 9, 64)) == (1, 4, 16, 64, 0, 0, 0)
 
 
 def test_what_is_known_of_conditions() -> None:

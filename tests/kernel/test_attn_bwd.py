@@ -745,6 +745,7 @@ def test_sequences_do_not_meet(kernel: Any, case: Case, dlse: bool) -> None:
 @pytest.mark.parametrize(
     "kernel, size", [(ATTN_BWD, 64), (ATTN_BWD_PAIR, 136), (ATTN_BWD_MMA, 64), (ATTN_BWD_SIMT, 64)], ids=label
 )
+@pytest.mark.filterwarnings("ignore::rawattn.LayoutWarning")
 @pytest.mark.parametrize("shape", [(70_000, 1), (1, 70_000)], ids=str)
 def test_many_heads(shape: tuple[int, int], kernel: Any, size: int) -> None:
     """One key: its weight is 1, so dv is do, and dq and dk are 0."""

@@ -161,6 +161,7 @@ def test_expanded_batch(case: Case, kernel: Kernel) -> None:
     check(case, q[:1].expand_as(q), k, v, kernel=kernel)
 
 
+@pytest.mark.filterwarnings("ignore::rawattn.LayoutWarning")
 @listed([Case(batch=70_000, q_len=5, kv_len=9), Case(heads=70_000, kv_heads=35_000, q_len=5, kv_len=9, causal=True)])
 def test_many_heads(case: Case, kernel: Kernel) -> None:
     torch.manual_seed(0)
