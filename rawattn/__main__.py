@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     bundle_parser.epilog = (
         "Run the application with RAWATTN_LOG=FILE first, which records its operations, or write them with "
         "json.dumps(operation.to_json()), one a line. Without --spec the file has decoding and prefill by attention_append, in "
-        "bf16 over pages of 16 rows that a page table names, packed or not, with neox rotary embeddings over whole heads or none, for "
+        "bf16 over pages of 16 rows in a page table, packed or not, with neox rotary embeddings of whole heads or none, for "
         f"{'; '.join(dict.fromkeys(layer.name for layer in USUAL))}, and models with layers of these head sizes, windows and "
         "sinks. With masks or scores of your own call rawattn.save_bundle where they are imported. No GPU is needed; those that "
         "are here are prepared for besides the common boards of each architecture."

@@ -22,6 +22,7 @@ from rawattn.testing import _moved
 from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
+from tests.host.test_compile_matrix import is_known
 
 Array = npt.NDArray[Any]
 VIOLATED = {"kv_len": 1, "q_len": 2, "page": 4, "position": 8, "slot": 16}
@@ -265,6 +266,8 @@ SHAPES: dict[str, Call] = {
 @pytest.mark.parametrize("arch", TYPICAL)
 def test_compiles(arch: str) -> None:
     """No spills, no advisories, and rows move 16 bytes at a time."""
+    if not is_known(arch):
+        pytest.skip("this NVRTC is older than the architecture")
     for name, call in SHAPES.items() if arch == "sm_90a" else [("llama", SHAPES["llama"])]:
         given, cache, step, rotary = inputs(call)
         named = {name: arrays.read(x, name) for name, x in given.items()} | ({} if rotary is None else rotary.arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -13,18 +14,23 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import rawattn
 from rawattn import __main__ as command_line
 from rawattn import bundle, compiler, driver, errors, plans
+from rawattn.arrays import Array
 from rawattn.device import TYPICAL, Device, boards
 from rawattn.errors import BinaryError, ProblemError, UnsupportedError
-from rawattn.operation import Forward
+from rawattn.model_config import Layer
+from rawattn.operation import Append, AttentionKVCache, Forward, Operation
 from rawattn.select import select
+from rawattn.serving import api as serving_api
 from rawattn.spec import Spec
 from rawattn.variant.element import BF16
+from tests.host.test_compile_matrix import is_known
 
 OP = Forward(BF16, 1, 512, 512, 4, 4, 64, 64)
 CAUSAL = dataclasses.replace(OP, spec=Spec.of(causal=True))
@@ -317,7 +323,7 @@ def zipfile_of(content: dict[str, bytes]) -> bytes:
 def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, mine = tmp_path / "k.zip", b"PK\5\6" + bytes(18)  # a zip file that holds nothing
     path.write_bytes(mine)
-    with pytest.raises(ProblemError, match=r"archs has 'sm_90'; it must have some of sm_75, .*sm_90a"):
+    with pytest.raises(ProblemError, match=r"archs has 'sm_90'; it must have some of sm_75, .*sm_90a.* boards t4, .*4090"):
         rawattn.save_bundle([OP], path, ["sm_90"])
     with pytest.raises(ProblemError, match="operations is empty"):
         rawattn.save_bundle([], path, ["sm_90a"])
@@ -337,6 +343,7 @@ def test_gpus_that_are_here_are_prepared_for(tmp_path: pathlib.Path, monkeypatch
     monkeypatch.setattr(driver, "device_count", lambda: 2)
     monkeypatch.setattr(driver, "device", lambda index: (odd, other)[index])
     assert bundle._devices("sm_89") == [*ADA, odd] and bundle._devices("sm_90a") == HOPPER
+    assert bundle._devices("4090") == [*ADA, odd] and bundle._devices("H100") == HOPPER
 
 
 def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,3 +356,67 @@ def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> 
     assert command_line.main([*command, "--arch", "sm_12"]) == 1 and "archs has 'sm_12'" in capsys.readouterr().err
     spec.write_text("no\n")
     assert command_line.main(command) == 1 and "operations has the line 'no'" in capsys.readouterr().err
+
+
+# ---- of usual models
+
+
+@functools.cache
+def usual_keys(device: Device) -> set[str]:
+    return {source.key for op in bundle.usual_operations() for source in sources(op, device)}
+
+
+@pytest.mark.parametrize("rows, packed", [(1, False), (1, True), (600, False), (600, True)])
+@pytest.mark.parametrize("layer", bundle.USUAL, ids=lambda layer: f"{layer.name} {layer.window}")
+def test_usual_operations_are_what_a_server_asks_for(
+    layer: Layer, rows: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls over pages, with other lengths and another number of sequences, need no other kernel."""
+    torch, asked = pytest.importorskip("torch"), list[Operation]()
+
+    def call_of(op: Operation, found: dict[str, Array], *_: object, **__: object) -> Callable[..., Any]:
+        asked.append(dataclasses.replace(op, width=8) if isinstance(op, Append) else op)  # as on a GPU
+        return lambda *_, **__: (found["k" if "q" not in found else "q"].object,) * 2
+
+    monkeypatch.setattr(serving_api, "_call_of", call_of)
+    cache = rawattn.KVCache(*torch.zeros(2, 150, 16, layer.kv_heads, layer.head_dim, dtype=torch.bfloat16))
+    starts = {"cu_seqlens_q": torch.tensor([0, rows, 2 * rows, 3 * rows], dtype=torch.int32), "max_q_len": rows} if packed else {}
+    step = rawattn.Step(torch.full((3,), 700, dtype=torch.int32), torch.zeros(3, 50, dtype=torch.int32), **starts)
+    shape = (3 * rows,) if packed else (3, rows)
+    q, k = (torch.zeros(*shape, heads, layer.head_dim, dtype=torch.bfloat16) for heads in (layer.heads, layer.kv_heads))
+    angles = torch.zeros(900, layer.head_dim // 2)
+    window = None if layer.window is None else (layer.window - 1, 0)
+    sinks = torch.zeros(layer.heads) if layer.sinks else None
+    for rotary in (None, rawattn.Rotary(angles, angles), rawattn.Rotary(angles.bfloat16(), angles.bfloat16())):
+        rawattn.attention_append(q, k, k.clone(), cache, step, rotary=rotary, window=window, sinks=sinks)
+    assert {type(op) for op in asked} == {Append, AttentionKVCache} and len({op.kind for op in asked}) == 4
+    for device in (TYPICAL["sm_80"], HOPPER[0], TYPICAL["sm_121"]):
+        for op in asked:
+            assert {source.key for source in sources(op, device)} <= usual_keys(device), op
+
+
+def test_command_without_a_spec(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has all of usual models, for a board by its name."""
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(command_line, "save_bundle", lambda *arguments: given.append(arguments) or 3)
+    (tmp_path / "k.zip").touch()
+    assert command_line.main(["bundle", "--arch", "spark,H100", "--out", str(tmp_path / "k.zip")]) == 0
+    ((operations, path, archs, _),) = given
+    assert operations == bundle.usual_operations() and path == tmp_path / "k.zip" and archs == ["spark", "H100"]
+
+
+@pytest.mark.parametrize("arch", TYPICAL)
+def test_usual_operations_are_computed_everywhere_but_on_turing(arch: str) -> None:
+    if arch == "sm_75":
+        with pytest.raises(UnsupportedError, match="it needs a GPU of compute capability 8"):
+            usual_keys(TYPICAL[arch])
+    else:
+        assert 40 < len(usual_keys(TYPICAL[arch])) < 120, "it is meant to be small"
+
+
+@pytest.mark.parametrize("arch", ["sm_103", "sm_110", "sm_121"])
+def test_the_newest_architectures_have_bundles(arch: str, tmp_path: pathlib.Path) -> None:
+    if not is_known(arch):
+        pytest.skip("this NVRTC is older than the architecture")
+    assert rawattn.save_bundle([OP], tmp_path / "k.zip", [arch]) == rawattn.load_bundle(tmp_path / "k.zip") > 0
+    assert {binary.cubin[:4] for binary in compiler._bundled.values()} == {b"\x7fELF"}

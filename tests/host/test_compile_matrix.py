@@ -15,7 +15,7 @@ import pytest
 
 from perf import sass
 from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.device import NVRTC_SINCE, TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.base import Kernel
@@ -29,6 +29,13 @@ from tests.operations import forward
 PARTS = [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))]  # each has every third of what is to be compiled
 
 DEVICE = TYPICAL["sm_90a"]
+
+
+def is_known(arch: str) -> bool:
+    """Says whether the NVRTC that is here is new enough for an architecture."""
+    return tuple(map(int, compiler.nvrtc_version().split("."))) >= NVRTC_SINCE.get(arch, (0, 0))
+
+
 FACTORS: dict[str, list[Any]] = {
     "size": [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 64), (64, 256), (8, 256), (256, 8)],
     "mask": [Full(), Causal(), Causal("top_left"), Window(64, 64), Both(Causal(), Window(100))],

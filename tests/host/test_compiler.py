@@ -736,6 +736,27 @@ def test_options_of_an_old_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == [tuple(wanted)] * 2
 
 
+@pytest.mark.parametrize(
+    "arch, before, since", [("sm_103", (12, 8), "12.9"), ("sm_110", (12, 9), "13.0"), ("sm_121", (12, 8), "12.9")]
+)
+def test_an_nvrtc_that_is_older_than_the_gpu(
+    arch: str, before: tuple[int, int], since: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked, and the error says which one is needed."""
+    from cupy.cuda import nvrtc
+
+    source, asked = dataclasses.replace(SOURCE, arch=arch), incomplete(monkeypatch, 2)
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: before)
+    words = rf"{SOURCE.name} for {arch} needs NVRTC {since} or later, and this is {before[0]}\.{before[1]}; pip install .*nvrtc=="
+    with pytest.raises(UnsupportedError, match=words):
+        compiler.compile(source)
+    assert not asked
+    monkeypatch.setattr(nvrtc, "getVersion", lambda: tuple(map(int, since.split("."))))
+    with pytest.raises(CompileError):
+        compiler.compile(source)
+    assert asked
+
+
 def test_clear_removes_only_our_files(folder: pathlib.Path) -> None:
     kernel_bytes = len(compiler.compile(SOURCE).cubin)
     with pytest.raises(CompileError):

@@ -32,7 +32,7 @@ ARRAYS: dict[str, Layout] = {
     "expanded rows": Layout("k has a row stride of 0"),
     "unaligned": Layout("k is unaligned", "k is unaligned"),
 }
-AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_120")
+AMPERE_ON = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 # (arch, element, head_dim, arrays) -> the kernel's name; None where it is left to the caller to copy or to ask for a kernel.
 TABLE = {
     **{("sm_90a", name, 64, "any"): "attn_fwd" for name in ("bf16", "fp16")},

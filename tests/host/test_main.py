@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from rawattn import __main__ as command_line
-from rawattn import api, compiler, demo, doctor, driver, errors
+from rawattn import api, compiler, demo, device, doctor, driver, errors
 from rawattn import cache as cache_module
 from rawattn.device import TYPICAL, Device
 
@@ -72,7 +72,8 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, reason",
     [
         (["dance"], "invalid choice: 'dance'"),
-        (["compile", "--arch", "sm_10"], "invalid choice: 'sm_10'"),
+        (["compile", "--arch", "sm_10"], "invalid choice: 'sm_10' (choose from cpu, sm_75, sm_80"),
+        (["choose", "--arch", "voodoo"], "4080, 4090, l40s, h200, h100, h100pcie, h20, b200, b300, thor, 5090"),
         (["compile", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["compile", "--window", "128"], "'128' is not a pair such as 128,0 or none,0"),
         (["compile", "--head-dim", "big"], "'big' is not an int from 1 up"),
@@ -130,6 +131,42 @@ def test_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(driver, "device", lambda index: RTX4090)
     assert target(None) is RTX4090 and target("sm_90a") is TYPICAL["sm_90a"]
+
+
+@pytest.mark.parametrize(
+    "arch, name",
+    [
+        ("SM_90A", "H200 (typical)"), ("h200", "H200 (typical)"), ("H100", "NVIDIA H100 80GB HBM3"), ("4090", "NVIDIA RTX 4090"),
+        ("rtx 4090", "NVIDIA RTX 4090"), ("NVIDIA GeForce RTX 3090", "NVIDIA RTX 3090"), ("a100", "A100 (typical)"),
+        ("a10g", "A10 (typical)"), ("L40S", "NVIDIA L40S"), ("t4", "T4 (typical)"), ("5090", "RTX 5090 (typical)"),
+        ("b200", "B200 (typical)"), ("GB300", "B300 (typical)"), ("gb10", "GB10 (typical)"), ("spark", "GB10 (typical)"),
+        ("DGX Spark", "GB10 (typical)"), ("thor", "AGX Thor (typical)"), ("Jetson AGX Orin", "AGX Orin (typical)"),
+    ],
+)  # fmt: skip
+def test_boards_by_name(arch: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["choose", "--arch", arch]) == 0
+    assert f"device   {name}\n" in capsys.readouterr().out
+
+
+def test_every_board_has_one_name() -> None:
+    assert len({*device.NAMES}) == sum(len(device.boards(arch)) for arch in TYPICAL) + len(device._LIKE), "two have the same"
+    assert not {*device.NAMES} & {*TYPICAL, "cpu", ""}
+
+
+def test_a_board_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is of one board; an architecture is whatever of it is here."""
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device", lambda index: RTX4090)
+    assert command_line._device(argparse.Namespace(arch="sm_89")) is RTX4090
+    assert command_line._device(argparse.Namespace(arch="l4")) is TYPICAL["sm_89"]
+
+
+@pytest.mark.parametrize("command", [["choose"], ["show", *SMALL]])
+def test_the_default_is_said(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "for H200 (typical), the default for want of a GPU here; --arch names another\n"
+    monkeypatch.setattr(driver, "device_count", lambda: 0)
+    assert main(command) == 0 and said in capsys.readouterr().out
+    assert main([*command, "--arch", "h200"]) == 0 and said not in capsys.readouterr().out
 
 
 # ---- choose and show -----------------------------------------------------------------------------------------------------
