@@ -1,11 +1,14 @@
-"""The class that SGLang asks for attention, over the pool of tokens that its requests have, by ``attention_kvcache``.
+"""The class that SGLang asks for attention, written to the contract of version 0.5.23: over the pool of tokens that its requests
+have, by ``attention_kvcache``.
 
-New keys and values are written by SGLang's pool. Served are decoders with one pool; what else a model asks for is refused by
-name: MLA, pools for sliding windows, speculative decoding, attention over encoders, and options that rawattn has not.
+New keys and values are written by SGLang's pool. Served are decoders with one pool, or with a second one for layers with a
+window; what else a model asks for is refused by name: MLA, speculative decoding, attention over encoders, and options that
+rawattn has not.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -17,26 +20,35 @@ from ..errors import UnsupportedError
 from ..serving import api as caches
 
 
+@dataclasses.dataclass
+class RawattnMetadata:
+    """The step of a batch, and where its layers with a window have a pool of their own, their step and the slots of new keys."""
+
+    step: serving.Step
+    window_step: serving.Step | None = None
+    window_slots: Any = None
+
+
 class RawattnBackend(AttentionBackend):
-    """Steps, and attention of each layer. ``forward_metadata`` is the step of the batch."""
+    """Steps, and attention of each layer. ``forward_metadata`` is that of the batch."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.pool, self.requests = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
-        if getattr(model_runner, "use_mla_backend", False):
-            raise UnsupportedError("use_mla_backend is True; rawattn does not serve it in SGLang.")
-        if hasattr(self.pool, "swa_kv_pool"):
-            raise UnsupportedError("the model has a pool for sliding windows; rawattn does not serve it in SGLang.")
         self.page_size, self.device = model_runner.page_size, model_runner.device
         self.longest = model_runner.model_config.context_len
+        self.has_window_pool = hasattr(self.pool, "swa_kv_pool")
+        self.window = model_runner.sliding_window_size if self.has_window_pool else None
+        self.invariant = bool(model_runner.server_args.enable_deterministic_inference)
+        _check_runner(model_runner, self.pool)
         self.forward_metadata: Any = None
         self._caches: dict[int, tuple[int, serving.KVCache]] = {}  # of each layer, by its memory
-        self._steps: dict[int, serving.Step] = {}  # of captured graphs, by the number of sequences
+        self._metadata: dict[int, RawattnMetadata] = {}  # of captured graphs, by the number of sequences
 
     # ---- steps
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Makes the step of a batch that no graph replays."""
+        """Makes the metadata of a batch that no graph replays."""
         count, mode = forward_batch.batch_size, forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = None
@@ -48,21 +60,37 @@ class RawattnBackend(AttentionBackend):
             _check_extend(forward_batch)
             new = forward_batch.extend_seq_lens[:count]
             starts, longest = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int(), max(forward_batch.extend_seq_lens_cpu)
-        table = self._pages(forward_batch, count)
-        self.forward_metadata = serving.Step(lens, table.int().contiguous(), starts, max_q_len=longest)
+        tokens = self._tokens(forward_batch, count)
+        found = self.forward_metadata = RawattnMetadata(self._step(lens, tokens // self.page_size, starts, longest))
+        if self.has_window_pool:
+            begin = self._begin(lens, starts)
+            found.window_step = self._step(lens, self._translated(tokens) // self.page_size, starts, longest, begin)
+            found.window_slots = self._translated(forward_batch.out_cache_loc)
 
-    def _pages(self, forward_batch: Any, count: int) -> Any:
-        """The pages of each sequence: SGLang has the place of each token, of which a page's first says which it is."""
+    def _step(self, lens: Any, table: Any, starts: Any, longest: int, begin: Any = None) -> serving.Step:
+        return serving.Step(lens, table.int().contiguous(), starts, begin, max_q_len=longest)
+
+    def _tokens(self, forward_batch: Any, count: int) -> Any:
+        """The place of each page's first token in each sequence, (count, pages)."""
         longest = int(forward_batch.seq_lens_cpu[:count].max())
-        rows = self.requests.req_to_token[forward_batch.req_pool_indices[:count]]
-        return rows[:, : longest : self.page_size] // self.page_size
+        return self.requests.req_to_token[:, : longest : self.page_size][forward_batch.req_pool_indices[:count]]
+
+    def _translated(self, places: Any) -> Any:
+        """Places in the pool of windows."""
+        return self.pool.translate_loc_from_full_to_swa(places)
+
+    def _begin(self, lens: Any, starts: Any) -> Any:
+        """The first key that a window keeps of each sequence: the pages before it may be another's by now."""
+        return (lens - starts.diff() - self.window).clamp(min=0).int()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Makes the arrays that graphs read."""
-        self._lens = torch.zeros(max_bs, dtype=torch.int32, device=self.device)
+        zeros = {"dtype": torch.int32, "device": self.device}
+        self._lens, self._begins = torch.zeros(2, max_bs, **zeros)
         pages = -(-self.longest // self.page_size)
-        self._table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.device)
-        self._starts = torch.arange(max_bs + 1, dtype=torch.int32, device=self.device)
+        self._tables = torch.zeros(2 if self.has_window_pool else 1, max_bs, pages, **zeros)
+        self._starts = torch.arange(max_bs + 1, **zeros)
+        self._slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=self.device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -74,12 +102,22 @@ class RawattnBackend(AttentionBackend):
                 f"a graph of {forward_batch.forward_mode!r} was asked for; rawattn has those of decoding in SGLang."
             )
         count = forward_batch.batch_size
-        self._lens[:count].copy_(forward_batch.seq_lens[:count])
-        pages = self._pages(forward_batch, count)
-        self._table[:count, : pages.shape[1]].copy_(pages)
-        if in_capture or count not in self._steps:
-            self._steps[count] = serving.Step(self._lens[:count], self._table[:count], self._starts[: count + 1], max_q_len=1)
-        self.forward_metadata = self._steps[count]
+        lens, starts, begins = self._lens[:count], self._starts[: count + 1], self._begins[:count]
+        lens.copy_(forward_batch.seq_lens[:count])
+        tokens = self._tokens(forward_batch, count)
+        self._tables[0, :count, : tokens.shape[1]].copy_(tokens // self.page_size)
+        if self.has_window_pool:
+            self._tables[1, :count, : tokens.shape[1]].copy_(self._translated(tokens) // self.page_size)
+            begins.copy_(self._begin(lens, starts))
+            slots = self._translated(forward_batch.out_cache_loc)
+            self._slots[: len(slots)].copy_(slots)
+            self._slots[len(slots) :].zero_()
+        if in_capture or count not in self._metadata:
+            found = self._metadata[count] = RawattnMetadata(self._step(lens, self._tables[0, :count], starts, 1))
+            if self.has_window_pool:
+                found.window_step = self._step(lens, self._tables[1, :count], starts, 1, begins)
+                found.window_slots = self._slots
+        self.forward_metadata = self._metadata[count]
 
     # ---- attention
 
@@ -98,16 +136,19 @@ class RawattnBackend(AttentionBackend):
     def _attend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, more: dict[str, Any]) -> Any:
         sinks = more.pop("sinks", None)
         _check_layer(layer, more)
+        metadata = self.forward_metadata
         if save and k is not None:
-            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale)
-        options: dict[str, Any] = {"scale": layer.scaling, "softcap": layer.logit_cap or None}
+            loc = KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.window_slots)
+            self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+        options: dict[str, Any] = {"scale": layer.scaling, "softcap": layer.logit_cap or None, "invariant": self.invariant}
         if layer.sliding_window_size is not None and layer.sliding_window_size >= 0:
             options["window"] = (layer.sliding_window_size, 0)
         if sinks is not None:
-            options["sinks"] = sinks.float()
+            options["sinks"] = sinks.float()  # each time: SGLang does not say when weights are loaded anew
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        o = caches.attention_kvcache(rows, self._cache_of(layer), self.forward_metadata, **options)
-        return o.flatten(1)
+        in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
+        step = metadata.window_step if in_window_pool else metadata.step
+        return caches.attention_kvcache(rows, self._cache_of(layer), step, **options).flatten(1)
 
     def _cache_of(self, layer: Any) -> serving.KVCache:
         k, v = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
@@ -118,6 +159,29 @@ class RawattnBackend(AttentionBackend):
             cache = serving.KVCache(k, v, "NHD", *(1.0 if x is None else x for x in scales))
             found = self._caches[layer.layer_id] = (k.data_ptr(), cache)
         return found[1]
+
+
+def _check_runner(model_runner: Any, pool: Any) -> None:
+    """Raises UnsupportedError for what a model's runner asks for beyond what is served."""
+    if getattr(model_runner, "use_mla_backend", False):
+        raise UnsupportedError("use_mla_backend is True; rawattn does not serve it in SGLang.")
+    if hasattr(pool, "swa_kv_pool") and getattr(pool, "swa_req_ring_size", None) is not None:
+        raise UnsupportedError(
+            "the pool for sliding windows has a ring for each request; rawattn does not serve it in SGLang. "
+            "Start with --disable-hybrid-swa-memory."
+        )
+    graphs = getattr(model_runner.server_args, "cuda_graph_config", None)
+    if graphs is not None and graphs.prefill.backend == "full":
+        raise UnsupportedError(
+            "cuda_graph_backend_prefill is 'full'; rawattn has full graphs of decoding in SGLang. "
+            "Start with --cuda-graph-backend-prefill=breakable."
+        )
+    dtype, device = getattr(model_runner, "kv_cache_dtype", None), torch.device(model_runner.device)
+    if dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise UnsupportedError(
+            "kv_cache_dtype is torch.float8_e4m3fn, which needs compute capability 8.9 or newer. "
+            "Start with --kv-cache-dtype fp8_e5m2."
+        )
 
 
 def _check_extend(forward_batch: Any) -> None:

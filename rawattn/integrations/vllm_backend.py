@@ -1,7 +1,8 @@
-"""The classes that vLLM asks for an attention backend: over its paged cache, by ``rawattn.append`` and ``attention_kvcache``.
+"""The classes that vLLM asks for an attention backend, written to the contract of version 0.33: over its paged cache by
+``rawattn.append`` and ``attention_kvcache``, and without one, in encoders, by ``attention_varlen``.
 
-Lengths, pages and slots stay on the device. Served is attention of decoders with 16-bit caches, and with ones of e4m3 and e5m2
-under one scale for each layer. vLLM's checks refuse the rest, or ``RawattnImpl`` does, when a model is loaded.
+Lengths, pages and slots stay on the device. Caches have 16 bits, or are of e4m3 and e5m2 under one scale for each layer. vLLM's
+checks refuse the rest, or ``RawattnImpl`` does, when a model is loaded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,12 +21,13 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from .. import serving
+from .. import api, serving
 from ..errors import UnsupportedError
 from ..serving import api as caches
 
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+ENCODERS = AttentionType.ENCODER, AttentionType.ENCODER_ONLY  # they have no cache
 KEPT_STEPS = 256
 
 
@@ -61,6 +64,9 @@ class RawattnBackend(AttentionBackend):
     ) -> str | None:  # fmt: skip
         if kv_cache_dtype in EIGHT_BITS and head_size % 32:
             return f"a cache of {kv_cache_dtype} needs a head size that is a multiple of 32"
+        if EIGHT_BITS.get(kv_cache_dtype) == torch.float8_e4m3fn and device_capability is not None:
+            if (device_capability.major, device_capability.minor) < (8, 9):
+                return f"a cache of {kv_cache_dtype} needs compute capability 8.9 or newer; fp8_e5m2 does not"
         if kv_cache_dtype in SIXTEEN_BITS and SIXTEEN_BITS[kv_cache_dtype] != dtype:
             return f"a cache of {kv_cache_dtype} needs a model of {kv_cache_dtype}, and this one computes in {dtype}"
         return None
@@ -81,20 +87,40 @@ class RawattnBackend(AttentionBackend):
     def supports_non_causal(cls) -> bool:
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *ENCODERS)
+
 
 @dataclasses.dataclass
 class RawattnMetadata(AttentionMetadata):
     """One step, which all layers of a group share."""
 
     step: serving.Step
-    slots: Any
+    slot_mapping: Any  # vLLM's name: for attention to an encoder's keys it writes another one here
     rows: int
+    prefix: tuple[Any, Any, Any] | None = None
 
 
 class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
     """Makes the step of a batch out of what vLLM says of it. The arrays are vLLM's own, so that graphs see their new contents."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update: bool = True
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """A graph of prompts has no place for the ranges of images, which differ between batches."""
+        ranges = vllm_config.model_config.is_mm_prefix_lm
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if ranges else cls._cudagraph_support
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -108,14 +134,16 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
         arrays = common.seq_lens, common.block_table_tensor, common.query_start_loc
         bounds = {"max_q_len": common.max_query_len, "max_kv_len": longest}
         slots, rows = common.slot_mapping[: common.num_actual_tokens], common.num_actual_tokens
+        prefix = _prefix_of(common)
         if isinstance(common.causal, torch.Tensor):
             return RawattnMetadata(serving.Step(*arrays, causal=common.causal.int(), **bounds), slots, rows)
-        key = (*((x.data_ptr(), x.shape, x.stride()) for x in arrays), *bounds.values(), bool(common.causal))
+        causal = bool(common.causal) and prefix is None  # a mask of ranges is causal by itself
+        key = (*((x.data_ptr(), x.shape, x.stride()) for x in arrays), *bounds.values(), causal)
         if key not in self._steps:  # a step that is known costs the layers less
             if len(self._steps) >= KEPT_STEPS:
                 self._steps.clear()
-            self._steps[key] = serving.Step(*arrays, causal=bool(common.causal), **bounds)
-        return RawattnMetadata(self._steps[key], slots, rows)
+            self._steps[key] = serving.Step(*arrays, causal=causal, **bounds)
+        return RawattnMetadata(self._steps[key], slots, rows, prefix)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RawattnMetadata:
         """Makes the metadata by ``build``, which vLLM's classes override to say of the batch something else."""
@@ -124,6 +152,31 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
             return self.build(0, common_attn_metadata)
         finally:
             self._captures = False
+
+    def update_draft_decode_metadata(self, metadata: RawattnMetadata) -> None:
+        """Does nothing: the step has vLLM's own arrays, which hold the next draft's lengths already."""
+
+
+def _prefix_of(common: Any) -> tuple[Any, Any, Any] | None:
+    """Returns, where rows are in ranges of positions in which tokens see each other, the first and the last key of each row's
+    range, and by how much a position of each sequence differs from its row."""
+    ranges = getattr(common, "mm_req_doc_ranges", None) or {}
+    found = torch.tensor([[1 << 30], [-1]], dtype=torch.int32).repeat(1, common.num_actual_tokens)
+    starts, any_row = common.query_start_loc_cpu.tolist(), False
+    for i, given in ranges.items():
+        rows = starts[i + 1] - starts[i]
+        first = int(common.seq_lens_cpu_upper_bound[i]) - rows  # the position of its first row
+        for begin, last in given:
+            low, high = max(begin - first, 0), min(last + 1 - first, rows)
+            if begin < last and low < high:
+                any_row = True
+                found[:, starts[i] + low : starts[i] + high] = torch.tensor([[begin], [last]], dtype=torch.int32)
+    if not any_row:
+        return None
+    if common.causal is not True:
+        raise UnsupportedError(f"mm_req_doc_ranges were given where causal is {common.causal!r}; rawattn has them beside True.")
+    begin, last = found.to(common.seq_lens.device, non_blocking=True)
+    return begin, last, (common.query_start_loc[1:] - common.seq_lens).int()
 
 
 class RawattnImpl(AttentionImpl[RawattnMetadata]):
@@ -135,13 +188,13 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None, sinks: Any = None,
     ) -> None:  # fmt: skip
-        if attn_type != AttentionType.DECODER:
-            raise UnsupportedError(f"attn_type is {attn_type!r}; rawattn serves {AttentionType.DECODER!r} in vLLM.")
+        self.attn_type = attn_type
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.writes = kv_cache_dtype, kv_sharing_target_layer_name is None
         self.sliding_window, self.sinks = sliding_window, sinks  # which have no numbers before weights are loaded
         self.options: dict[str, Any] = {"scale": self.scale, "softcap": logits_soft_cap}
+        self.options["invariant"] = bool(envs.VLLM_BATCH_INVARIANT)
         if alibi_slopes is not None:
             self.options["alibi"] = torch.tensor(alibi_slopes, dtype=torch.float32)  # where vLLM makes the layer: on its device
         self._cache: tuple[Any, tuple[Any, Any], serving.KVCache] | None = None
@@ -161,19 +214,41 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: RawattnMetadata, output: Any,
         output_scale: Any = None, output_block_scale: Any = None,
     ) -> Any:  # fmt: skip
-        """Writes key and value, (rows, kv_heads, head_size), into the cache, and attention over it into output."""
+        """Writes key and value, (rows, kv_heads, head_size), into the cache, and attention over it into output. Where queries see
+        an encoder's keys, there are as many of these as slots, or none, as they are in the cache already."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale was given; rawattn does not give results in eight bits.")
         if attn_metadata is None:  # vLLM measures its memory
             return output.fill_(0)
-        rows, cache = attn_metadata.rows, self._cache_of(layer, kv_cache)
-        if self.writes and key is not None:
-            caches.append(cache, None, key[:rows], value[:rows], slots=attn_metadata.slots)
+        rows, step, slots = attn_metadata.rows, attn_metadata.step, attn_metadata.slot_mapping
         if self.sinks is not None and "sinks" not in self.options:
             self.process_weights_after_loading(query.dtype)
-        options = self.options | {"window": self._window(attn_metadata.step)}
-        caches.attention_kvcache(query[:rows], cache, attn_metadata.step, out=output[:rows], **options)
+        options = self.options | self._mask(layer, attn_metadata)
+        if self.attn_type in ENCODERS:
+            starts, longest = step.cu_seqlens_q, step.max_q_len
+            given = query[:rows], key[:rows], value[:rows], starts, starts, longest, longest
+            api.attention_varlen(*given, causal=step.is_causal, out=output[:rows], **options)
+            return output
+        cache = self._cache_of(layer, kv_cache)
+        if self.writes and key is not None and len(slots):
+            caches.append(cache, None, key[: len(slots)], value[: len(slots)], slots=slots)
+        caches.attention_kvcache(query[:rows], cache, step, out=output[:rows], **options)
         return output
+
+    def _mask(self, layer: Any, metadata: RawattnMetadata) -> dict[str, Any]:
+        """Which keys count: those of a window, or, where rows are in ranges, of a mask. Of a layer that says so a window cuts the
+        ranges too."""
+        if metadata.prefix is None:
+            return {"window": self._window(metadata.step)}
+        (begin, last, shift), clamps = metadata.prefix, bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
+        window = self.sliding_window or 1 << 30
+
+        def keep(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            row = q + shift[b]
+            inside, near = (kv >= begin[row]) & (kv <= last[row]), q - kv < window
+            return near & ((kv <= q) | inside) if clamps else (near & (kv <= q)) | inside
+
+        return {"mask": keep}
 
     def _window(self, step: serving.Step) -> tuple[int, int] | None:
         """The keys on both sides that count: as in vLLM's own backends, queries that are not causal see as many after them. Of

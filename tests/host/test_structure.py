@@ -58,8 +58,8 @@ IMPORTERS = {
     r"jax(\..*)?": {"jax.py"},
     r"transformers(\..*)?": {"transformers.py", "transformers_paged.py"},
     r"diffusers(\..*)?": {"diffusers.py"},
-    r"sglang(\..*)?": {"sglang.py", "sglang_backend.py"},
-    r"vllm(\..*)?": {"vllm.py", "vllm_backend.py"},
+    r"sglang(\..*)?": {"sglang_backend.py"},
+    r"vllm(\..*)?": {"vllm_backend.py"},
 }
 CUDA = sorted(path for path in (ROOT / "cuda_src").rglob("*") if path.suffix in (".cu", ".cuh"))
 PACKAGE = sorted((ROOT / "rawattn").rglob("*.py"))

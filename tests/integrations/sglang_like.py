@@ -47,7 +47,11 @@ class AttentionBackend:
 
 class KVWriteLoc:
     def __init__(self, loc: Any, swa_loc: Any = None) -> None:
-        self.loc = loc
+        self.loc, self.swa_loc = loc, None if swa_loc is None else swa_loc[: len(loc)]
+
+    @classmethod
+    def for_batch(cls, forward_batch: Any, *, swa_loc: Any = None) -> KVWriteLoc:
+        return cls(forward_batch.out_cache_loc, swa_loc)
 
 
 class Pool:
@@ -70,8 +74,34 @@ class Pool:
         return self.v
 
 
+class WindowPool:
+    """Two pools, as ``SWAKVPool`` has them: layer 1 is in that of windows, whose places are others."""
+
+    def __init__(self, full: Pool, windows: Pool, mapping: Any) -> None:
+        self.full_kv_pool, self.swa_kv_pool, self.full_to_swa_index_mapping = full, windows, mapping
+        self.layers_mapping = {0: (0, False), 1: (0, True)}
+
+    def _of(self, layer_id: int) -> Pool:
+        return self.swa_kv_pool if self.layers_mapping[layer_id][1] else self.full_kv_pool
+
+    def translate_loc_from_full_to_swa(self, kv_indices: Any) -> Any:
+        return self.full_to_swa_index_mapping[kv_indices]
+
+    def set_kv_buffer(
+        self, layer: Any, loc_info: Any, cache_k: Any, cache_v: Any, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
+        loc = loc_info.swa_loc if self.layers_mapping[layer.layer_id][1] else loc_info.loc
+        self._of(layer.layer_id).set_kv_buffer(layer, KVWriteLoc(loc), cache_k, cache_v)
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self._of(layer_id).k
+
+    def get_value_buffer(self, layer_id: int) -> Any:
+        return self._of(layer_id).v
+
+
 BACKENDS: dict[str, Any] = {}
-CHOICES = ["triton"]
+CHOICES, DETERMINISTIC, RADIX = ["triton"], ["triton"], ["triton"]
 
 
 def register_attention_backend(name: str) -> Any:
@@ -87,12 +117,22 @@ def modules() -> dict[str, types.ModuleType]:
             "ATTENTION_BACKENDS": BACKENDS,
         },
         "mem_cache.memory_pool": {"KVWriteLoc": KVWriteLoc},
-        "arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": CHOICES, "add_attention_backend_choices": CHOICES.extend},
+        "arg_groups.choices": {
+            "ATTENTION_BACKEND_CHOICES": CHOICES,
+            "add_attention_backend_choices": CHOICES.extend,
+            "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": DETERMINISTIC,
+            "add_deterministic_attention_backend_choices": DETERMINISTIC.extend,
+            "add_radix_supported_deterministic_attention_backend_choices": RADIX.extend,
+        },
     }
     found = {}
-    for name, members in content.items():
-        parts = f"sglang.srt.{name}".split(".")
+    for path, members in content.items():
+        parts = f"sglang.srt.{path}".split(".")
         for i in range(1, len(parts) + 1):
-            found.setdefault(".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+            name = ".".join(parts[:i])
+            if name not in found:
+                found[name] = types.ModuleType(name)
+                if i > 1:
+                    setattr(found[".".join(parts[: i - 1])], parts[i - 1], found[name])
         vars(found[".".join(parts)]).update(members)
     return found

@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
+import rawattn_plugins  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
-from rawattn.integrations import sglang as plugin  # noqa: E402
 from tests.integrations import sglang_like as like  # noqa: E402
 from tests.versions import since  # noqa: E402
 
@@ -39,15 +40,17 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
         importlib.import_module("sglang.srt.mem_cache.memory_pool")
         importlib.import_module("sglang.srt.arg_groups.choices")
-    except ImportError:
-        for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:  # what was imported in part
+    except ImportError:  # of a part that is there nothing stays; its namespace paths read the modules that they name until then
+        for name in sorted((each for each in sys.modules if each.partition(".")[0] == "sglang"), reverse=True):
             monkeypatch.delitem(sys.modules, name)
         for name, module in like.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, DOOR, raising=False)
-    plugin.register()
-    plugin.register()
-    assert importlib.import_module("sglang.srt.arg_groups.choices").ATTENTION_BACKEND_CHOICES.count("rawattn") == 1
+    rawattn_plugins.sglang()
+    rawattn_plugins.sglang()
+    choices = importlib.import_module("sglang.srt.arg_groups.choices")
+    assert choices.ATTENTION_BACKEND_CHOICES.count("rawattn") == 1
+    assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("rawattn") == 1
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     yield registry.ATTENTION_BACKENDS["rawattn"]
     sys.modules.pop(DOOR, None)
@@ -68,9 +71,11 @@ def runner(device: str, page_size: int = 1) -> Any:
     places = (pages[:, None] * page_size + torch.arange(page_size)).reshape(3, 32).int().to(device)
     pool, config = like.Pool(TOKENS, KV_HEADS, DIM, device, dtype), types.SimpleNamespace(context_len=32)
     requests = types.SimpleNamespace(req_to_token=places)
+    arguments = types.SimpleNamespace(enable_deterministic_inference=False, cuda_graph_config=None)
     return types.SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=requests, page_size=page_size, device=device, model_config=config
-    )
+        token_to_kv_pool=pool, req_to_token_pool=requests, page_size=page_size, device=device, model_config=config,
+        server_args=arguments, kv_cache_dtype=dtype, sliding_window_size=None,
+    )  # fmt: skip
 
 
 def layer(**more: Any) -> Any:
@@ -96,8 +101,9 @@ def batch(run: Any, new: list[int], lens: list[int], mode: Any) -> Any:
     given = {"seq_lens": torch.tensor(lens, device=run.device), "seq_lens_cpu": torch.tensor(lens), "out_cache_loc": out}
     indices = torch.tensor(rows, device=run.device)
     return types.SimpleNamespace(
-        batch_size=len(lens), forward_mode=mode, req_pool_indices=indices, spec_info=None, **given, **counts
-    )
+        batch_size=len(lens), forward_mode=mode, req_pool_indices=indices, spec_info=None, out_cache_loc_is_physical=False,
+        **given, **counts,
+    )  # fmt: skip
 
 
 def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 99) -> Any:
@@ -147,6 +153,100 @@ def test_steps(window: int, page_size: int, make: Any, device: str) -> None:
     assert backend.forward_metadata is None
 
 
+@since(2, 5)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
+    """Layer 1 has a pool of its own. Pages that its window has left are another's, and hold NaN."""
+    run, window = runner(device, page_size), 4
+    full, dtype = run.token_to_kv_pool, run.kv_cache_dtype
+    order = torch.randperm(TOKENS // page_size, generator=torch.Generator().manual_seed(5))
+    mapping = (order[:, None] * page_size + torch.arange(page_size)).flatten().to(device)
+    run.token_to_kv_pool = like.WindowPool(full, like.Pool(TOKENS, KV_HEADS, DIM, device, dtype), mapping)
+    run.sliding_window_size = window
+    backend, random = make(run), torch.Generator().manual_seed(0)
+    layers = layer(), layer(layer_id=1, sliding_window_size=window)
+    histories: list[Any] = [[[torch.empty(0, KV_HEADS, DIM, dtype=dtype)] * 3 for _ in range(2)] for _ in layers]
+    backend.init_cuda_graph_state(4, 4)
+    lens, extend, decode = [0, 0, 0], modes().EXTEND, modes().DECODE
+    for new, mode, way in (
+        ([5, 17, 1], extend, "eager"), ([1, 2, 9], modes().MIXED, "eager"), ([1, 1, 1], decode, "eager"),
+        ([1, 1, 1], decode, "capture"), ([1, 1, 1], decode, "replay"),
+    ):  # fmt: skip
+        lens = [a + b for a, b in zip(lens, new, strict=True)]
+        given = batch(run, new, lens, mode)
+        for row, n, rows in zip([2, 0, 1], lens, new, strict=True):
+            places = run.req_to_token_pool.req_to_token[row, : max(n - rows - window, 0) // page_size * page_size].long()
+            for pool in (run.token_to_kv_pool.swa_kv_pool.k, run.token_to_kv_pool.swa_kv_pool.v):
+                pool[mapping[places]] = torch.nan
+            mapping[places] = 0  # as SGLang's allocator does with what it frees
+        if way == "eager":
+            backend.init_forward_metadata(given)
+        else:
+            backend.init_forward_metadata_out_graph(given, in_capture=way == "capture")
+        f = backend.forward_decode if mode is decode else backend.forward_extend
+        for one, history, kept in zip(layers, histories, (99, window), strict=True):
+            q, k, v = (torch.randn(sum(new), n, DIM, generator=random).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+            history[:] = [[torch.cat(x) for x in zip(each, y.split(new), strict=True)] for each, y in zip(history, (k, v))]
+            o = f(*(x.to(device) for x in (q.flatten(1), k, v)), one, given)
+            tolerance = 1e-5 if device == "cpu" else 2e-2
+            torch.testing.assert_close(o.float().cpu(), expected(q, *history, new, kept), rtol=tolerance, atol=tolerance)
+
+
+def test_deterministic_inference(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, asked = runner("cpu"), []
+    given = batch(run, [1], [3], modes().DECODE)
+
+    def attend(q: Any, *rest: Any, **options: Any) -> Any:
+        asked.append(options["invariant"])
+        return q
+
+    monkeypatch.setattr(importlib.import_module(DOOR).caches, "attention_kvcache", attend)
+    for found in (False, True):
+        run.server_args.enable_deterministic_inference = found
+        backend = make(run)
+        backend.init_forward_metadata(given)
+        backend.forward_decode(torch.randn(1, HEADS * DIM), None, None, layer(), given)
+    assert asked == [False, True]
+
+
+def test_no_more_of_the_table_is_gathered_than_is_used(make: Any) -> None:
+    """SGLang's table is as wide as the longest context."""
+    run = runner("cpu")
+    backend, asked = make(run), []
+
+    class Table:
+        def __getitem__(self, index: Any) -> Any:
+            asked.append(index)
+            return self if isinstance(index, tuple) else torch.zeros(len(index), 3, dtype=torch.int32)
+
+    run.req_to_token_pool.req_to_token = Table()
+    given = types.SimpleNamespace(seq_lens_cpu=torch.tensor([3, 1]), req_pool_indices=torch.tensor([0, 2]))
+    backend._tokens(given, 2)
+    assert asked[0] == (slice(None), slice(None, 3, 1)) and asked[1].tolist() == [0, 2]
+
+
+def test_an_sglang_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang of another version starts without the backend, and one warning says so."""
+    monkeypatch.setattr(rawattn_plugins, "_warned", set())
+    for name in ("sglang", "sglang.srt"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.warns(UserWarning, match="this SGLang has no registry"):
+        rawattn_plugins.sglang()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rawattn_plugins.sglang()
+
+
+def test_a_half_installed_sglang(tmp_path: pathlib.Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders without Python of their own are packages too, whose paths look for their parents' modules."""
+    (tmp_path / "sglang/srt/layers/attention").mkdir(parents=True)
+    (tmp_path / "sglang/srt/layers/attention/base_attn_backend.py").write_text("import a_module_that_is_missing")
+    for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(x for x in sys.path if not (pathlib.Path(x) / "sglang").exists())])
+    assert request.getfixturevalue("make") is not None
+
+
 def test_refusals(make: Any) -> None:
     run = runner("cpu")
     backend, q = make(run), torch.randn(1, HEADS * DIM)
@@ -169,6 +269,26 @@ def test_refusals(make: Any) -> None:
     run.use_mla_backend = True
     with pytest.raises(UnsupportedError, match="use_mla_backend"):
         make(run)
+    run.use_mla_backend = False
+    phase = types.SimpleNamespace(backend="full")
+    run.server_args.cuda_graph_config = types.SimpleNamespace(prefill=phase)
+    with pytest.raises(UnsupportedError, match="--cuda-graph-backend-prefill=breakable"):
+        make(run)
+    phase.backend = "breakable"
+    assert make(run) is not None
+    run.token_to_kv_pool = types.SimpleNamespace(swa_kv_pool=None, swa_req_ring_size=64)
+    with pytest.raises(UnsupportedError, match="--disable-hybrid-swa-memory"):
+        make(run)
+
+
+def test_e4m3_on_an_older_gpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runner("cpu")
+    run.device, run.kv_cache_dtype = "cuda", torch.float8_e4m3fn
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(UnsupportedError, match="--kv-cache-dtype fp8_e5m2"):
+        make(run)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert make(run) is not None
 
 
 def test_the_contract(make: Any) -> None:
@@ -194,4 +314,4 @@ def _source() -> dict[str, Any]:
 
 def test_entry_point() -> None:
     text = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert re.search(r'\[project.entry-points."sglang.srt.plugins"\]\nrawattn = "rawattn.integrations.sglang:register"', text)
+    assert re.search(r'\[project.entry-points."sglang.srt.plugins"\]\nrawattn = "rawattn_plugins:sglang"', text)

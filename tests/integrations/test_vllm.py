@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import subprocess
 import sys
 import types
 import warnings
@@ -18,8 +19,8 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 import rawattn  # noqa: E402
+import rawattn_plugins  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
-from rawattn.integrations import vllm as plugin  # noqa: E402
 from tests.integrations import vllm_like  # noqa: E402
 from tests.versions import since  # noqa: E402
 
@@ -40,8 +41,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         for name, module in vllm_like.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, DOOR, raising=False)
-    plugin.register()
-    plugin.register()
+    rawattn_plugins.vllm()
+    rawattn_plugins.vllm()
     yield importlib.import_module("vllm.v1.attention.backend"), importlib.import_module(DOOR).RawattnBackend
     sys.modules.pop(DOOR, None)
 
@@ -199,6 +200,156 @@ def test_scales_that_are_loaded_late(backend: Any) -> None:
         torch.testing.assert_close(stored, k, rtol=0.07, atol=0.01)
 
 
+def test_batch_invariance(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = backend[1]
+    module, asked = importlib.import_module(DOOR), []
+    monkeypatch.setattr(module.caches, "attention_kvcache", lambda *given, **options: asked.append(options["invariant"]))
+    for found in (False, True):
+        monkeypatch.setattr(module, "envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=found))
+        attend(backend, door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS))
+    assert asked == [False, True] and door.supports_batch_invariance()
+
+
+def test_drafts_are_read_where_they_are(backend: Any) -> None:
+    """vLLM updates metadata within a graph and builds none: the step has to have vLLM's own arrays."""
+    base, door = backend
+    builder, batch = door.get_builder_cls()(None, [], None, None), one(base, 5)
+    metadata = builder.build_for_cudagraph_capture(batch)
+    for array in (batch.seq_lens, batch.query_start_loc, batch.block_table_tensor, batch.slot_mapping):
+        array += 3
+    assert builder.supports_draft_decode_metadata_update
+    builder.update_draft_decode_metadata(metadata)
+    step = metadata.step
+    assert step.kv_lens.tolist() == [8] and step.cu_seqlens_q.tolist() == [3, 8] and step.page_table.tolist() == [[4]]
+    assert metadata.slot_mapping[0] == SIZE + 3
+
+
+def test_graphs(backend: Any) -> None:
+    """A graph of prompts and decoding takes all batches, but not those whose masks have ranges of images."""
+    support = importlib.import_module("vllm.v1.attention.backend").AttentionCGSupport
+    for ranges, found in ((False, support.ALWAYS), (True, support.UNIFORM_SINGLE_TOKEN_DECODE)):
+        config = types.SimpleNamespace(model_config=types.SimpleNamespace(is_mm_prefix_lm=ranges))
+        assert backend[1].get_builder_cls().get_cudagraph_support(config, None) is found
+
+
+@since(2, 5)
+def test_a_graph_of_a_mixed_batch(backend: Any, device: str) -> None:
+    """What was captured with a bound of all rows on one sequence, as vLLM's runners do, computes any batch of so many rows."""
+    (base, door), random = backend, torch.Generator().manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
+    batch = common(base, device, table.to(device))
+    batch.max_query_len, batch.max_seq_len = 14, 32
+    captured = door.get_builder_cls()(None, [], None, None).build_for_cudagraph_capture(batch)
+    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS)
+    pool = torch.randn(10, KV_HEADS, SIZE, 2 * DIM, generator=random).to(device, dtype)
+    for lengths in ([(1, 9), (11, 11), (2, 20), (0, 0)], [(14, 30), (0, 0), (0, 0), (0, 0)], [(4, 4), (3, 9), (3, 32), (4, 12)]):
+        starts = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
+        batch.query_start_loc.copy_(starts)
+        batch.seq_lens.copy_(torch.tensor([kv for _, kv in lengths]))
+        at = [int(table[i, p // SIZE]) * SIZE + p % SIZE for i, (q, kv) in enumerate(lengths) for p in range(kv - q, kv)]
+        batch.slot_mapping.copy_(torch.tensor(at))
+        q, k, v = (torch.randn(14, n, DIM, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+        o = impl.forward(None, q, k, v, pool, captured, torch.full_like(q, torch.nan)).float().cpu()
+        for i, (rows, n) in enumerate(lengths):
+            first = int(starts[i])
+            keys = torch.cat([pool[p].transpose(0, 1) for p in table[i]])[:n].float().cpu()
+            given = (x.transpose(0, 1) for x in (q[first : first + rows].float().cpu(), keys[..., :DIM], keys[..., DIM:]))
+            kept = torch.arange(n - rows, n)[:, None] >= torch.arange(n)
+            wanted = F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1)
+            tolerance = 1e-5 if device == "cpu" else 2e-2
+            torch.testing.assert_close(o[first : first + rows], wanted, rtol=tolerance, atol=tolerance)
+
+
+@since(2, 5)
+@pytest.mark.parametrize("kind", ["ENCODER", "ENCODER_ONLY"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_encoders(window: int | None, kind: str, backend: Any, device: str) -> None:
+    """Without a cache, in both directions."""
+    (base, door), random = backend, torch.Generator().manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    lengths, batch = [5, 1, 6], one(base, 14, False, device)  # and two rows of padding
+    batch.query_start_loc = torch.tensor([0, 5, 6, 12], dtype=torch.int32, device=device)
+    batch.seq_lens, batch.num_reqs = torch.tensor(lengths, dtype=torch.int32, device=device), 3
+    batch.block_table_tensor = torch.zeros(3, 1, dtype=torch.int32, device=device)
+    impl = door.get_impl_cls()(
+        HEADS, DIM, 0.25, KV_HEADS, sliding_window=window, attn_type=getattr(base.AttentionType, kind)
+    )  # fmt: skip
+    q, k, v = (torch.randn(14, n, DIM, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    output = torch.full_like(q, 5)
+    metadata = door.get_builder_cls()(None, [], None, None).build(0, batch)
+    impl.forward(None, q, k, v, torch.empty(0, dtype=dtype, device=device), metadata, output)
+    first = 0
+    for n in lengths:
+        given = (x[first : first + n].transpose(0, 1).float().cpu() for x in (q, k, v))
+        kept = (torch.arange(n)[:, None] - torch.arange(n)).abs() < (window or 99)
+        wanted = F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1)
+        tolerance = 1e-5 if device == "cpu" else 2e-2
+        torch.testing.assert_close(output[first : first + n].float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+        first += n
+    assert (output[12:] == 5).all()
+
+
+@since(2, 5)
+def test_queries_of_a_decoder_to_an_encoder(backend: Any) -> None:
+    """vLLM writes other slots into the metadata: as many as the encoder gave keys, or none where they are in the cache."""
+    (base, door), random = backend, torch.Generator().manual_seed(0)
+    batch = one(base, 2, False)
+    batch.seq_lens = torch.tensor([9], dtype=torch.int32)
+    batch.max_seq_len = 9
+    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, attn_type=base.AttentionType.ENCODER_DECODER)
+    q, k, v = (torch.randn(n, h, DIM, generator=random) for n, h in ((2, HEADS), (9, KV_HEADS), (9, KV_HEADS)))
+    metadata = door.get_builder_cls()(None, [], None, None).build(0, batch)
+    metadata.slot_mapping = torch.arange(SIZE, SIZE + 9)
+    pool = torch.zeros(2, KV_HEADS, SIZE, 2 * DIM)
+    given = (x.transpose(0, 1) for x in (q, k, v))
+    wanted = F.scaled_dot_product_attention(*given, scale=0.25, enable_gqa=True).transpose(0, 1)
+    for keys, slots in (((k, v), metadata.slot_mapping), ((None, None), torch.empty(0, dtype=torch.int64))):
+        metadata.slot_mapping = slots
+        o = impl.forward(None, q, *keys, pool, metadata, torch.full_like(q, torch.nan))
+        torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
+
+
+@since(2, 5)
+@pytest.mark.parametrize("clamps", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_ranges_of_images(window: int | None, clamps: bool, backend: Any, device: str) -> None:
+    """Tokens of a range of positions see each other, those behind this step's rows too, where they are in the cache."""
+    (base, door), random = backend, torch.Generator().manual_seed(0)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
+    ranges = {0: [(2, 9)], 1: [(1, 3), (5, 6), (4, 4)], 2: [(2, 17), (19, 30)], 3: []}  # of which the last key counts
+    batch, layer = common(base, device, table.to(device)), types.SimpleNamespace(mm_prefix_clamp_sliding_window=clamps)
+    batch.mm_req_doc_ranges, batch.seq_lens_cpu_upper_bound = ranges, batch.seq_lens.cpu()
+    q = torch.randn(14, HEADS, DIM, generator=random).to(device, dtype)
+    keys, values = ([torch.randn(n, KV_HEADS, DIM, generator=random).to(dtype) for _, n in LENGTHS] for _ in range(2))
+    pool = torch.zeros(6, KV_HEADS, SIZE, 2 * DIM, dtype=dtype)
+    for i, (_, n) in enumerate(LENGTHS):
+        for at in range(n):
+            pool[table[i, at // SIZE], :, at % SIZE] = torch.cat([keys[i][at], values[i][at]], -1)
+    new = [torch.cat([x[n - rows :] for x, (rows, n) in zip(each, LENGTHS, strict=True)]) for each in (keys, values)]
+    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, sliding_window=window)
+    builder = door.get_builder_cls()(None, [], None, None)
+    metadata, output = builder.build(0, batch), torch.full_like(q, torch.nan)
+    impl.forward(layer, q, *(x.to(device) for x in new), pool.to(device), metadata, output)
+    first = 0
+    for i, (rows, n) in enumerate(LENGTHS):
+        at, kv = torch.arange(n - rows, n)[:, None], torch.arange(n)
+        kept, near = kv <= at, at - kv < (window or 99)
+        inside = torch.zeros_like(kept)
+        for begin, last in ranges[i]:
+            if begin < last:
+                inside |= (begin <= at) & (at <= last) & (begin <= kv) & (kv <= last)
+        kept = near & (kept | inside) if clamps else (near & kept) | inside
+        given = (x.transpose(0, 1).float().cpu() for x in (q[first : first + rows], keys[i], values[i]))
+        wanted = F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1)
+        tolerance = 1e-5 if device == "cpu" else 2e-2
+        torch.testing.assert_close(output[first : first + rows].float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+        first += rows
+    batch.mm_req_doc_ranges = {0: [(2, 9)], 3: []}  # in none of which a row is
+    assert builder.build(0, batch).prefix is None and builder.build(0, batch).step.causal is True
+
+
 def test_capture_builds_as_a_subclass_does(backend: Any) -> None:
     """vLLM's classes override build, to show layers another batch; a graph's steps have no bound of keys."""
     base, door = backend
@@ -216,28 +367,26 @@ def test_capture_builds_as_a_subclass_does(backend: Any) -> None:
 
 def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM of another version starts without the backend, and one warning says so."""
-    monkeypatch.setattr(plugin, "_warned", False)
+    monkeypatch.setattr(rawattn_plugins, "_warned", set())
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     with pytest.warns(UserWarning, match="this vLLM has no registry"):
-        plugin.register()
+        rawattn_plugins.vllm()
     registry.AttentionBackendEnum = vllm_like.AttentionBackendEnum  # type: ignore[attr-defined]
     registry.register_backend = lambda backend: None  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plugin.register()
-    monkeypatch.setattr(plugin, "_warned", False)
+        rawattn_plugins.vllm()
+    monkeypatch.setattr(rawattn_plugins, "_warned", set())
     with pytest.warns(UserWarning, match="takes 1 positional argument"):
-        plugin.register()
+        rawattn_plugins.vllm()
 
 
 def test_refusals(backend: Any) -> None:
     base, door = backend
     impl = door.get_impl_cls()
-    with pytest.raises(UnsupportedError, match=r"attn_type is .*encoder_only"):
-        impl(HEADS, DIM, 0.25, KV_HEADS, attn_type=base.AttentionType.ENCODER_ONLY)
     with pytest.raises(UnsupportedError, match="output_scale was given"):
         impl(HEADS, DIM, 0.25).forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
     assert [door.supports_head_size(n) for n in (8, 16, 80, 256, 288, 72)] == [False, True, True, True, False, False]
@@ -247,9 +396,16 @@ def test_refusals(backend: Any) -> None:
     assert "computes in torch.bfloat16" in door.supports_combination(64, torch.bfloat16, "float16", *more)
     assert not any(door.supports_combination(64, torch.bfloat16, name, *more) for name in ("auto", "bfloat16"))
     assert not door.supports_compute_capability(types.SimpleNamespace(major=7))
+    for major, minor, names in ((8, 6, ["fp8", "fp8_e4m3"]), (8, 9, []), (9, 0, [])):
+        given = more[:-1] + (types.SimpleNamespace(major=major, minor=minor),)
+        kinds = "auto", "fp8", "fp8_e4m3", "fp8_e5m2"
+        assert [x for x in kinds if door.supports_combination(64, torch.float16, x, *given)] == names
 
 
-METHODS = {"__init__", "forward", "process_weights_after_loading", "build", "build_for_cudagraph_capture"}
+METHODS = {
+    "__init__", "forward", "process_weights_after_loading", "build", "build_for_cudagraph_capture", "get_cudagraph_support",
+    "update_draft_decode_metadata",
+}  # fmt: skip
 
 
 def test_the_contract(backend: Any) -> None:
@@ -266,10 +422,14 @@ def test_the_contract(backend: Any) -> None:
         names = inspect.signature(door.validate_configuration).parameters
         given = {"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "fp8", "block_size": 16, "attn_type": "decoder"}
         given |= {"device_capability": DeviceCapability(9, 0), "has_sink": True, "has_sliding_window": True}
+        given |= {"use_batch_invariant": True, "use_mm_prefix": True, "use_adaptive_verification": True}
         assert door.validate_configuration(**{name: given.get(name, False) for name in names}) == []
 
 
 def test_entry_point() -> None:
+    """It imports nothing of rawattn, in whose place other people's servers would wait."""
+    code = "import sys, rawattn_plugins; assert 'rawattn' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).resolve().parents[2])
     text = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert re.search(r'\[project.entry-points."vllm.general_plugins"\]\nrawattn = "rawattn.integrations.vllm:register"', text)
-    assert plugin.PATH.startswith(DOOR) and callable(plugin.register)
+    assert re.search(r'\[project.entry-points."vllm.general_plugins"\]\nrawattn = "rawattn_plugins:vllm"', text)
+    assert rawattn_plugins.PATH.startswith(DOOR)

@@ -10,11 +10,11 @@ M = TypeVar("M")
 
 
 class AttentionType(str, enum.Enum):
-    DECODER, ENCODER_ONLY = "decoder", "encoder_only"
+    DECODER, ENCODER, ENCODER_ONLY, ENCODER_DECODER = "decoder", "encoder", "encoder_only", "encoder_decoder"
 
 
 class AttentionCGSupport(enum.Enum):
-    ALWAYS, UNIFORM_BATCH = 3, 2
+    ALWAYS, UNIFORM_BATCH, UNIFORM_SINGLE_TOKEN_DECODE = 3, 2, 1
 
 
 class AttentionBackend:
@@ -33,6 +33,13 @@ class AttentionMetadataBuilder(Generic[M]):
         raise NotImplementedError
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        raise NotImplementedError
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
         raise NotImplementedError
 
 
@@ -80,6 +87,7 @@ def modules() -> dict[str, types.ModuleType]:
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends")
     found = {name: types.ModuleType(name) for name in (*names, "vllm.v1.attention.backends.registry")}
     vars(found["vllm.v1.attention.backend"]).update({each.__name__: each for each in BASES})
+    vars(found["vllm"])["envs"] = types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)
     registry = {"AttentionBackendEnum": AttentionBackendEnum, "register_backend": register_backend}
     vars(found["vllm.v1.attention.backends.registry"]).update(registry)
     return found
