@@ -192,6 +192,7 @@ class Step:
         is_3 = self.ragged or case["begin"] or "attention_chunk" in case["function"]
         joined = torch.cat if self.ragged else torch.stack
         given = {"cache_seqlens": ints(self.lens), "softcap": case["softcap"], **case["local"], **case["function"]}
+        given |= {name: x.to(self.device) for name, x in given.items() if isinstance(x, torch.Tensor)}
         given |= {"page_table" if is_3 else "block_table": self.table.to(self.device)} if self.table is not None else {}
         given |= {"cache_batch_idx": ints(self.rows)} if case["batch_idx"] else {}
         given |= {"cache_leftpad": ints(self.first)} if case["leftpad"] else {}

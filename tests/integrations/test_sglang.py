@@ -186,7 +186,9 @@ def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
         f = backend.forward_decode if mode is decode else backend.forward_extend
         for one, history, kept in zip(layers, histories, (99, window), strict=True):
             q, k, v = (torch.randn(sum(new), n, DIM, generator=random).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
-            history[:] = [[torch.cat(x) for x in zip(each, y.split(new), strict=True)] for each, y in zip(history, (k, v))]
+            history[:] = [
+                [torch.cat(x) for x in zip(each, y.split(new), strict=True)] for each, y in zip(history, (k, v), strict=True)
+            ]
             o = f(*(x.to(device) for x in (q.flatten(1), k, v)), one, given)
             tolerance = 1e-5 if device == "cpu" else 2e-2
             torch.testing.assert_close(o.float().cpu(), expected(q, *history, new, kept), rtol=tolerance, atol=tolerance)

@@ -15,7 +15,7 @@ from tests.caches import Cached
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
-LONG = Cached(((1, 32_000),), page_size=64, dtype="bf16", heads=8, kv_heads=1, head_dim=128, head_dim_v=128)
+LONG = Cached(((1, 32_000),), page_size=64, dtype="bf16", heads=8, kv_heads=1, head_dim=128, head_dim_v=128, device="cuda")
 
 
 def said() -> list[str]:
