@@ -1,4 +1,4 @@
-"""What vLLM and SGLang call by their entry points, in each process wherever rawattn is installed. It imports nothing of rawattn: a server
+"""What vLLM and SGLang call by their entry points, wherever rawattn is installed. It imports nothing of rawattn: a server
 that runs without it pays for two registrations by name.
 
 >>> vllm.LLM(model, attention_config={"backend": "RAWATTN"})  # or: vllm serve MODEL --attention-backend RAWATTN
