@@ -1,5 +1,6 @@
-"""What vLLM and SGLang call by their entry points, wherever rawattn is installed. It imports nothing of rawattn: a server
-that runs without it pays for two registrations by name.
+"""What vLLM and SGLang call by their entry points, in each of their processes wherever rawattn is installed.
+
+It imports nothing of rawattn, as most of these servers run with another backend.
 
 >>> vllm.LLM(model, attention_config={"backend": "RAWATTN"})  # or: vllm serve MODEL --attention-backend RAWATTN
 

@@ -64,8 +64,8 @@ class RawattnBackend(AttentionBackend):
     ) -> str | None:  # fmt: skip
         if kv_cache_dtype in EIGHT_BITS and head_size % 32:
             return f"a cache of {kv_cache_dtype} needs a head size that is a multiple of 32"
-        is_e4m3, gpu = EIGHT_BITS.get(kv_cache_dtype) == torch.float8_e4m3fn, device_capability
-        if is_e4m3 and gpu is not None and (gpu.major, gpu.minor) < (8, 9):
+        older = device_capability is not None and (device_capability.major, device_capability.minor) < (8, 9)
+        if older and EIGHT_BITS.get(kv_cache_dtype) == torch.float8_e4m3fn:
             return f"a cache of {kv_cache_dtype} needs compute capability 8.9 or newer; fp8_e5m2 does not"
         if kv_cache_dtype in SIXTEEN_BITS and SIXTEEN_BITS[kv_cache_dtype] != dtype:
             return f"a cache of {kv_cache_dtype} needs a model of {kv_cache_dtype}, and this one computes in {dtype}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pathlib
@@ -32,17 +33,26 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Returns what SGLang's registry has of rawattn. The registry and classes are its own, where they can be imported, or of
-    their form."""
+@functools.cache
+def is_installed() -> bool:
+    """Whether SGLang's own classes can be imported. Where it lacks a part, nothing of what was imported until then stays: a
+    package without Python of its own reads the module of its parent, and that may be gone."""
     try:
         importlib.import_module("sglang.srt.layers.attention.base_attn_backend")
         importlib.import_module("sglang.srt.mem_cache.memory_pool")
         importlib.import_module("sglang.srt.arg_groups.choices")
-    except ImportError:  # of a part that is there nothing stays; its namespace paths read the modules that they name until then
-        for name in sorted((each for each in sys.modules if each.partition(".")[0] == "sglang"), reverse=True):
-            monkeypatch.delitem(sys.modules, name)
+        return True
+    except ImportError:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+            del sys.modules[name]
+        return False
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Returns what SGLang's registry has of rawattn. The registry and classes are its own, where they can be imported, or of
+    their form."""
+    if not is_installed():
         for name, module in like.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, DOOR, raising=False)
@@ -58,10 +68,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def modes() -> Any:
     """SGLang's own ``ForwardMode``, or the one of its form."""
-    try:
+    if is_installed():
         return importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
-    except ImportError:
-        return like.ForwardMode
+    return like.ForwardMode
 
 
 def runner(device: str, page_size: int = 1) -> Any:
@@ -186,9 +195,8 @@ def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
         f = backend.forward_decode if mode is decode else backend.forward_extend
         for one, history, kept in zip(layers, histories, (99, window), strict=True):
             q, k, v = (torch.randn(sum(new), n, DIM, generator=random).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
-            history[:] = [
-                [torch.cat(x) for x in zip(each, y.split(new), strict=True)] for each, y in zip(history, (k, v), strict=True)
-            ]
+            for each, y in zip(history, (k, v), strict=True):
+                each[:] = [torch.cat(x) for x in zip(each, y.split(new), strict=True)]
             o = f(*(x.to(device) for x in (q.flatten(1), k, v)), one, given)
             tolerance = 1e-5 if device == "cpu" else 2e-2
             torch.testing.assert_close(o.float().cpu(), expected(q, *history, new, kept), rtol=tolerance, atol=tolerance)
@@ -230,8 +238,9 @@ def test_no_more_of_the_table_is_gathered_than_is_used(make: Any) -> None:
 def test_an_sglang_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang of another version starts without the backend, and one warning says so."""
     monkeypatch.setattr(rawattn_plugins, "_warned", set())
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
     with pytest.warns(UserWarning, match="this SGLang has no registry"):
         rawattn_plugins.sglang()
     with warnings.catch_warnings():
@@ -239,14 +248,16 @@ def test_an_sglang_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
         rawattn_plugins.sglang()
 
 
-def test_a_half_installed_sglang(tmp_path: pathlib.Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders without Python of their own are packages too, whose paths look for their parents' modules."""
-    (tmp_path / "sglang/srt/layers/attention").mkdir(parents=True)
-    (tmp_path / "sglang/srt/layers/attention/base_attn_backend.py").write_text("import a_module_that_is_missing")
+def test_a_half_installed_sglang(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own module fails and is gone, and what that imported stays."""
+    (tmp_path / "sglang/srt/layers").mkdir(parents=True)
+    (tmp_path / "sglang/__init__.py").write_text("import sglang.srt.layers\nimport a_module_that_is_missing")
     for name in [each for each in sys.modules if each.partition(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *(x for x in sys.path if not (pathlib.Path(x) / "sglang").exists())])
-    assert request.getfixturevalue("make") is not None
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        assert not is_installed.__wrapped__()
+    assert not [each for each in sys.modules if each.partition(".")[0] == "sglang"]
 
 
 def test_refusals(make: Any) -> None:

@@ -385,7 +385,7 @@ def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals(backend: Any) -> None:
-    _, door = backend
+    door = backend[1]
     impl = door.get_impl_cls()
     with pytest.raises(UnsupportedError, match="output_scale was given"):
         impl(HEADS, DIM, 0.25).forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
@@ -397,7 +397,7 @@ def test_refusals(backend: Any) -> None:
     assert not any(door.supports_combination(64, torch.bfloat16, name, *more) for name in ("auto", "bfloat16"))
     assert not door.supports_compute_capability(types.SimpleNamespace(major=7))
     for major, minor, names in ((8, 6, ["fp8", "fp8_e4m3"]), (8, 9, []), (9, 0, [])):
-        given = *more[:-1], types.SimpleNamespace(major=major, minor=minor)
+        given = (*more[:-1], types.SimpleNamespace(major=major, minor=minor))
         kinds = "auto", "fp8", "fp8_e4m3", "fp8_e5m2"
         assert [x for x in kinds if door.supports_combination(64, torch.float16, x, *given)] == names
 
