@@ -160,7 +160,9 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
 def _prefix_of(common: Any) -> tuple[Any, Any, Any] | None:
     """Returns, where rows are in ranges of positions in which tokens see each other, the first and the last key of each row's
     range, and by how much a position of each sequence differs from its row."""
-    ranges = getattr(common, "mm_req_doc_ranges", None) or {}
+    ranges = getattr(common, "mm_req_doc_ranges", None)
+    if not ranges:
+        return None
     found = torch.tensor([[1 << 30], [-1]], dtype=torch.int32).repeat(1, common.num_actual_tokens)
     starts, any_row = common.query_start_loc_cpu.tolist(), False
     for i, given in ranges.items():

@@ -283,6 +283,11 @@ def test_refusals(make: Any) -> None:
     with pytest.raises(UnsupportedError, match="use_mla_backend"):
         make(run)
     run.use_mla_backend = False
+    pool = run.token_to_kv_pool
+    run.token_to_kv_pool = type("UnifiedSWAKVPool", (), {})()
+    with pytest.raises(UnsupportedError, match="the pool is a UnifiedSWAKVPool"):
+        make(run)
+    run.token_to_kv_pool = pool
     phase = types.SimpleNamespace(backend="full")
     run.server_args.cuda_graph_config = types.SimpleNamespace(prefill=phase)
     with pytest.raises(UnsupportedError, match="--cuda-graph-backend-prefill=breakable"):
