@@ -166,7 +166,7 @@ def _check_runner(model_runner: Any, pool: Any) -> None:
     if getattr(model_runner, "use_mla_backend", False):
         raise UnsupportedError("use_mla_backend is True; rawattn does not serve it in SGLang.")
     if type(pool).__name__.startswith("Unified"):  # its tables hold virtual numbers
-        raise UnsupportedError(f"the pool is a {type(pool).__name__}, whose memory is unified; rawattn does not serve it in SGLang.")
+        raise UnsupportedError(f"the pool is a {type(pool).__name__}, whose memory is unified; rawattn does not serve it.")
     if hasattr(pool, "swa_kv_pool") and getattr(pool, "swa_req_ring_size", None) is not None:
         raise UnsupportedError(
             "the pool for sliding windows has a ring for each request; rawattn does not serve it in SGLang. "
