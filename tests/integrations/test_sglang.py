@@ -192,6 +192,8 @@ def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
             backend.init_forward_metadata(given)
         else:
             backend.init_forward_metadata_out_graph(given, in_capture=way == "capture")
+        begins = [max(n - rows - window, 0) for n, rows in zip(lens, new, strict=True)]
+        assert backend.forward_metadata.window_step.kv_begin.tolist() == begins  # a GPU would read keys before them
         f = backend.forward_decode if mode is decode else backend.forward_extend
         for one, history, kept in zip(layers, histories, (99, window), strict=True):
             q, k, v = (torch.randn(sum(new), n, DIM, generator=random).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
