@@ -492,7 +492,7 @@ def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rota
     Arguments as in ``append``, and ``options`` as in ``attention_kvcache``, which also says what is given back. With ``rotary`` q
     is rotated too, and stays as it was.
     """
-    if options and (unknown := options.keys() - _OPTIONS):  # before anything is written
+    if unknown := [name for name in options if name not in _OPTIONS]:  # before anything is written
         arguments.refuse(attention_append, unknown, options=_OPTIONS)
     rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else q)
     return attention_kvcache(q if rotary is None else rotated, cache, step, **options)

@@ -20,7 +20,7 @@ BLOCKS = [
 @pytest.mark.parametrize(("page", "title", "block"), BLOCKS)
 def test_block(page: str, title: str, block: str) -> None:
     for name in ("jax", "transformers", "diffusers"):
-        if re.search(rf"^import {name}(\.|$)", block, re.MULTILINE):
+        if re.search(rf"^ *import {name}(\.|$)", block, re.MULTILINE):
             pytest.importorskip(name)
     indent = len(block) - len(block.lstrip(" "))
     code = compile(re.sub(rf"^ {{{indent}}}", "", block, flags=re.MULTILINE), page, "exec")
