@@ -104,9 +104,6 @@ def _pending(x: Any) -> str | None:
 def check_plain(name: str, x: Any) -> None:
     """Raises ProblemError for a torch tensor whose class has a ``__torch_function__`` of its own, as a ``CausalBias`` has: its
     memory need not hold what it means."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is torch.Tensor or not isinstance(x, torch.Tensor):
-        return
     if _behaves(type(x)):
         raise ProblemError(
             f"{name} is a {type(x).__name__}, a tensor with a __torch_function__ of its own, which a kernel would pass over; "
@@ -115,7 +112,10 @@ def check_plain(name: str, x: Any) -> None:
 
 
 def _behaves(cls: Any) -> bool:
-    torch, own = sys.modules["torch"], cls.__torch_function__
+    torch = sys.modules.get("torch")
+    if torch is None or cls is torch.Tensor or not issubclass(cls, torch.Tensor):
+        return False
+    own = cls.__torch_function__
     is_torchs = getattr(own, "__func__", None) is torch.Tensor.__torch_function__.__func__
     return not is_torchs and own is not torch._C._disabled_torch_function_impl
 
