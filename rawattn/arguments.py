@@ -77,7 +77,7 @@ FOREIGN = {
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """What an unknown name most likely means among the known ones; empty where nobody can say."""
+    """Says what an unknown name most likely means among the known ones; empty where nobody can say."""
     own, remark = FOREIGN.get(name, ("", ""))
     if not own and not remark:
         own = next(iter(difflib.get_close_matches(name, known, 1, 0.7)), "")

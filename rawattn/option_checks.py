@@ -218,13 +218,13 @@ class OnHost:
         self.given = ctypes.create_string_buffer(args, max(1, len(args))), (ctypes.c_int * 5)(*rows), head
 
     def tiles(self, which: str, begin: int, end: int) -> list[int]:
-        """What ``kv_tiles`` or ``q_tiles`` gives: begin, full_begin, full_end, end."""
+        """Asks ``kv_tiles`` or ``q_tiles``: begin, full_begin, full_end, end."""
         found = (ctypes.c_int * 4)()
         getattr(self.library, which)(*self.given, begin, end, found)
         return list(found)
 
     def keep(self, rows: int, keys: int) -> Bools:
-        """Which of the queries keep which keys."""
+        """Says which of the queries keep which keys."""
         kept = np.zeros((rows, keys), bool)
         self.library.keep(*self.given, keys, kept.ctypes.data_as(ctypes.c_void_p))
         return kept

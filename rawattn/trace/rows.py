@@ -78,7 +78,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
 
 
 def _called(name: str, args: Any, words: dict[str, Any]) -> Any:
-    """What a function of an array library makes of rows."""
+    """Applies a function of an array library to rows."""
     name = name.strip("_")
     first: Any = args[0] if args else words.get("input")
     if name in ("gather", "index_select") and hasattr(type(first), "gather"):

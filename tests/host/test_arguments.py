@@ -1,4 +1,4 @@
-"""What public calls say of arguments that they do not have."""
+"""Public calls name the arguments that they do not have."""
 
 from __future__ import annotations
 
