@@ -36,7 +36,8 @@ struct CacheRows {
         const i32 batch = threadIdx.x % 32 * 32;
         if (batch < args.batches) Lengths::prefetch(args, batch);
     }
-    __device__ static u32 lanes_in_order(const Args&, i32) { return ~0u; }
+    __device__ static bool is_cut(const Args&, i32) { return false; }
+    __device__ static void say_cut(const Args&) {}
     __device__ Keys keys() const { return {kv_len}; }
     __device__ Seen seen() const { return {kv_len, q_len}; }
     __device__ bool is(const Seen& seen) const { return kv_len == seen.kv_len && q_len == seen.q_len; }

@@ -9,7 +9,8 @@ struct Dense {
 
     __device__ Dense(const Args& args, i32 batch) : q_len(args.q_len), kv_len(args.kv_len), batch(batch), q{batch}, kv{batch} {}
 
-    __device__ static u32 lanes_in_order(const Args&, i32) { return ~0u; }
+    __device__ static bool is_cut(const Args&, i32) { return false; }
+    __device__ static void say_cut(const Args&) {}
     // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence.
     template <int rows> __device__ i32 first_q_block() const { return batch * ((q_len + rows - 1) / rows); }
     __device__ Extent extent() const { return {q_len, kv_len, 0, 0}; }

@@ -27,7 +27,8 @@ struct PackGqa {
         : q_len(args.q_len * args.pack_gqa_heads), kv_len(args.kv_len), heads(args.pack_gqa_heads), queries(args.q_len),
           q{batch, heads}, kv{batch} {}
 
-    __device__ static u32 lanes_in_order(const Args&, i32) { return ~0u; }
+    __device__ static bool is_cut(const Args&, i32) { return false; }
+    __device__ static void say_cut(const Args&) {}
     __device__ Extent extent() const { return {queries, kv_len, 0, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }

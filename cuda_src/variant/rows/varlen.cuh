@@ -19,14 +19,11 @@ struct Varlen {
     __device__ static bool is_within(const i32* begin, i32 rows) { return 0 <= begin[0] && begin[0] <= begin[1] && begin[1] <= rows; }
 
     // A schedule leaves out the first sequence that is cut and all behind it, so that no two that it hands out have rows or scratch in common:
-    // blocks would wait for turns that never come. By a warp, each lane for another of 32 sequences: the lanes before that one, which is said.
-    __device__ static u32 lanes_in_order(const Args& args, i32 batch) {
-        const bool in_order = batch >= args.batches ||
-                              (is_within(args.cu_seqlens_q + batch, args.total_q) && is_within(args.cu_seqlens_kv + batch, args.total_kv));
-        if (!in_order) atomicOr(args.violations, violated::cu_seqlens);
-        const u32 wrong = __ballot_sync(0xffffffffu, !in_order);
-        return (wrong & -wrong) - 1;  // all where none is
+    // blocks would wait for turns that never come.
+    __device__ static bool is_cut(const Args& args, i32 batch) {
+        return !(is_within(args.cu_seqlens_q + batch, args.total_q) && is_within(args.cu_seqlens_kv + batch, args.total_kv));
     }
+    __device__ static void say_cut(const Args& args) { atomicOr(args.violations, violated::cu_seqlens); }
     // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence. There is a place for each
     // without adding up the blocks of those before it, since a / n + ceil(b / n) <= (a + b) / n + 1: total_q / n + batches in all.
     template <int rows> __device__ i32 first_q_block() const { return q.first / rows + batch; }
