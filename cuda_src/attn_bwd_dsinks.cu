@@ -33,7 +33,7 @@ __device__ Number add_rows(const Args& args, i32 head) {
     i32 chunk = threadIdx.x / 32;
     for (i32 batch = 0; batch < args.batches; ++batch) {
         const Rows rows(args, batch);
-        if (Rows::is_cut(args, batch)) break;  // other passes leave out the rest, too
+        if (rows.is_cut) break;  // other passes leave out the rest, too
         const i32 chunks = ceil_div(rows.q_len, 32);
         const Number* delta = args.delta + i64(place_of(args, rows, head, 0)) * cfg::tile_q;
         for (; chunk < chunks; chunk += warps) {

@@ -323,14 +323,16 @@ struct Consumer {
 
     const Args& args;
     Smem& smem;
-    const u32 thread, warp, m;  // among the four warps, and which 16 rows they have
+    const u32 warp, m;  // of the four that share 16 rows, and which rows these are
     Own& own;
     Strand strand;
 
     __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), thread((threadIdx.x - first_thread) % 128), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
+        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
 
+    // The thread's number among the four warps, anew at each use: what follows from it would take registers over all key tiles.
+    __device__ u32 thread() const { return 32 * warp + ptx::lane_id(); }
     // The thread's upmost row in the work, and whether there is such a row.
     __device__ i32 top_row() const { return m * 16 + first_row(); }
     __device__ bool has_rows() const { return top_row() < smem.work.rows; }
@@ -342,7 +344,7 @@ struct Consumer {
     __device__ void load_q(const Rows& rows) {
         const SplitRun& run = smem.work.run;
         const u32 to = ptx::smem_address(&smem.q);
-        for (u32 i = threadIdx.x - first_thread; i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
+        for (u32 i = 128 * m + thread(); i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
             const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
             const bool inside = run.q_begin + row < rows.q_len;
             const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
@@ -420,7 +422,7 @@ struct Consumer {
     // What the four warps found, as one; this warp's quarter of the columns.
     __device__ Quarter merge(const OnlineSoftmax& softmax) {
         Quarter merged;
-        const u32 lane = thread % 32;
+        const u32 lane = ptx::lane_id();
         const bool mine = has_rows();
 #pragma unroll
         for (int r = 0; r < 2; ++r) merged.max[r] = softmax.max[r], merged.sum[r] = quad_sum(softmax.sum[r]);
@@ -462,7 +464,7 @@ struct Consumer {
         return {reinterpret_cast<float4*>(args.partials) + i64(at) * slot_stride + m * (slot_stride / cfg::m_tiles)};
     }
     __device__ void leave(i32 at, const Quarter& state) const {
-        if (has_rows()) slot(at).put(state, thread);
+        if (has_rows()) slot(at).put(state, thread());
     }
     __device__ void leave_before(i32 place, const Quarter& state) const { leave(slot_before(args, blockIdx.x, place), state); }
     __device__ void leave_after(i32 place, const Quarter& state) const { leave(slot_after(args, blockIdx.x, place), state); }
@@ -473,14 +475,14 @@ struct Consumer {
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
         if (run.split > begin) return leave_after(split % split_group, state);
-        if (split > begin) own.group.fold(state, scale_log2, thread);
-        else own.group.put(state, thread);
+        if (split > begin) own.group.fold(state, scale_log2, thread());
+        else own.group.put(state, thread());
         if (split + 1 < end && split + 1 < run.split_end) return;
-        const Quarter group = own.group.get(thread);
+        const Quarter group = own.group.get(thread());
         if (split + 1 < end) leave_before(0, group);
         else if (run.split > splits.begin) leave_after(place_of_group(split), group);
-        else if (begin > splits.begin) own.groups.fold(group, scale_log2, thread);
-        else own.groups.put(group, thread);
+        else if (begin > splits.begin) own.groups.fold(group, scale_log2, thread());
+        else own.groups.put(group, thread());
     }
 
     // The block's next splits; false where there are no more.
@@ -514,10 +516,10 @@ struct Consumer {
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         if (run.is_whole()) {
-            if (has_rows()) store(own.groups.get(thread), thread % 32, warp * (quarter_blocks * 8), scale_log2);
+            if (has_rows()) store(own.groups.get(thread()), thread() % 32, warp * (quarter_blocks * 8), scale_log2);
         } else {
             if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
-                leave_before(place_of_groups(run.split_end), own.groups.get(thread));
+                leave_before(place_of_groups(run.split_end), own.groups.get(thread()));
             arrive();
             if (smem.is_last) fold_pieces(scale_log2);
         }
@@ -546,14 +548,14 @@ struct Consumer {
         const i32 quads = min(8, ceil_div(smem.work.rows - i32(16 * m), 2));  // that have rows
         const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group, columns = quads * 16 * quarter_blocks;
         if (quads <= 0) return;
-        Column column(slot(0), thread, quads * 4);
+        Column column(slot(0), thread(), quads * 4);
         float4 states[groups_at_once][split_group];
 #pragma unroll
         for (int i = 0; i < groups_at_once; ++i) fetch(states[i], i, column.data);
         find_factors(quads, groups, scale_log2);
         FloatState total = nothing();
 #pragma unroll 1
-        for (i32 at = thread, group = 0; at < columns;) {
+        for (i32 at = thread(), group = 0; at < columns;) {
             const i32 lane = column.lane, first_column = column.first, first = group;
             const bool is_last = (group += groups_at_once) >= groups;
             if (is_last) group = 0, at += 128, column = Column(slot(0), at, quads * 4);
@@ -605,7 +607,7 @@ struct Consumer {
     // Finds the factors of all pieces, each thread those of a group for two rows: those within the group, then the group's.
     __device__ void find_factors(i32 quads, i32 groups, float scale_log2) const {
         static_assert(8 * cfg::most_pieces / split_group <= 128);
-        const i32 quad = thread % 8, group = thread / 8, first = group * split_group;
+        const i32 quad = thread() % 8, group = thread() / 8, first = group * split_group;
         const bool mine = quad < quads && group < groups && has_group(group);
         MaxSum whole = nothing(), before = nothing();
         if (mine) {

@@ -27,7 +27,7 @@ struct Given {  // what the contracts call members with
 template <class R> struct RowsOption : Given {
     static const R r;
     static_assert(requires { R(args, i); }, "Rows(args, batch)");
-    static_assert(requires { bool(R::is_cut(args, i)), R::say_cut(args); }, "Rows: is_cut(args, batch), where a sequence lies outside of the tensors; say_cut(args)");
+    static_assert(requires { bool(r.is_cut), R::say_cut(args); }, "Rows: is_cut, where the sequence lies outside of the tensors; say_cut(args)");
     static_assert(requires { i32(r.q_len), i32(r.kv_len); }, "Rows: q_len, kv_len");
     static_assert(requires { r.q, r.kv; }, "Rows: q, kv (BatchEntry or RowSpan, in q and in k and v)");
     static_assert(requires { i32(r.q_offset), i32(r.kv_offset); }, "Rows: q_offset, kv_offset (positions of the first rows)");

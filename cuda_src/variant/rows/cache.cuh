@@ -15,7 +15,7 @@ struct QuerySpan {
 
 template <class Queries, class Lengths>
 struct CacheRows {
-    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
     using Keys = KeysBefore;
     struct Seen { i32 kv_len, q_len; };  // what a schedule follows from
     QuerySpan q;
@@ -36,7 +36,6 @@ struct CacheRows {
         const i32 batch = threadIdx.x % 32 * 32;
         if (batch < args.batches) Lengths::prefetch(args, batch);
     }
-    __device__ static bool is_cut(const Args&, i32) { return false; }
     __device__ static void say_cut(const Args&) {}
     __device__ Keys keys() const { return {kv_len}; }
     __device__ Seen seen() const { return {kv_len, q_len}; }

@@ -3,13 +3,12 @@
 #include "tile/sequence.cuh"
 
 struct Dense {
-    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
     i32 q_len, kv_len, batch;
     BatchEntry q, kv;
 
     __device__ Dense(const Args& args, i32 batch) : q_len(args.q_len), kv_len(args.kv_len), batch(batch), q{batch}, kv{batch} {}
 
-    __device__ static bool is_cut(const Args&, i32) { return false; }
     __device__ static void say_cut(const Args&) {}
     // The sequence's first block of `rows` query rows in scratch that holds whole blocks of each sequence.
     template <int rows> __device__ i32 first_q_block() const { return batch * ((q_len + rows - 1) / rows); }

@@ -18,7 +18,7 @@ __device__ inline PackGqaMatrix matrix_of(const StridedTensor& tensor, PackGqaEn
 }
 
 struct PackGqa {
-    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
     i32 q_len, kv_len, heads, queries;  // q_len: rows
     PackGqaEntry q;
     BatchEntry kv;
@@ -27,7 +27,6 @@ struct PackGqa {
         : q_len(args.q_len * args.pack_gqa_heads), kv_len(args.kv_len), heads(args.pack_gqa_heads), queries(args.q_len),
           q{batch, heads}, kv{batch} {}
 
-    __device__ static bool is_cut(const Args&, i32) { return false; }
     __device__ static void say_cut(const Args&) {}
     __device__ Extent extent() const { return {queries, kv_len, 0, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }

@@ -1,6 +1,6 @@
 #pragma once
-// The packed sequence that holds a tile, where all tiles of a sequence have numbers after those of the one before. A warp counts the tiles
-// of 32 sequences at a time; numbers grow, so it goes on from the last one's.
+// The packed sequence that holds a tile, where tiles are numbered sequence by sequence. A warp counts those of 32 sequences at a time;
+// numbers grow, so it goes on from the last one's.
 #include "ptx/base.cuh"
 
 struct FindSequence {
@@ -13,14 +13,15 @@ struct FindSequence {
     __device__ Found operator()(const Args& args, i32 tile, TilesOf tiles_of) {
         const i32 lane = threadIdx.x % 32;
         for (; base < args.batches; base += 32) {
-            const i32 batch = base + lane, tiles = batch < args.batches ? tiles_of(batch) : 0;
+            const Rows rows(args, min(base + lane, args.batches - 1));
+            const i32 tiles = base + lane < args.batches ? tiles_of(rows) : 0;
             i32 end = before + tiles;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
                 const i32 lower = __shfl_up_sync(0xffffffffu, end, d);
                 if (lane >= d) end += lower - before;
             }
-            if (batch < args.batches && Rows::is_cut(args, batch)) end = no_end;
+            if (base + lane < args.batches && rows.is_cut) end = no_end;
             const u32 past = __ballot_sync(0xffffffffu, end > tile);
             if (past) {
                 const i32 owner = __ffs(past) - 1, last = __shfl_sync(0xffffffffu, end, owner);

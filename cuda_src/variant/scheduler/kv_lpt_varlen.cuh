@@ -14,7 +14,7 @@ struct KvVarlenScheduler {
 
     __device__ KvWorkTile next() {
         const i32 heads = args.heads / args.heads_per_kv, id = numbers.draw(args), tile = id / heads;
-        const auto [sequence, end, tiles] = find(args, tile, [&](i32 batch) { return ceil_div(max(0, Rows(args, batch).kv_len), cfg::tile_kv); });
+        const auto [sequence, end, tiles] = find(args, tile, [](const Rows& rows) { return ceil_div(max(0, rows.kv_len), cfg::tile_kv); });
         if (sequence < 0) return {-1, 0, 0, 0, 0};
         const i32 up = Direction::kv_ascends(sequence), first = end - __shfl_sync(0xffffffffu, tiles, sequence % 32);
         return {sequence, id % heads, up ? tile - first : end - 1 - tile, up, Direction::q_ascends(sequence)};

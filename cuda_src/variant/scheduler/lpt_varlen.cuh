@@ -14,7 +14,7 @@ struct LptVarlenScheduler {
 
     __device__ WorkTile next() {
         const i32 id = numbers.draw(args), tile = id / args.heads;
-        const auto found = find(args, tile, [&](i32 batch) { return ceil_div(max(0, Rows(args, batch).q_len), cfg::tile_q); });
+        const auto found = find(args, tile, [](const Rows& rows) { return ceil_div(max(0, rows.q_len), cfg::tile_q); });
         return {found.sequence, id % args.heads, (found.end - 1 - tile) * cfg::tile_q, numbers.split};
     }
     __device__ void finish() const { Numbers::finish(args); }
