@@ -59,8 +59,8 @@ def most_rows(op: AttentionKVCache) -> int:
 
 
 def is_crowded(op: AttentionKVCache) -> bool:
-    """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which eight bits and
-    ``invariant`` take, or where all that a step can say of each sequence comes together."""
+    """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which eight bits
+    and ``invariant`` take, or where all that a step can say of each sequence comes together."""
     return most_rows(op) > 16 and op.widest <= 192 and op.head_dim + op.head_dim_v > 256
 
 
