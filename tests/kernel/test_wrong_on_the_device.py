@@ -1,5 +1,5 @@
-"""These tests put wrong numbers where a GPU alone reads them: lengths that another stream changes, counters that a launch left, wild
-cu_seqlens. Nothing beyond the arrays is written, later launches are right, and ``violations`` says what was wrong."""
+"""These tests put wrong numbers where a GPU alone reads them: lengths that another stream changes, counters that a launch left,
+and cu_seqlens. Nothing beyond the arrays is written, later launches are right, and ``violations`` says what was wrong."""
 
 from __future__ import annotations
 
