@@ -186,7 +186,7 @@ struct Warp {
     }
     // The weights of one key tile.
     __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {
-        const i32 first = tile * cfg::tile_kv + threadIdx.x % 4 * 2;
+        const i32 first = tile * cfg::tile_kv + ptx::lane_id() % 4 * 2;
         const auto multiply = [&] { multiply_qk(slot); };
         multiply();
         const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, multiply);

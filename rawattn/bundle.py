@@ -45,8 +45,8 @@ _PACKAGE = pathlib.Path(__file__).parent
 
 
 def usual_operations() -> list[Operation]:
-    """What ``attention_append`` asks for in the layers ``USUAL``, in bf16 over pages of 16 rows: decoding and prefill, packed or
-    with as many rows of each sequence, with neox rotary embeddings or none."""
+    """Lists the operations of ``attention_append`` in the layers ``USUAL``, in bf16 over pages of 16 rows: decoding and prefill,
+    packed or with as many rows of each sequence, with neox rotary embeddings or none."""
     found: list[Operation] = []
     for layer, q_len, ragged in itertools.product(USUAL, (1, 2048), (False, True)):
         size, rows = (layer.head_dim, layer.head_dim_v), 8 * q_len

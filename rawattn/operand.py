@@ -85,7 +85,8 @@ class Operand(NamedTuple):
 def check_contiguous(name: str, array: Array) -> None:
     """Raises ProblemError where the last dimension of an array is not contiguous."""
     if array.shape and array.shape[-1] > 1 and array.strides[-1] != 1 and 0 not in array.shape:
-        raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; it must be 1 (contiguous).")
+        need = "it must be 1 (contiguous): in torch .contiguous() copies"
+        raise ProblemError(f"{name} has a stride of {array.strides[-1]} in its last dimension; {need}.")
 
 
 def check_int32(name: str, array: Array) -> None:

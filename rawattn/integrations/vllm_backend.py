@@ -238,8 +238,8 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         return output
 
     def _mask(self, layer: Any, metadata: RawattnMetadata) -> dict[str, Any]:
-        """Which keys count: those of a window, or, where rows are in ranges, of a mask. Of a layer that says so a window cuts the
-        ranges too."""
+        """Gives the option that says which keys count: a window, or, where rows are in ranges, a mask. The window of a layer with
+        ``mm_prefix_clamp_sliding_window`` cuts the ranges too."""
         if metadata.prefix is None:
             return {"window": self._window(metadata.step)}
         (begin, last, shift), clamps = metadata.prefix, bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
@@ -253,14 +253,15 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         return {"mask": keep}
 
     def _window(self, step: serving.Step) -> tuple[int, int] | None:
-        """The keys on both sides that count: as in vLLM's own backends, queries that are not causal see as many after them. Of
-        sequences that are causal by an array, the step keeps those alone that are not after the query."""
+        """Gives the numbers of keys before and after a query that count: as in vLLM's own backends, queries that are not causal
+        see as many after them. Where an array says which sequences are causal, the step drops the keys after their queries."""
         if self.sliding_window is None:
             return None
         return self.sliding_window - 1, 0 if step.causal is True else self.sliding_window - 1
 
     def _cache_of(self, layer: Any, kv_cache: Any) -> serving.KVCache:
-        """The layer's cache out of (blocks, kv_heads, block_size, 2 head_size), in which a key and its value lie together."""
+        """Gives the cache of a layer whose ``kv_cache`` is (blocks, kv_heads, block_size, 2 head_size): a key and its value lie
+        together."""
         eight = self.kv_cache_dtype in EIGHT_BITS
         scales = (layer._k_scale_float, layer._v_scale_float) if eight else (1.0, 1.0)
         if self._cache is None or self._cache[0] is not kv_cache or self._cache[1] != scales:

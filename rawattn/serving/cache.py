@@ -132,6 +132,7 @@ class KVCache(Remade):
         return f"KVCache {self.element.name}, {pages}, kv_heads {self.kv_heads}, head_dim {dim}, {self.layout}"
 
 
+@arguments.named
 def kvcache_bytes(
     lengths: int | Sequence[int], kv_heads: int, head_dim: int, dtype: Any = "bf16", *, layers: int = 1, page_size: int = 1,
     head_dim_v: int | None = None, v_in_k: bool = False,

@@ -100,13 +100,16 @@ class KVCachePlan(Plan):
         self._layouts: dict[Any, GpuCall] = {}
 
     def run(  # type: ignore[override]  # its arrays come in a cache and a step
-        self, q: Any, cache: KVCache, step: Step, *captured: Any, sinks: Any = None, out: Any = None, lse: Any = None
-    ) -> Any:
+        self, q: Any, cache: KVCache, step: Step, *captured: Any, sinks: Any = None, out: Any = None, lse: Any = None,
+        **unknown: arguments.Unpack[arguments.Nothing],
+    ) -> Any:  # fmt: skip
         """Computes o, or (o, lse) where the plan was made with ``return_lse=True``.
 
         ``captured`` are the arrays that functions among the options captured, in order. ``out`` and ``lse`` receive the results.
         Raises ProblemError where something is not what the plan was made for.
         """
+        if unknown:
+            arguments.refuse(KVCachePlan.run, unknown)
         check_objects(cache, step)
         check_lse(lse, self._asks.return_lse)
         key, places = like_of(q, cache, step, sinks, captured)

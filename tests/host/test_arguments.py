@@ -14,6 +14,7 @@ from rawattn import api, arguments
 X = np.zeros((1, 4, 2, 8), np.float32)
 CU = np.array([0, 4], np.int32)
 CACHE, STEP = rawattn.KVCache(X, X), rawattn.Step(np.array([4], np.int32))
+PLAN = rawattn.plan_kvcache(X, CACHE, STEP)
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention": (rawattn.attention, (X, X, X)),
     "attention_varlen": (rawattn.attention_varlen, (X[0], X[0], X[0], CU, CU)),
@@ -24,6 +25,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "plan": (rawattn.plan, (X, X, X)),
     "plan_backward": (rawattn.plan_backward, (X, X, X, X, X, X[..., 0])),
     "plan_kvcache": (rawattn.plan_kvcache, (X, CACHE, STEP)),
+    "KVCachePlan.run": (PLAN.run, (X, CACHE, STEP)),
+    "kvcache_bytes": (rawattn.kvcache_bytes, (4, 2, 8)),
     "explain": (rawattn.explain, (X, X, X)),
     "explain_backward": (rawattn.explain_backward, (X, X, X, X, X, X[..., 0])),
     "explain_kvcache": (rawattn.explain_kvcache, (X, CACHE, STEP)),

@@ -61,6 +61,7 @@ def packed(batch: int, length: int, heads: int) -> dict[str, Any]:
 
 
 TIGHT: list[tuple[str, Any, int, dict[str, Any]]] = [  # configurations that once spilled
+    ("sm_80", BF16, 128, packed(4, 2048, 16)),
     ("sm_87", BF16, 136, {"mask": Causal(), **packed(2, 512, 8)}),
     ("sm_89", BF16, 128, {"mask": Causal(), "constant_time": True, **packed(8, 4096, 16)}),
     ("sm_90a", ELEMENTS["fp16"], 248, {"scale": -0.1}),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.serving.api import VIOLATIONS
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 FILLED = [
@@ -63,9 +64,14 @@ def test_readme() -> None:
 
 
 def test_no_page_names_what_is_not_published() -> None:
-    """rawattn is installed from a checkout or a file: no page says ``pip install rawattn``."""
-    for page in (*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md"):
+    """rawattn is installed from a checkout or a file: no page and no message says ``pip install rawattn``."""
+    sources = (x for folder in ("rawattn", "tests", "examples", "perf") for x in (DOCS.parent / folder).rglob("*.py"))
+    for page in (*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md", *sources):
         assert not re.search(r"install [`\"']*rawattn(\[|[`\"'\s]*$)", page.read_text(), re.MULTILINE), page.name
+
+
+def test_the_page_of_violations_has_all_words() -> None:
+    assert re.findall(r"^\| `(\w+)` \| ", (DOCS / "serving.md").read_text(), re.MULTILINE) == [*VIOLATIONS]
 
 
 def test_the_chart_is_of_the_records(hooks: Any) -> None:

@@ -151,7 +151,7 @@ class Layer(KVCache):
 
 
 def test_copies_of_a_class_of_their_own(tmp_path: pathlib.Path) -> None:
-    """What it keeps goes along: by copies as copies go."""
+    """A copy is of the same class and has its attributes, which a shallow copy shares."""
     for pool, (way, made) in itertools.product(("shared", "apart"), COPIES.items()):
         case = Cached(((3, 20), (1, 7)), pool=pool)
         given = Layer(*case.pools())

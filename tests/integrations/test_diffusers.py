@@ -21,7 +21,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def door() -> Iterator[Any]:
-    pytest.importorskip("diffusers", reason="needs diffusers: pip install 'rawattn[diffusers]'")
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install -e '.[diffusers]'")
     from rawattn.integrations import diffusers as door
 
     door.enable()

@@ -64,7 +64,7 @@ NAMES = {id(PACKED): "packed", id(DENSE): "dense", id(PAGED): "paged"}
 
 
 def weights(batch: int, q_len: int, kv_len: int) -> Any:
-    """What dropout leaves of the weights of a sequence, times its factor, by the seed that a call draws next."""
+    """Gives what the weights of a sequence are multiplied by: 0, or dropout's factor, by the seed that a call draws next."""
     torch.manual_seed(3)
     drop, seed = Dropout(0.3), int(torch.randint(0, (1 << 63) - 1, (1,)))
     h, q, kv = (torch.arange(n).numpy() for n in (4, q_len, kv_len))
@@ -73,7 +73,7 @@ def weights(batch: int, q_len: int, kv_len: int) -> Any:
 
 
 def paged(x: Any, starts: list[int], table: Any) -> Any:
-    """Rows of sequences end to end, in pages of 4."""
+    """Writes the rows of sequences, which lie end to end, into pages of 4 rows."""
     pool = torch.full((table.numel(), 4, *x.shape[1:]), torch.nan)
     for pages, begin, end in zip(table.tolist(), starts, starts[1:], strict=False):
         for i in range(begin, end):

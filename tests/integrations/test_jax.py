@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-jax = pytest.importorskip("jax", reason="needs JAX: pip install 'rawattn[jax]'")
+jax = pytest.importorskip("jax", reason="needs JAX: pip install -e '.[jax]'")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402

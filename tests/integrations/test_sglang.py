@@ -35,7 +35,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether SGLang's own classes can be imported. Where it lacks a part, nothing of what was imported until then stays: a
+    """Says whether SGLang's own classes can be imported. Where it lacks a part, nothing of what was imported until then stays: a
     package without Python of its own reads the module of its parent, and that may be gone."""
     try:
         importlib.import_module("sglang.srt.layers.attention.base_attn_backend")

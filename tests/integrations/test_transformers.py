@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'rawattn[transformers]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[transformers]'")
 from transformers import masking_utils  # noqa: E402
 
 from rawattn.errors import UnsupportedError  # noqa: E402

@@ -234,7 +234,7 @@ def test_graphs(backend: Any) -> None:
 
 @since(2, 5)
 def test_a_graph_of_a_mixed_batch(backend: Any, device: str) -> None:
-    """What was captured with a bound of all rows on one sequence, as vLLM's runners do, computes any batch of so many rows."""
+    """A graph that was captured with a bound of all rows on one sequence, as vLLM's runners do, computes any batch of so many."""
     (base, door), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" else torch.float32
     table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)

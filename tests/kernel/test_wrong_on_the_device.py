@@ -1,4 +1,5 @@
-"""What is wrong on the device stays there: lengths that another stream changes, what that leaves in counters, wild cu_seqlens."""
+"""These tests put wrong numbers where a GPU alone reads them: lengths that another stream changes, counters that a launch left,
+and cu_seqlens. Nothing beyond the arrays is written, later launches are right, and ``violations`` says what was wrong."""
 
 from __future__ import annotations
 
