@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from .trace import Traced
 from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
 from .trace.capture import ELEMENTS
-from .trace.classes import classify
 from .trace.conditions import compare, logical, rebuilt
 from .trace.expressions import KV, Q, const, make, nodes, var
 from .trace.pair_axes import PairAxes
@@ -593,10 +592,6 @@ class HostMask(_OnHost):
         """Returns which of the queries q, a column, keep which of the keys kv, a row."""
         return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
-    def classify(self, *box: Any) -> Any:
-        """0 where no pair in a box is kept, 2 where every one is, 1 elsewhere: as ``trace.classes.classify``."""
-        return classify(self.option.code, self.arrays, self.option.numbers, *box)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostScore(_OnHost):
@@ -622,25 +617,6 @@ class HostScore(_OnHost):
         """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
         assert self.lengths is not None
         return self.option.element_gradients(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-
-class HostFunctions(NamedTuple):
-    """The functions of a sequence's mask and score, None where they are none, and the positions of its first rows."""
-
-    mask: HostMask | None
-    score: HostScore | None
-    offsets: tuple[int, int]
-
-
-def host_functions(mask: Any, score: Any) -> HostFunctions:
-    """Returns what is in a mask and a score that wrappers may be around."""
-    found, offsets = [], (0, 0)
-    for each in (mask, score):
-        while not isinstance(each, _OnHost) and hasattr(each, "base"):
-            offsets = (each.q_offset, each.kv_offset) if hasattr(each, "q_offset") else offsets
-            each = each.base
-        found.append(each if isinstance(each, _OnHost) else None)
-    return HostFunctions(found[0], found[1], offsets)  # type: ignore[arg-type]
 
 
 def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:

@@ -359,6 +359,11 @@ class Formula:
                 q, kv, kept = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
                 if hasattr(mask, "keep"):
                     kept = kept & mask.keep(self.xp, *place, q, kv, q_len, kv_len)
+                    columns = np.flatnonzero(_numpy(kept.any(0)))  # between them are all keys that any of the queries keeps
+                    if not len(columns):
+                        continue
+                    some = slice(int(columns[0]), int(columns[-1]) + 1)
+                    kv, kept, low, high = kv[:, some], kept[:, some], low + some.start, low + some.stop
                 yield Tile(slice(first, first + len(chosen)), slice(low, high), q, kv, kept, (q_len, kv_len))
 
     def forward_sequence(

@@ -140,8 +140,6 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
     if (reason := cpu.undefined(op.mask)) is not None:
         return reason
-    if op.spec.invariant and not cpu.has_loops(op.mask, op.score):
-        return cpu.NOT_INVARIANT
     return None
 
 
