@@ -70,21 +70,20 @@ def _queries(config: Config, op: Forward) -> int:
 
 def _cap(score: Score) -> float | None:
     """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
-    score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
-    logit = getattr(score.logit, "__func__", None)
-    if logit is Scale.logit:
+    own: Any = score.base if isinstance(score, OffsetScore) else score
+    if type(own).logit is Scale.logit:
         return 0.0
-    return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
+    return own.cap if isinstance(own, Softcap) and type(own).logit is Softcap.logit else None
 
 
 def _known_cap(mask: Pairs, score: Score) -> float | None:
     """The same where neither is a traced function: None also for a mask whose queries keep several runs of keys."""
-    return None if hasattr(mask, "keep") else _cap(score)
+    return _cap(score) if mask.keep is None else None
 
 
 def undefined(mask: Pairs) -> str | None:
     """The reason why nothing is computed by a mask of several runs of keys that does not say which; None for others."""
-    if not getattr(mask, "lists", False) or hasattr(mask, "arrays") or hasattr(mask, "keep"):
+    if not mask.lists or mask.keep is not None:
         return None
     return f"it takes masks of several runs of keys with a definition in Python, keep(...), and {type(mask).__name__} has none"
 
@@ -211,7 +210,7 @@ def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Ar
 def kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
     """First and one past the last key that each query of each head keeps, (q_len, heads)."""
     queries = np.arange(q_len)
-    if not hasattr(mask, "of_head"):
+    if mask.of_head is None:
         begin, end = (np.broadcast_to(bound[:, None], (q_len, heads)) for bound in mask.interval(queries, q_len, kv_len))
         return begin, end
     begins, ends = zip(*(of_head(mask, head).interval(queries, q_len, kv_len) for head in range(heads)), strict=True)
@@ -418,7 +417,7 @@ def run_forward(
         used = q_len if q_lens is None else int(q_lens[i])
         own_mask = mask if used == q_len else UsedQueries(mask, used)
         bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
-        own_score = functions.of_lengths(score, used, kv_len)
+        own_score = score.of_lengths(used, kv_len)
         sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds, used))
     run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
 
@@ -625,7 +624,7 @@ def run_backward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays, UnsupportedError where the score has no slope.
     """
-    if not hasattr(score, "slope"):
+    if score.slope is None:
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     if cu_seqlens_q is not None or q_lens is not None:
         dq[...] = 0
@@ -864,7 +863,7 @@ class Cpu:
         for which in ("head_dim", "head_dim_v"):
             if getattr(op, which) > 1024:
                 found.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
-        if not hasattr(op.score, "logit"):
+        if op.score.logit is None:
             found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
@@ -960,7 +959,7 @@ class CpuBackward(Cpu):
     def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
         """The reasons why the CPU path does not compute the operation; none where it does."""
         found, score = super().supports(op.forward, device), op.forward.score
-        if device.is_cpu and not hasattr(score, "slope"):
+        if device.is_cpu and score.slope is None:
             found.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
         return found
 

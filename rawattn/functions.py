@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -32,7 +32,8 @@ from .trace.expressions import KV, Q, const, make, nodes, var
 from .trace.pair_axes import PairAxes
 from .trace.proofs import Limits
 from .trace.recognition import may_be
-from .variant import Option
+from .variant import Option, Pairwise
+from .variant.function import FunctionScore
 from .variant.mask import Both, Full
 from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, ReadyMask, Sizes
 from .variant.score import Scale, number
@@ -184,7 +185,7 @@ def is_function(value: Any) -> bool:
         return True
     if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
         return False
-    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")  # a class that is not derived from Option
 
 
 def is_block_mask(value: Any) -> bool:
@@ -521,8 +522,8 @@ def operands(*options: Any) -> tuple[Operand, ...]:
     """The operands that options captured, in order."""
     found = []
     for role, option in zip(ROLES, options, strict=True):
-        for each in getattr(option, "arrays", ()):
-            words = title(role, getattr(each, "label", "") or each.name)
+        for each in option.arrays:
+            words = title(role, each.label or each.name)
             found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
     return tuple(found)
 
@@ -532,7 +533,7 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
     share an element, and its rows, of which there may be but one, are multiples of 16 bytes. Where rows have offsets there are
     none: these are run-time numbers, and a box begins at a multiple of 16 bytes."""
-    axes = getattr(spec.score, "pair_axes", {}) if spec.offsets is None else {}
+    axes = spec.score.pair_axes if isinstance(spec.score, FunctionScore) and spec.offsets is None else {}
     found = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
         array = given.get(f"score_{i}")
@@ -551,7 +552,7 @@ def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) ->
     """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
     side."""
     none = layout._replace(tma_captured=())
-    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(spec.score, "arrays", ())}
+    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in spec.score.arrays}
     return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
 
 
@@ -567,12 +568,13 @@ def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OnHost:
+class _OnHost(Pairwise):
     """An option, the arrays that it captured, and where each sequence begins, of packed ones."""
 
     option: Any
-    arrays: tuple[Any, ...]
+    captured: tuple[Any, ...]
     starts: tuple[Any, Any]
+    is_function: ClassVar[bool] = True
 
     def start(self, batch: int) -> tuple[int, int]:
         """The rows of q and of k with which a sequence begins."""
@@ -590,7 +592,7 @@ class HostMask(_OnHost):
 
     def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
         """Returns which of the queries q, a column, keep which of the keys kv, a row."""
-        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
+        return self.option.keep(xp, self.captured, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -606,22 +608,17 @@ class HostScore(_OnHost):
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """The logits, in the shape of s."""
         assert self.lengths is not None
-        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+        return self.option.logit(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """Their derivatives by s."""
         assert self.lengths is not None
-        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+        return self.option.slope(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def element_gradients(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
         assert self.lengths is not None
-        return self.option.element_gradients(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-
-def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
-    """The score of a sequence of these lengths."""
-    return score.of_lengths(q_len, kv_len) if hasattr(score, "of_lengths") else score
+        return self.option.element_gradients(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
 
 def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
@@ -630,7 +627,7 @@ def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None
     found = {
         role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
         for role, kind in (("mask", HostMask), ("score", HostScore))
-        if hasattr(option := getattr(spec, role), "arrays")
+        if (option := getattr(spec, role)).is_function
     }
     return dataclasses.replace(spec, **found) if found else spec
 

@@ -104,8 +104,8 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
         if spec is not op.spec:  # functions see positions
-            mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
-            score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
+            mask = OffsetMask(mask, kv_len - q_len, 0) if mask.is_function else mask
+            score = OffsetScore(score, kv_len - q_len, 0) if score.is_function else score
         if first is not None:
             if kv_len and not 0 <= first[i] <= kv_len:
                 raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be from 0 to {kv_len}, the sequence's length.")
@@ -136,7 +136,7 @@ def check(op: AttentionKVCache) -> None:
 def _refusal(op: AttentionKVCache) -> str | None:
     if op.widest > 1024:
         return f"head_dim is {op.widest}; it takes up to 1024"
-    if not hasattr(op.score, "logit"):
+    if op.score.logit is None:
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
     if (reason := cpu.undefined(op.mask)) is not None:
         return reason
