@@ -188,7 +188,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
                 "Documents takes causal=True"
             )
             way = f"mask is a function, which says both itself, {itself}"
-            if not hasattr(mask, "arrays"):
+            if not (isinstance(mask, Option) and mask.is_function):
                 both = "combine options as mask=rawattn.mask.Both(a, b)"
                 way = f"{both}. A function, which Both does not take, says it itself, {itself}"
             raise ProblemError(f"mask was given beside causal or window; {way}.")
