@@ -259,7 +259,6 @@ class Sequence(NamedTuple):
     score: Score
     begin: Array  # (q_len, heads)
     end: Array
-    used: int  # queries
 
 
 class _Unit(NamedTuple):
@@ -418,7 +417,7 @@ def run_forward(
         own_mask = mask if used == q_len else UsedQueries(mask, used)
         bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = score.of_lengths(used, kv_len)
-        sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds, used))
+        sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))
     run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
 
 

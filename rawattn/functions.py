@@ -33,7 +33,7 @@ from .trace.pair_axes import PairAxes
 from .trace.proofs import Limits
 from .trace.recognition import may_be
 from .variant import Option, Pairwise
-from .variant.function import FunctionScore
+from .variant.function import Captures, FunctionScore
 from .variant.mask import Both, Full
 from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, ReadyMask, Sizes
 from .variant.score import Scale, number
@@ -399,7 +399,7 @@ def at_positions(option: Any) -> Any:
         return dataclasses.replace(option, align="bottom_right")
     if isinstance(option, Both):
         return Both(at_positions(option.a), at_positions(option.b))
-    return dataclasses.replace(option, q_below=True) if hasattr(option, "q_below") else option
+    return dataclasses.replace(option, q_below=True) if isinstance(option, Captures) else option
 
 
 # ---- of an operation

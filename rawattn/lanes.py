@@ -204,20 +204,6 @@ def within(lo, hi, position, x, other):
 
 
 @intrinsic
-def cell(typing, array, page, row, column):
-    """array[page, row, column], where LLVM knows that rows are contiguous, and vectorises."""
-
-    def emit(context, builder, signature, args):
-        view = context.make_array(array)(context, builder, args[0])
-        steps = [builder.mul(builder.extract_value(view.strides, i), args[1 + i]) for i in range(2)]
-        offset = builder.add(*steps)
-        start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, offset.type), offset), view.data.type)
-        return builder.load(builder.gep(start, [args[3]]), align=1)
-
-    return array.dtype(array, types.intp, types.intp, types.intp), emit
-
-
-@intrinsic
 def place(typing, array, i, j, k):
     """The address of array[i, j, k], from which on further dimensions are contiguous."""
 

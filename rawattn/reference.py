@@ -689,7 +689,7 @@ def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
         return np.clip(quotient, -cache.element.largest, cache.element.largest).astype(cache.element.dtype).astype(np.float64)
 
 
-def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Pairs:
+def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     """The mask of one sequence."""
     causal = bool(_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
     own = causal_and(mask) if mask is not None and causal else mask

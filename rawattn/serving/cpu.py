@@ -116,7 +116,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        found = cpu.Sequence(i, *places, mask, score, begin, end, q_len)
+        found = cpu.Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)

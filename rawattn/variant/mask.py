@@ -276,7 +276,7 @@ class KvBeginMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromKey(Pairs):
+class FromKey(Mask):
     """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 
     base: Pairs
@@ -296,7 +296,7 @@ class FromKey(Pairs):
 
 
 @dataclasses.dataclass(frozen=True)
-class UsedQueries(Pairs):
+class UsedQueries(Mask):
     """A mask of sequences that use their first ``used`` queries: the others keep no key, and it sees this length."""
 
     base: Pairs
