@@ -386,7 +386,7 @@ class Explanation:
                 f"count_tiles counts for a mask that is a function, and this operation is {op}; give its mask as a function."
             )
         config = None if self.device.is_cpu else self.selection.config
-        names = {each.name for each in getattr(op.mask, "arrays", ())} | {"cu_seqlens_q", "cu_seqlens_kv", "q_lens", "kv_lens"}
+        names = {each.name for each in op.mask.arrays} | {"cu_seqlens_q", "cu_seqlens_kv", "q_lens", "kv_lens"}
         needed = {each.name: each for each in op.inputs if each.name in names}
         takes = ", ".join(f"{name} ({each.title.rstrip(',')})" if each.label else name for name, each in needed.items())
         found = arrays.named(tuple(given), tuple(given.values()))
@@ -406,7 +406,7 @@ class Explanation:
     def _functions(self) -> Iterator[str]:
         for role in functions.ROLES:
             option: Any = getattr(self._forward, role, None)
-            if not hasattr(option, "arrays"):
+            if option is None or not option.is_function:
                 continue
             yield f"{role:8} {str(option).partition('(')[2][:-1]}"
             yield from (f"  {each}" for each in option.notes)

@@ -394,9 +394,7 @@ _torch_tables: dict[str, dict[Any, Any]] = {}
 def _torch_names() -> dict[Any, str]:
     if not _torch_tables:
         torch = sys.modules["torch"]
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-        dtypes |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-        dtypes |= {name: getattr(torch, name) for name in ("int32", "int64", "uint8", "int8", "int16", "bool")}
+        dtypes = {name: getattr(torch, dtype.name) for name, dtype in DTYPES.items()}
         _torch_tables["dtypes"] = dtypes
         _torch_tables["names"] = {dtype: name for name, dtype in dtypes.items()}
     return _torch_tables["names"]

@@ -92,8 +92,8 @@ class Bench:
         if self.library == "torch":
             torch, place = self.module, "cpu" if self.device.is_cpu else "cuda"
             random = torch.Generator(place).manual_seed(0)
-            dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-            kinds = {name: torch.float32 if name == "sinks" else dtypes[op.element.name] for name in shapes}
+            own = getattr(torch, np.dtype(op.element.dtype).name)
+            kinds = {name: torch.float32 if name == "sinks" else own for name in shapes}
             return {name: torch.randn(shape, device=place, dtype=kinds[name], generator=random) for name, shape in shapes.items()}
         normal = np.random.default_rng(0).standard_normal
         host = {name: normal(shape, np.float32) for name, shape in shapes.items()}

@@ -10,7 +10,7 @@ units, each writes a dq of its own, and these are added in order. How keys are c
 
 The loops know the logits of ``Scale`` and ``Softcap``. With any other ``logit`` a unit is computed by the reference's array
 operations, in the format that is computed with: right for every score, but several times slower, and its products are those of
-NumPy's BLAS, whose bits may depend on the threads that it takes.
+NumPy's BLAS, whose bits may depend on the threads that it takes. Python functions are computed so, too.
 """
 
 from __future__ import annotations
@@ -70,34 +70,22 @@ def _queries(config: Config, op: Forward) -> int:
 
 def _cap(score: Score) -> float | None:
     """The cap of the loops of lanes.py, 0 where the logit is the scaled dot product; None where they do not know its function."""
-    score = score.base if isinstance(score, OffsetScore) else score  # type: ignore[assignment]
-    logit = getattr(score.logit, "__func__", None)
-    if logit is Scale.logit:
+    own: Any = score.base if isinstance(score, OffsetScore) else score
+    if type(own).logit is Scale.logit:
         return 0.0
-    return score.cap if logit is Softcap.logit and hasattr(score, "cap") else None
+    return own.cap if isinstance(own, Softcap) and type(own).logit is Softcap.logit else None
 
 
 def _known_cap(mask: Pairs, score: Score) -> float | None:
     """The same where neither is a traced function: None also for a mask whose queries keep several runs of keys."""
-    return None if hasattr(mask, "keep") else _cap(score)
-
-
-def has_loops(mask: Pairs, score: Score) -> bool:
-    """Says whether the loops know a mask and a score: each is built in, or a Python function."""
-    return (hasattr(mask, "arrays") or not hasattr(mask, "keep")) and (hasattr(score, "arrays") or _cap(score) is not None)
+    return _cap(score) if mask.keep is None else None
 
 
 def undefined(mask: Pairs) -> str | None:
     """The reason why nothing is computed by a mask of several runs of keys that does not say which; None for others."""
-    if not getattr(mask, "lists", False) or hasattr(mask, "arrays") or hasattr(mask, "keep"):
+    if not mask.lists or mask.keep is not None:
         return None
     return f"it takes masks of several runs of keys with a definition in Python, keep(...), and {type(mask).__name__} has none"
-
-
-NOT_INVARIANT = (
-    "array operations compute a mask's keep(...) or a score of your own, and bits follow from how many rows there are; invariant "
-    "is for built-in ones and Python functions"
-)
 
 
 class Kernel(NamedTuple):
@@ -134,20 +122,14 @@ def _load(name: str, number: str, storage: str) -> Kernel:
     return Kernel(loops, time.perf_counter() - start, bool(loops.stats.cache_hits))
 
 
-def _lanes() -> Any:
-    """The file lanes.py, to compile what is in it."""
+def _compile(name: str, number: str, storage: str) -> Any:
+    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
     from numba.core import config
 
     from . import lanes
 
     if config.DISABLE_JIT:
         raise UnsupportedError("NUMBA_DISABLE_JIT is set, and the CPU path is compiled by Numba; unset it.")
-    return lanes
-
-
-def _compile(name: str, number: str, storage: str) -> Any:
-    """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
-    lanes = _lanes()
     try:
         own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
@@ -228,7 +210,7 @@ def _sequences(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Ar
 def kept(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
     """First and one past the last key that each query of each head keeps, (q_len, heads)."""
     queries = np.arange(q_len)
-    if not hasattr(mask, "of_head"):
+    if mask.of_head is None:
         begin, end = (np.broadcast_to(bound[:, None], (q_len, heads)) for bound in mask.interval(queries, q_len, kv_len))
         return begin, end
     begins, ends = zip(*(of_head(mask, head).interval(queries, q_len, kv_len) for head in range(heads)), strict=True)
@@ -277,100 +259,6 @@ class Sequence(NamedTuple):
     score: Score
     begin: Array  # (q_len, heads)
     end: Array
-    used: int  # queries
-
-
-@dataclasses.dataclass(frozen=True)
-class _Functions:
-    """The functions of a sequence in machine code, and its context for them; an address of 0 for none."""
-
-    address: int = 0
-    context: Array = dataclasses.field(default_factory=lambda: np.zeros(8, np.int64))
-    mask: functions.HostMask | None = None
-    offsets: tuple[int, int] = (0, 0)
-    owners: tuple[Any, ...] = ()  # of what the address and the context point to
-    pyramids: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    def of_rows(
-        self, head: int, group: int, queries: slice, width: int, kv_len: int, tile_kv: int
-    ) -> tuple[int, Array, Array, Any]:  # fmt: skip
-        """Returns what the loops are given for the queries of ``group`` heads from ``head`` on, which share a panel's rows; and
-        what the context points to."""
-        if not self.address:
-            return 0, self.context, NO_CLASSES, None
-        context, places = self.context.copy(), _places(head, group, queries, self.offsets[0], width)
-        context[8:10] = places[0].ctypes.data, places[1].ctypes.data
-        classes = self._classes(head, group, places[0][::width], places[0][width - 1 :: width], kv_len, tile_kv)
-        return self.address, context, classes, places
-
-    def _classes(self, head: int, group: int, first: Array, last: Array, kv_len: int, tile_kv: int) -> Array:
-        """Returns which tiles of keys panels visit: 0 where no pair is kept, 2 where all are, 1 elsewhere."""
-        keys = np.arange(0, max(1, kv_len), tile_kv)
-        found = np.ones((len(first), len(keys)), np.uint8)
-        if self.mask is None:
-            found[:] = 2
-        elif len(keys) >= FEWEST_TILES:
-            begin = keys + self.offsets[1]
-            ends = begin, np.minimum(begin + tile_kv, kv_len + self.offsets[1]) - 1
-            boxes = (first[:, None, None], last[:, None, None]), tuple(x[None, :, None] for x in ends)
-            heads = np.arange(head, head + group)
-            each = self.mask.classify(int(self.context[10]), heads, *boxes, *self.context[11:15].tolist(), self.pyramids)
-            found[:] = np.where((each == 0).all(-1), 0, np.where((each == 2).all(-1), 2, 1))
-        return found
-
-
-FEWEST_TILES = 4  # of keys of a sequence, for which classes are worth their price
-NO_CLASSES = np.zeros((0, 0), np.uint8)
-NO_FUNCTIONS = _Functions()
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(mask: Any, score: Any, number: str, backward: bool) -> Any:
-    """Functions of these codes in machine code: a second, or read from the cache folder."""
-    from . import lanes_function
-
-    lanes = _lanes()
-    kind = lanes_function.Kind(mask, score, number, backward)
-    digest = "-".join([code.digest if code is not None else "none" for code in (mask, score)] + ["backward"] * backward)
-    with _loading, _spinner("compiling a mask or a score for the CPU, once"):
-        try:
-            return lanes_function.compile(kind, private_folder("numba", f"{digest}-{number}-{lanes.MACHINE}"))
-        except OSError as error:
-            warn_uncached(error)
-            return lanes_function.compile(kind, None)
-
-
-def _functions(sequence: Sequence, number: npt.DTypeLike, backward: bool = False) -> _Functions:
-    """The functions of a sequence."""
-    own = functions.host_functions(sequence.mask, sequence.score)
-    found = [each for each in (own.mask, own.score) if each is not None]
-    if not found:
-        return NO_FUNCTIONS
-    from . import lanes_function
-
-    codes = [None if each is None else each.option.code for each in (own.mask, own.score)]
-    compiled = _compiled(*codes, np.dtype(number).name, backward)
-    context, kept = lanes_function.context_of([(each.option.code, each.arrays, each.option.numbers) for each in found])
-    lengths = sequence.used, sequence.kv_len
-    if any(own.offsets):
-        lengths = (max(own.offsets[0] + lengths[0], own.offsets[1] + lengths[1]),) * 2
-    context[5] = own.offsets[1]
-    context[10:15] = sequence.batch, *lengths, *found[0].start(sequence.batch)
-    return _Functions(compiled.address, context, own.mask, own.offsets, (compiled, kept))
-
-
-def _known(sequences: list[Sequence], heads: int, invariant: bool) -> float | None:
-    """The cap of the loops for these sequences; None where they do not know the functions, or there is too little to compute for
-    compiling them to pay."""
-    own = functions.host_functions(sequences[0].mask, sequences[0].score)
-    if own.mask is None and own.score is None:
-        return _known_cap(sequences[0].mask, sequences[0].score)
-    if not invariant and sum(len(each.q) * each.kv_len for each in sequences) * heads < FEW_PAIRS:
-        return None
-    return 0.0 if own.score is not None else _cap(sequences[0].score)
-
-
-FEW_PAIRS = 1 << 22  # that the formula computes as soon as functions are compiled
 
 
 class _Unit(NamedTuple):
@@ -416,7 +304,6 @@ class _Work(NamedTuple):
     o: Array
     lse: Array
     units: _Units
-    functions: _Functions = NO_FUNCTIONS
 
 
 def _flat(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int]:
@@ -510,9 +397,9 @@ def run_forward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays.
     """
-    heads, kv_heads, cap, own = q.shape[-2], k.shape[-2], None, functions.host_functions(mask, score)
+    heads, kv_heads, cap = q.shape[-2], k.shape[-2], _known_cap(mask, score)
     places = _sequences(q, k, cu_seqlens_q, cu_seqlens_kv)
-    if own.mask is None and own.score is None and (cap := _known_cap(mask, score)) is not None:
+    if cap is not None:
         step, element = max(1, config.tile_q // (heads // kv_heads)), _element(q)
         is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
         if is_dense and q.shape[-3] * heads <= SMALL and len(q) * kv_heads <= SMALL:
@@ -529,8 +416,8 @@ def run_forward(
         used = q_len if q_lens is None else int(q_lens[i])
         own_mask = mask if used == q_len else UsedQueries(mask, used)
         bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
-        own_score = functions.of_lengths(score, used, kv_len)
-        sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds, used))
+        own_score = score.of_lengths(used, kv_len)
+        sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))
     run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
 
 
@@ -554,20 +441,20 @@ def run_sequences(
     invariant: bool = False,
 ) -> None:  # fmt: skip
     """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind; where ``invariant``,
-    by the loops, whose bits do not depend on what else there is to compute."""
+    and the loops do not know a function, row by row, as the bits of products follow from how many rows they have."""
     if not sequences:
         return
     kv_heads, element = sequences[0].k.shape[-2], _element(sequences[0].q)
-    step, cap = max(1, config.tile_q // (heads // kv_heads)), _known(sequences, heads, invariant)
+    step, cap = max(1, config.tile_q // (heads // kv_heads)), _known_cap(sequences[0].mask, sequences[0].score)
     if cap is not None:
         works = []
         for x in sequences:
             each = _sequence_units((x.begin, x.end), kv_heads, step, x.kv_len)
             units = _joined([each], [(0, 0, 0, 0, x.batch)])
             arrays = x.q[None], x.k, x.v, np.ascontiguousarray(x.pages), x.o[None], _whole_lse(x.lse, element)
-            works.append(_Work(*arrays, units, _functions(x, element.lse_dtype)))
+            works.append(_Work(*arrays, units))
         return _run_loops(works, cap, scale, sinks, config, dropped)
-    found: list[_Unit] = []
+    step, found = 1 if invariant else step, list[_Unit]()
     for x in sequences:
         for first in range(0, len(x.q), step):
             last = min(first + step, len(x.q))
@@ -591,21 +478,6 @@ def _run_loops(
     _in_threads(config.threads, shares, functools.partial(_compute, element, load(element).loops, sink_logits, factors))
 
 
-def _width(number: npt.DTypeLike) -> int:
-    """The rows of a panel of the loops."""
-    from . import lanes
-
-    return int(lanes.BYTES // np.dtype(number).itemsize)
-
-
-def _places(head: int, group: int, queries: slice, q_offset: int, width: int) -> Array:
-    """The positions of the rows of a unit, the queries of ``group`` heads from ``head`` on, and their heads: (2, rows), with the
-    last row again up to whole panels of this width."""
-    rows = (queries.stop - queries.start) * group
-    numbers = np.minimum(np.arange(-(-rows // width) * width), rows - 1)
-    return np.stack([numbers // group + (queries.start + q_offset), numbers % group + head]).astype(np.int64, copy=False)
-
-
 def _random(dropped: Dropped | None) -> Array:
     """Returns what the loops are told of dropout."""
     return NOTHING_DROPPED if dropped is None else np.array((dropped.option.threshold, dropped.seed, *dropped.offsets), np.int64)
@@ -615,30 +487,23 @@ NOTHING_DROPPED = np.zeros(4, np.int64)
 
 
 def _compute(element: Element, attend: Any, sinks: Array, factors: tuple[Any, ...], share: tuple[_Work, Array]) -> None:
-    """Computes some units: all in one call, where arrays are in the format that is computed with and there are no functions."""
+    """Computes some units: all in one call, where arrays are in the format that is computed with."""
     work, table = share
-    q, k, v, pages, o, lse, units, own = work
+    q, k, v, pages, o, lse, units = work
     storage, random, factors = _storage(element), factors[0], factors[1:]
-    if q.dtype == element.lse_dtype and not own.address:
-        attend(q, k, v, pages, table, units.begin, units.end, sinks, random, *factors, *NOT_ASKED, o, lse)
+    if q.dtype == element.lse_dtype:
+        attend(q, k, v, pages, table, units.begin, units.end, sinks, random, *factors, o, lse)
         return
-    from .lanes import KEYS, QUERY
-
     k, v, group = k.view(storage), v.view(storage), q.shape[2] // k.shape[2]
     for unit in table:
         batch, rows, kv_head, alone = _alone(unit)
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        queries, first = slice(int(unit[QUERY]), int(unit[QUERY]) + rows.stop - rows.start), (kv_head * group, group)
-        *asked, _pointed_to = own.of_rows(*first, queries, _width(element.lse_dtype), int(unit[KEYS]), factors[2])
         own_q, own_lse = q[batch, rows, heads].astype(element.lse_dtype)[None], lse[batch, heads, rows][None] if lse.size else lse
         own_o = np.empty((*own_q.shape[:3], v.shape[3]), element.lse_dtype)
         keys = k[:, :, kv_head, None], v[:, :, kv_head, None]
         arrays = own_q, *keys, pages, alone, units.begin, units.end, np.ascontiguousarray(sinks[heads])
-        attend(*arrays, random, *factors, *asked, own_o, own_lse)
+        attend(*arrays, random, *factors, own_o, own_lse)
         o[batch, rows, heads] = own_o[0]
-
-
-NOT_ASKED = 0, np.zeros(8, np.int64), np.zeros((0, 0), np.uint8)
 
 
 def _alone(unit: Array) -> tuple[int, slice, int, Array]:
@@ -758,7 +623,7 @@ def run_backward(
 
     Raises ProblemError where cu_seqlens do not describe sequences of these arrays, UnsupportedError where the score has no slope.
     """
-    if not hasattr(score, "slope"):
+    if score.slope is None:
         raise UnsupportedError(f"the score {score!r} has no slope(...), its derivative by s, which gradients need.")
     if cu_seqlens_q is not None or q_lens is not None:
         dq[...] = 0
@@ -997,14 +862,12 @@ class Cpu:
         for which in ("head_dim", "head_dim_v"):
             if getattr(op, which) > 1024:
                 found.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
-        if not hasattr(op.score, "logit"):
+        if op.score.logit is None:
             found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
         if (reason := undefined(op.mask)) is not None:
             found.append(reason)
-        if op.invariant and not has_loops(op.mask, op.score):
-            found.append(NOT_INVARIANT)
         return found
 
     def meant_for(self, op: Any, device: Device) -> bool:
@@ -1095,7 +958,7 @@ class CpuBackward(Cpu):
     def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
         """The reasons why the CPU path does not compute the operation; none where it does."""
         found, score = super().supports(op.forward, device), op.forward.score
-        if device.is_cpu and not hasattr(score, "slope"):
+        if device.is_cpu and score.slope is None:
             found.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
         return found
 

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -27,13 +27,13 @@ from .trace import Traced
 from .trace.arithmetic import add
 from .trace.canonical import canonical, number_keys
 from .trace.capture import ELEMENTS
-from .trace.classes import classify
 from .trace.conditions import compare, logical, rebuilt
 from .trace.expressions import KV, Q, const, make, nodes, var
 from .trace.pair_axes import PairAxes
 from .trace.proofs import Limits
 from .trace.recognition import may_be
-from .variant import Option
+from .variant import Option, Pairwise
+from .variant.function import Captures, FunctionScore
 from .variant.mask import Both, Full
 from .variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, ReadyMask, Sizes
 from .variant.score import Scale, number
@@ -185,7 +185,7 @@ def is_function(value: Any) -> bool:
         return True
     if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
         return False
-    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")
+    return not hasattr(value, "interval") and not hasattr(value, "cuda_type")  # a class that is not derived from Option
 
 
 def is_block_mask(value: Any) -> bool:
@@ -399,7 +399,7 @@ def at_positions(option: Any) -> Any:
         return dataclasses.replace(option, align="bottom_right")
     if isinstance(option, Both):
         return Both(at_positions(option.a), at_positions(option.b))
-    return dataclasses.replace(option, q_below=True) if hasattr(option, "q_below") else option
+    return dataclasses.replace(option, q_below=True) if isinstance(option, Captures) else option
 
 
 # ---- of an operation
@@ -522,8 +522,8 @@ def operands(*options: Any) -> tuple[Operand, ...]:
     """The operands that options captured, in order."""
     found = []
     for role, option in zip(ROLES, options, strict=True):
-        for each in getattr(option, "arrays", ()):
-            words = title(role, getattr(each, "label", "") or each.name)
+        for each in option.arrays:
+            words = title(role, each.label or each.name)
             found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
     return tuple(found)
 
@@ -533,7 +533,7 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
     share an element, and its rows, of which there may be but one, are multiples of 16 bytes. Where rows have offsets there are
     none: these are run-time numbers, and a box begins at a multiple of 16 bytes."""
-    axes = getattr(spec.score, "pair_axes", {}) if spec.offsets is None else {}
+    axes = spec.score.pair_axes if isinstance(spec.score, FunctionScore) and spec.offsets is None else {}
     found = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
         array = given.get(f"score_{i}")
@@ -552,7 +552,7 @@ def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) ->
     """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
     side."""
     none = layout._replace(tma_captured=())
-    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in getattr(spec.score, "arrays", ())}
+    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in spec.score.arrays}
     return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
 
 
@@ -568,12 +568,13 @@ def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _OnHost:
+class _OnHost(Pairwise):
     """An option, the arrays that it captured, and where each sequence begins, of packed ones."""
 
     option: Any
-    arrays: tuple[Any, ...]
+    captured: tuple[Any, ...]
     starts: tuple[Any, Any]
+    is_function: ClassVar[bool] = True
 
     def start(self, batch: int) -> tuple[int, int]:
         """The rows of q and of k with which a sequence begins."""
@@ -591,11 +592,7 @@ class HostMask(_OnHost):
 
     def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
         """Returns which of the queries q, a column, keep which of the keys kv, a row."""
-        return self.option.keep(xp, self.arrays, batch, head, q, kv, q_len, kv_len, *self.start(batch))
-
-    def classify(self, *box: Any) -> Any:
-        """0 where no pair in a box is kept, 2 where every one is, 1 elsewhere: as ``trace.classes.classify``."""
-        return classify(self.option.code, self.arrays, self.option.numbers, *box)
+        return self.option.keep(xp, self.captured, batch, head, q, kv, q_len, kv_len, *self.start(batch))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -611,41 +608,17 @@ class HostScore(_OnHost):
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """The logits, in the shape of s."""
         assert self.lengths is not None
-        return self.option.logit(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+        return self.option.logit(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """Their derivatives by s."""
         assert self.lengths is not None
-        return self.option.slope(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+        return self.option.slope(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def element_gradients(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
         assert self.lengths is not None
-        return self.option.element_gradients(xp, self.arrays, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-
-class HostFunctions(NamedTuple):
-    """The functions of a sequence's mask and score, None where they are none, and the positions of its first rows."""
-
-    mask: HostMask | None
-    score: HostScore | None
-    offsets: tuple[int, int]
-
-
-def host_functions(mask: Any, score: Any) -> HostFunctions:
-    """Returns what is in a mask and a score that wrappers may be around."""
-    found, offsets = [], (0, 0)
-    for each in (mask, score):
-        while not isinstance(each, _OnHost) and hasattr(each, "base"):
-            offsets = (each.q_offset, each.kv_offset) if hasattr(each, "q_offset") else offsets
-            each = each.base
-        found.append(each if isinstance(each, _OnHost) else None)
-    return HostFunctions(found[0], found[1], offsets)  # type: ignore[arg-type]
-
-
-def of_lengths(score: Any, q_len: int, kv_len: int) -> Any:
-    """The score of a sequence of these lengths."""
-    return score.of_lengths(q_len, kv_len) if hasattr(score, "of_lengths") else score
+        return self.option.element_gradients(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
 
 def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
@@ -654,7 +627,7 @@ def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None
     found = {
         role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
         for role, kind in (("mask", HostMask), ("score", HostScore))
-        if hasattr(option := getattr(spec, role), "arrays")
+        if (option := getattr(spec, role)).is_function
     }
     return dataclasses.replace(spec, **found) if found else spec
 

@@ -204,20 +204,6 @@ def within(lo, hi, position, x, other):
 
 
 @intrinsic
-def cell(typing, array, page, row, column):
-    """array[page, row, column], where LLVM knows that rows are contiguous, and vectorises."""
-
-    def emit(context, builder, signature, args):
-        view = context.make_array(array)(context, builder, args[0])
-        steps = [builder.mul(builder.extract_value(view.strides, i), args[1 + i]) for i in range(2)]
-        offset = builder.add(*steps)
-        start = builder.inttoptr(builder.add(builder.ptrtoint(view.data, offset.type), offset), view.data.type)
-        return builder.load(builder.gep(start, [args[3]]), align=1)
-
-    return array.dtype(array, types.intp, types.intp, types.intp), emit
-
-
-@intrinsic
 def place(typing, array, i, j, k):
     """The address of array[i, j, k], from which on further dimensions are contiguous."""
 
@@ -371,19 +357,6 @@ def product(typing, a, first, row, column, b, start, step, depth):
     return types.UniTuple(vector, BLOCK)(a, index, index, index, b, index, index, index), emit
 
 
-@intrinsic
-def call(typing, address, array):
-    """Calls the function at an address with a pointer to an array of integers."""
-
-    def emit(context, builder, signature, args):
-        data = context.make_array(signature.args[1])(context, builder, args[1]).data
-        kind = ir.FunctionType(ir.VoidType(), [data.type])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [data])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, array), emit
-
-
 @njit
 def copy_row(x, address, columns, tile, at):
     """Copies numbers that lie from an address of x on to tile[at]; gives 0, in the lanes where all were finite, else NaN."""
@@ -470,13 +443,6 @@ def logits(tile_k, keys, panel_q, at, head_dim, scale, cap, s):
 
 
 @njit
-def mark(s, keys, kept):
-    """Writes which weights of a panel count, before they are made of the logits s."""
-    for i in range(keys * lanes_of(s)):
-        kept[i] = s[i] != -np.inf
-
-
-@njit
 def hide(s, keys, begin, end, bounds, rows, first, panel, lo, hi):
     """Writes -inf to s for the keys that rows of a panel do not keep: those before lo and from hi on, in each lane."""
     lanes = lanes_of(s)
@@ -533,27 +499,6 @@ def gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi):
             total += within(load(lo, 0), load(hi, 0), fill(x, j), x, fill(x, 0.0))
         at = (panel * width + i) * lanes
         store(panel_o, at, load(panel_o, at) * shrink + total)
-
-
-@njit
-def gather_where(s, keys, tile_v, width, shrink, panel_o, panel, counted):
-    """The same, where ``counted`` is 0 for weights that do not count."""
-    lanes = lanes_of(s)
-    for i in range(width):
-        total = fill(shrink, 0.0)
-        for j in range(keys):
-            x = load(s, j * lanes) * spread(tile_v, j * width + i)
-            total += less(fill(x, 0.0), load(counted, j * lanes), x, fill(x, 0.0))
-        at = (panel * width + i) * lanes
-        store(panel_o, at, load(panel_o, at) * shrink + total)
-
-
-@njit
-def ask(function, context, s, slopes, pitch, column, keys, first, row, is_cut):
-    """Has a function make logits of the dot products of a panel: see lanes_function.py."""
-    context[0], context[1], context[2], context[3] = s.ctypes.data, slopes.ctypes.data, pitch, column
-    context[4], context[5], context[6], context[7] = keys, first, row, is_cut
-    call(function, context)
 
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -698,7 +643,7 @@ BEFORE, BEHIND = 12, 13  # rows beside those of the unit, whose gradients it mak
 FIELDS = 14
 
 
-def attend(q, k, v, pages, units, begin, end, sinks, random, scale, cap, tile_kv, table, function, context, classes, o, lse):
+def attend(q, k, v, pages, units, begin, end, sinks, random, scale, cap, tile_kv, table, o, lse):
     """Attention of units, one after the other, to the keys begin to end that each row keeps: writes o and lse, if this has
     numbers. A unit has some queries of one sequence, of all heads that share a head of k and v; its rows are these queries, and
     for each its heads.
@@ -708,10 +653,6 @@ def attend(q, k, v, pages, units, begin, end, sinks, random, scale, cap, tile_kv
     page_size of the page pages[PAGE + (KEY + j) // page_size]; those before the first and behind the last that a row keeps are
     not read. The logit is scale * q.k where cap is 0, else cap * tanh(scale * q.k). A sink of -inf is none. ``random`` is that of
     ``find_kept``.
-
-    Where ``function`` is not 0, it is the address of one which makes logits of these: -inf for pairs that do not count;
-    ``context`` is its own, and classes (panels, tiles) is 0 where none counts, 2 where all do, and 1 elsewhere. Then there is one
-    unit.
     """
     lanes, group = lanes_of(q), q.shape[2] // max(1, k.shape[2])
     panels, pitch = (most_rows(units, group) + lanes - 1) // lanes, (o.shape[3] + lanes - 1) // lanes * lanes
@@ -720,31 +661,29 @@ def attend(q, k, v, pages, units, begin, end, sinks, random, scale, cap, tile_kv
     panel_o, row_max = np.empty(panels * lanes * width, q.dtype), np.empty(panels * lanes, q.dtype)
     row_sum, ranges = np.empty(panels * lanes, q.dtype), np.empty((panels, 4), np.int64)
     tile_k, tile_v = np.empty((tile_kv + BLOCK) * q.shape[3], q.dtype), np.empty((tile_kv + BLOCK) * width, q.dtype)
-    s, counted = np.empty((tile_kv + BLOCK) * lanes, q.dtype), np.empty((tile_kv + BLOCK) * lanes, q.dtype)
-    kept, rows_o = np.empty((tile_kv + BLOCK) * lanes, q.dtype), np.empty(lanes * pitch, q.dtype)
+    s, kept = np.empty((tile_kv + BLOCK) * lanes, q.dtype), np.empty((tile_kv + BLOCK) * lanes, q.dtype)
+    rows_o = np.empty(lanes * pitch, q.dtype)
     lo, hi, columns = np.empty(lanes, q.dtype), np.empty(lanes, q.dtype), np.empty((pitch + 3) * lanes, q.dtype)
-    own = (row_q, panel_q, panel_o, row_max, row_sum, ranges), (tile_k, tile_v, s, counted, kept, lo, hi), columns, rows_o
-    given = q, k, v, pages, units, begin, end, sinks, random, table, context, classes, o, lse
-    q, k, v, pages, units, begin, end, sinks, random, table, context, classes, o, lse = borrow(given)
+    own = (row_q, panel_q, panel_o, row_max, row_sum, ranges), (tile_k, tile_v, s, kept, lo, hi), columns, rows_o
+    given = q, k, v, pages, units, begin, end, sinks, random, table, o, lse
+    q, k, v, pages, units, begin, end, sinks, random, table, o, lse = borrow(given)
     of_rows, of_tile, columns, rows_o = borrow(own)
-    asked = function, context, classes
     for i in range(units.shape[0]):
-        attend_unit(q, k, v, pages, units[i], begin, end, random, scale, cap, tile_kv, table, asked, of_rows, of_tile)
+        attend_unit(q, k, v, pages, units[i], begin, end, random, scale, cap, tile_kv, table, of_rows, of_tile)
         finish(q, units[i], group, of_rows, sinks, begin, end, width, columns, rows_o, o, lse)
     keep(own)
     keep(given)
 
 
 @njit
-def attend_unit(q, k, v, pages, unit, begin, end, random, scale, cap, tile_kv, table, asked, of_rows, of_tile):
+def attend_unit(q, k, v, pages, unit, begin, end, random, scale, cap, tile_kv, table, of_rows, of_tile):
     """Finds the sums of a unit's rows, and their references, in the arrays ``of_rows``."""
     row_q, panel_q, panel_o, row_max, row_sum, ranges = of_rows
-    tile_k, tile_v, s, counted, kept, lo, hi = of_tile
+    tile_k, tile_v, s, kept, lo, hi = of_tile
     lanes, head_dim, group = lanes_of(q), q.shape[3], q.shape[2] // max(1, k.shape[2])
     rows = unit[QUERIES] * group
-    panels, (function, context, classes) = (rows + lanes - 1) // lanes, asked
+    panels, here = (rows + lanes - 1) // lanes, pages[unit[PAGE] :]
     width, width_q = (v.shape[3] + BLOCK - 1) // BLOCK * BLOCK, (head_dim + lanes - 1) // lanes * lanes
-    origin, here = context[5], pages[unit[PAGE] :]
     pack(q, unit, group, width_q, row_q, panel_q)
     for j in range(panels):
         store(row_max, j * lanes, fill(load(lo, 0), -np.inf))
@@ -754,29 +693,18 @@ def attend_unit(q, k, v, pages, unit, begin, end, random, scale, cap, tile_kv, t
     lowest, highest = find_ranges(unit, group, lanes, begin, end, ranges)
     for first in range(lowest // tile_kv * tile_kv, highest, tile_kv):
         keys = min(tile_kv, highest - first)
-        if function != 0 and not classes[:, first // tile_kv].any():
-            continue
         finite = fetch(k, v, here, unit, first, max(0, lowest - first), keys, table, tile_k, tile_v, width, lo)
         for panel in range(panels):
             if ranges[panel, 0] >= first + keys or ranges[panel, 1] <= first:
                 continue
-            kind = classes[panel, first // tile_kv] if function != 0 else 2
-            if kind == 0:
-                continue
             logits(tile_k, keys, panel_q, panel * width_q * lanes, head_dim, scale, cap, s)
-            if function != 0:
-                ask(function, context, s, s, lanes, 0, keys, origin + first, panel * lanes, kind == 1)
             masked = ranges[panel, 2] > first or ranges[panel, 3] < first + keys
             if masked:
                 hide(s, keys, begin, end, unit[BOUNDS], rows, first, panel, lo, hi)
-            if function != 0 and not finite:
-                mark(s, keys, counted)
             shrink = softmax(s, keys, row_max, row_sum, panel)
             find_kept(kept, first, keys, panel, group, unit, random)
             drop(s, 0, keys, 0, lanes, kept, random)
-            if function != 0 and not finite:
-                gather_where(s, keys, tile_v, width, shrink, panel_o, panel, counted)
-            elif masked and not finite:
+            if masked and not finite:
                 gather_kept(s, keys, tile_v, width, shrink, panel_o, panel, lo, hi)
             else:
                 gather(s, keys, tile_v, width, shrink, panel_o, panel)
@@ -1024,9 +952,7 @@ def compile(name: str, number: str, storage: str, folder: pathlib.Path | None) -
     if name == "attend":
         kv = types.Array(getattr(types, storage), 4, "A", readonly=True, aligned=False)
         inputs = (given[4], kv, kv, pages, units, bounds, bounds, row, bounds, x, x, types.intp, row)
-        loops.compile(
-            (*inputs, types.int64, types.Array(types.int64, 1, "C"), types.Array(types.uint8, 2, "C"), made[4], made[3])
-        )
+        loops.compile((*inputs, made[4], made[3]))
     else:
         inputs = (*[given[4]] * 5, given[3], given[3], units, bounds, bounds, bounds)
         loops.compile((*inputs, x, x, x, *[made[4]] * 3))

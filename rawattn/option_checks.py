@@ -25,6 +25,7 @@ from .operation import Backward, Forward
 from .program import Field, Fields
 from .select import select
 from .spec import Spec
+from .variant import Option
 from .variant.element import BF16
 from .variant.mask import Mask, of_head
 from .variant.offset import OffsetMask
@@ -353,19 +354,18 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
         ProblemError: it is no mask and no score, or the host's compiler refuses the file.
         UnsupportedError: there is no C++ compiler, c++ or g++. CompileError: NVRTC refuses a kernel, or is not there.
     """
-    role = "mask" if hasattr(option, "interval") else "score" if hasattr(option, "logit") else ""
-    if not role or not hasattr(option, "cuda_type"):
+    if not isinstance(option, Option) or (option.interval is None and option.logit is None):
         raise ProblemError(f"option is {option!r}; it must be a mask or a score with a CUDA type, an Option of rawattn.variant.")
-    if role == "score":
+    if option.interval is None:
         for given in ((number, head, scale) for number in ("fp32", "fp64") for head in range(4) for scale in (0.125, -0.5, 2.0)):
             _tell(check_score, option, *given)
     else:
-        by_head = hasattr(option, "of_head")
+        by_head = option.of_head is not None
         asked = OnHost(option, MASK, (1, 1))
         if bool(ctypes.c_bool.in_dll(asked.library, "differs_by_head")) != by_head:
             raise AssertionError(f"{option}: of_head is in {'Python' if by_head else 'CUDA'} alone; both say that heads differ.")
         for sizes in _sizes():
-            if getattr(option, "lists", False):
+            if option.lists:
                 _tell(check_boxes, option, *sizes[:3], *sizes[4:5], sizes[6])
             else:
                 _tell(check_mask, option, *sizes)
@@ -373,7 +373,7 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
     if arch is not None:
         if arch not in TYPICAL:
             raise ProblemError(f"arch is {arch!r}; it must be None or one of {', '.join(map(repr, TYPICAL))}.")
-        check_kernels(option, role, arch)
+        check_kernels(option, "mask" if option.interval is not None else "score", arch)
 
 
 def _sizes() -> list[tuple[int, int, int, int, int, Offsets, int]]:

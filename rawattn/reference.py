@@ -340,7 +340,7 @@ class Formula:
 
     def heads(self, first: int, count: int) -> Iterator[tuple[Pairs, Sequence[int]]]:
         """The pairs that a mask keeps and the heads that they are of, counted from ``first``: all, or each where they differ."""
-        if hasattr(self.mask, "of_head") or hasattr(self.mask, "keep"):
+        if self.mask.of_head is not None or self.mask.keep is not None:
             yield from ((of_head(self.mask, first + head), (head,)) for head in range(count))
         else:
             yield self.mask, range(count)
@@ -357,8 +357,13 @@ class Formula:
                 j = np.arange(low, high)
                 kept = (j >= begin[:, None]) & (j < end[:, None])
                 q, kv, kept = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
-                if hasattr(mask, "keep"):
+                if mask.keep is not None:
                     kept = kept & mask.keep(self.xp, *place, q, kv, q_len, kv_len)
+                    columns = np.flatnonzero(_numpy(kept.any(0)))  # between them are all keys that any of the queries keeps
+                    if not len(columns):
+                        continue
+                    some = slice(int(columns[0]), int(columns[-1]) + 1)
+                    kv, kept, low, high = kv[:, some], kept[:, some], low + some.start, low + some.stop
                 yield Tile(slice(first, first + len(chosen)), slice(low, high), q, kv, kept, (q_len, kv_len))
 
     def forward_sequence(
@@ -414,10 +419,10 @@ class Formula:
     def weights(self, q: Any, k: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
         """The probabilities, lse, the scaled dot products, and the logits."""
         xp = self.xp
-        if not hasattr(self.score, "logit"):
+        if self.score.logit is None:
             raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
         dot = self.scale * (q @ k.T)
-        s = _cast(functions.of_lengths(self.score, *tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = _cast(self.score.of_lengths(*tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
         s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
@@ -459,7 +464,7 @@ class Formula:
         """Adds to ``sums`` what these gradients of logits are by the elements of captured arrays."""
         if not self.sums:
             return
-        score, xp = functions.of_lengths(self.score, *tile.lengths), self.xp
+        score, xp = self.score.of_lengths(*tile.lengths), self.xp
         for i, indices, derivative in score.element_gradients(xp, dot, *place, tile.q, tile.kv):
             if i in self.sums:
                 self.scatter(self.sums[i], indices, xp.where(tile.kept, gradients * derivative, 0.0))
@@ -473,9 +478,9 @@ class Formula:
 
     def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""
-        if not hasattr(self.score, "slope"):
+        if self.score.slope is None:
             raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
-        return functions.of_lengths(self.score, *tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
+        return self.score.of_lengths(*tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
 
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         """The gradient of a head's sink."""
@@ -526,14 +531,14 @@ def attention_kvcache(
         formula = make_formula(own, k, "float64", lambda x: x, False, None, softcap, scale, mask_function, score, 0, 0)
         seen = {"q_offset": kv_len - own.shape[1]}  # positions are below 0 before the first key
         within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
-        logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)  # type: ignore[type-var]
+        logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)
         formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
         o[rows], lse[at] = (x[0] for x in formula.forward(own, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
 
 
 @dataclasses.dataclass(frozen=True)
-class _Within:
+class _Within(Pairs):
     """The pairs of a run of keys that a function keeps."""
 
     run: Pairs
@@ -544,7 +549,7 @@ class _Within:
 
     @property
     def keep(self) -> Any:
-        return self.base.keep  # type: ignore[attr-defined]
+        return self.base.keep
 
 
 @arguments.named

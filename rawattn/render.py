@@ -15,16 +15,13 @@ from typing import NamedTuple
 
 from .compiler import Source
 from .program import Fields
+from .trace import cuda_lines
 from .variant import Option
 from .variant.element import Element
 
 _PACKAGE = pathlib.Path(__file__).parent
 FOLDER = next(f for f in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") if f.is_dir())  # in a wheel; in a checkout
 
-CAPTURED = (  # what elements of captured arrays are in C++
-    "function::Bool", "function::Bf16", "function::Fp16", "unsigned char", "signed char", "short", "i32", "i64", "float",
-    "double",
-)  # fmt: skip
 # C++ type -> (bytes, alignment, format of the struct module). Args is laid out as the compiler does it; Facts.args_bytes agrees.
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
@@ -42,7 +39,7 @@ CTYPES = {
     "Number*": (8, 8, "Q"),
     "const Number*": (8, 8, "Q"),
     "const Element*": (8, 8, "Q"),
-    **{f"{const}{element}*": (8, 8, "Q") for element in CAPTURED for const in ("", "const ")},
+    **{f"{const}{element}*": (8, 8, "Q") for element, _ in cuda_lines.CTYPES.values() for const in ("", "const ")},
     "function::Divisor": (12, 4, "12s"),
     "u32*": (8, 8, "Q"),
     "u64*": (8, 8, "Q"),

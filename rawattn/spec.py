@@ -66,11 +66,8 @@ class Spec:
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on: all but the run-time values."""
         for name, option in (("mask", self.mask), ("score", self.score)):
-            if not hasattr(option, "kind"):
-                raise ProblemError(
-                    f"{name} is {option!r}, of which no kernel can be made; derive its class from rawattn.variant.Option, and "
-                    "give it the class variables type and source (CONTRIBUTING.md has an example)."
-                )
+            if not hasattr(option, "kind"):  # its class has no type, or no source
+                raise ProblemError(f"{name} is {option!r}, {UNDERIVED}.")
         negative = self.scale is not None and self.scale < 0
         flags = (negative, self.return_lse, self.constant_time, self.offsets is not None, self.dropout > 0, self.invariant)
         return (self.mask.kind, self.score.kind, *flags)
@@ -88,7 +85,7 @@ class Spec:
     @property
     def built_in(self) -> Spec:
         """The same options, with the default in place of each function: their kinds say what else selections depend on."""
-        found = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if hasattr(getattr(self, name), "arrays")}
+        found = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if getattr(self, name).is_function}
         return dataclasses.replace(self, **found) if found else self
 
     def at(self, offsets: tuple[int, int] | None) -> Spec:
@@ -104,7 +101,7 @@ class Spec:
     @property
     def placed_score(self) -> scores.Score:
         """The score of rows of q and k."""
-        return self.score if self.offsets is None else OffsetScore(self.score, *self.offsets)  # type: ignore  # an Option
+        return self.score if self.offsets is None else OffsetScore(self.score, *self.offsets)
 
     @property
     def weight(self) -> Option:
@@ -119,9 +116,6 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        for name in ("mask", "score"):
-            if not isinstance(found[name], Option):
-                raise ProblemError(f"{name} is {found[name]!r}; it must be derived from rawattn.variant.Option to be JSON.")
         return {
             name: option_to_json(value) if isinstance(value, Option) else value
             for name, value in found.items()
@@ -172,6 +166,19 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+UNDERIVED = (
+    "of which no kernel can be made; derive its class from rawattn.variant.Option, and give it the class variables type and "
+    "source (CONTRIBUTING.md has an example)"
+)
+
+
+def _is_option(name: str, value: Any) -> bool:
+    """Says whether it is an option. Raises ProblemError for a mask or a score whose class is not derived from ``Option``."""
+    if not isinstance(value, (Option, type)) and (hasattr(value, "interval") or hasattr(value, "logit")):
+        raise ProblemError(f"{name} is {value!r}, {UNDERIVED}.")
+    return isinstance(value, Option)
+
+
 def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
     """The mask that the shorthands ``causal`` and ``window`` mean, or ``mask`` itself."""
     if mask is not None:
@@ -181,7 +188,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
                 "Documents takes causal=True"
             )
             way = f"mask is a function, which says both itself, {itself}"
-            if not hasattr(mask, "arrays"):
+            if not (isinstance(mask, Option) and mask.is_function):
                 both = "combine options as mask=rawattn.mask.Both(a, b)"
                 way = f"{both}. A function, which Both does not take, says it itself, {itself}"
             raise ProblemError(f"mask was given beside causal or window; {way}.")
@@ -189,7 +196,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
             found = f"mask is an array, {mask.dtype} of shape {tuple(mask.shape)}"
             at = ", ".join(("b", "h", "q", "kv")[-len(mask.shape) :])
             raise ProblemError(f"{found}; give a function that reads it in place: mask=lambda b, h, q, kv: keep[{at}].")
-        if not hasattr(mask, "interval") or isinstance(mask, type):
+        if not _is_option("mask", mask) or mask.interval is None:
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask
     causal = _flag("causal", causal)
@@ -238,7 +245,7 @@ def make_score(softcap: Any, score: Any) -> scores.Score:
             raise ProblemError("score was given beside softcap; give one of them.")
         if hasattr(score, "shape") and hasattr(score, "dtype"):
             raise ProblemError(f"score is an array, {score.dtype} of shape {tuple(score.shape)}; give it as bias=.")
-        if not hasattr(score, "cuda_type") or isinstance(score, type) or hasattr(score, "interval"):
+        if not _is_option("score", score) or score.interval is not None:
             raise ProblemError(f"score is {score!r}; it must be a score, such as rawattn.score.Softcap(30.0).")
         return score
     return scores.Softcap(softcap) if softcap else scores.Scale()

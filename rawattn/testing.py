@@ -206,9 +206,7 @@ def _moved(x: Array, library: str, device: Any) -> Any:
     if library == "torch":
         import torch
 
-        own = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}.get(
-            x.dtype.name
-        )
+        own = getattr(torch, x.dtype.name) if x.dtype.isbuiltin == 2 else None  # a type of ml_dtypes
         bits = x if own is None else x.view(f"int{8 * x.itemsize}")
         return (torch.from_numpy(bits) if own is None else torch.from_numpy(bits).view(own)).to(device)
     if library == "cupy":

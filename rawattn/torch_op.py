@@ -443,9 +443,7 @@ def _check(tensors: Sequence[Any], max_seqlen_q: Any, max_seqlen_kv: Any, spec: 
         functions.check_sizes(options, given, limits(given, options))
 
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_NAMES |= {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_NAMES |= {getattr(torch, name): name for name in ("int64", "int32", "int16", "int8", "uint8", "bool")}
+_NAMES = {getattr(torch, dtype.name): name for name, dtype in arrays.DTYPES.items()}
 
 
 def _described(x: Any) -> Array:

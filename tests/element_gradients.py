@@ -52,7 +52,7 @@ class OfTanh(Sizes):
     however small it is itself."""
 
     def gather(self, gradients: Any, dot: Any, place: tuple[int, int], tile: Tile) -> None:
-        score = functions.of_lengths(self.score, *tile.lengths)
+        score = self.score.of_lengths(*tile.lengths)
         exact = [*score.element_gradients(self.xp, dot, *place, tile.q, tile.kv)]
         with mock.patch.dict(FORMULAS, {"tanh": lambda xp, x: xp.tanh(x) + 2.0**-21}):
             moved = [*score.element_gradients(self.xp, dot, *place, tile.q, tile.kv)]

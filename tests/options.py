@@ -117,7 +117,7 @@ def example(strategy: st.SearchStrategy[Any]) -> Any:
         drawn.append(value)
 
     draw()
-    is_mask = hasattr(drawn[0], "interval")
+    is_mask = drawn[0].interval is not None
     return min(drawn, key=lambda mask: abs(kept_pairs(of_head(mask, 0), 40, 70) - 1400)) if is_mask else drawn[-1]
 
 

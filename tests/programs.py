@@ -57,7 +57,7 @@ def is_taken(function: Any, role: str, rng: np.random.Generator) -> bool:
         return True
     with np.errstate(all="ignore"):
         places = np.arange(130)[:, None], np.arange(LONGEST)[None]
-        kept = option.keep(np, arrays, 0, 1, *places, 130, LONGEST) if hasattr(option, "keep") else False
+        kept = option.keep(np, arrays, 0, 1, *places, 130, LONGEST) if option.keep is not None else False
     return 0.02 < float(np.broadcast_to(kept, (130, LONGEST)).mean()) < 0.98
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import rawattn.reference
 from rawattn.functions import is_function
 from rawattn.timing import Call
+from rawattn.variant import Option
 
 from .functions import of_part
 from .task import Task, Unserved
@@ -58,13 +59,12 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartScore:
+class PartScore(Option):
     """A score, where the first batch and head are not the score's."""
 
     base: Any
     batch: int
     head: int
-    cuda_type: str = ""
 
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         return self.base.logit(xp, s, self.batch + batch, self.head + head, q, kv)

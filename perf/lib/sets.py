@@ -237,7 +237,7 @@ def operation(case: Case, constant_time: bool = False) -> Any:
     constant_time = constant_time or isinstance(case, ConstantTimeCase)
     spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
     forward = dataclasses.replace(case.op, spec=spec)
-    wrt = tuple(each.name for each in getattr(spec.score, "arrays", ()) if each.element in FLOATS)
+    wrt = tuple(each.name for each in spec.score.arrays if each.element in FLOATS)
     return Backward(forward, wrt=wrt) if is_backward(case) else forward
 
 

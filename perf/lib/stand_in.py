@@ -15,7 +15,6 @@ from rawattn.device import TYPICAL, Device
 
 DEVICE = TYPICAL["sm_90a"]
 POOL = 1 << 27  # elements of a dtype, of which no page is touched
-TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def bindings() -> types.SimpleNamespace:
@@ -67,7 +66,7 @@ def install() -> Device:
             found = blocks.get((shape, dtype))
             if found is None:
                 if dtype not in pools:
-                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, TORCH_NAMES[dtype]))
+                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, rawattn.arrays.DTYPES[dtype].name))
                 found = pools[dtype].as_strided(shape, rawattn.arrays.contiguous_strides(shape))
                 blocks[shape, dtype] = found
             return found.detach()

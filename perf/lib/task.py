@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from rawattn.arrays import DTYPES
 from rawattn.testing import Case
 
 from .functions import FUNCTIONS
@@ -29,8 +30,7 @@ class Task:
     def make(cls, case: Case, seed: int = 0, device: str = "cuda") -> Task:
         import torch
 
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        random, dtype = torch.Generator(device).manual_seed(seed), dtypes[case.dtype]
+        random, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, DTYPES[case.dtype].name)
         rows: list[tuple[int, ...]] = [(case.batch, case.q_len), (case.batch, case.kv_len)]
         packed: tuple[Any, ...] = ()
         if case.lengths is not None:

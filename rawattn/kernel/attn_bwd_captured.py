@@ -202,7 +202,7 @@ def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     layout: Option = MmaLayout() if config.tensor_cores else SimtLayout()
     plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(
-        op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),  # type: ignore
+        op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),
         Gradient=FunctionGradient(score_of(op), config.node), Layout=layout, Sums=config.sums,
         Gather=Gather(config.way), Statistics=config.statistics,
     )  # fmt: skip

@@ -110,7 +110,7 @@ def _rendered(
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
-    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)  # type: ignore[arg-type]
+    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 

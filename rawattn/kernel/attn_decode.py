@@ -151,7 +151,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
             found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
-        if hasattr(op.mask, "of_head"):
+        if op.mask.of_head is not None:
             found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
         if not found and not self.candidates(op, device):
             sizes, room = f"head_dim {op.head_dim} and head_dim_v {op.head_dim_v}", f"{device.smem_bytes} bytes of {device.name}"
@@ -159,7 +159,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return found + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
-        return self.runs_on(device) and most_rows(op) <= MOST_ROWS and not hasattr(op.mask, "of_head")
+        return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None
 
     def is_tried(self, op: AttentionKVCache) -> bool:
         return paging.has_functions(op) or is_crowded(op)
@@ -234,7 +234,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "QOperand": operand,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
-            "Score": rows.PackGqaScore(getattr(score, "constant_time", score)),
+            "Score": rows.PackGqaScore(score.constant_time),
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv_option(op, config),

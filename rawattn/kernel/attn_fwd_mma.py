@@ -210,10 +210,10 @@ class AttnFwdMma(OneLaunch):
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         own["Walk"] = tiling.cursor(op)
         if config.pack_gqa:
-            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)  # type: ignore[arg-type]
+            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)
             own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
         if config.split:
-            own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}  # type: ignore[arg-type]
+            own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}
             own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
         return tiling.options(op, **own)

@@ -45,7 +45,7 @@ def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[s
     """The reasons why no kernel of the backward computes the operation, where the smallest tiles have these rows and a block of
     ``q_block`` rows has ``places`` places that are counted."""
     found, forward = [], op.forward
-    if not hasattr(forward.score, "slope"):
+    if forward.score.slope is None:
         found.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
     if forward.constant_time:
         found.append("its time is not shown to be independent of the data; constant_time is for the forward")
@@ -76,7 +76,7 @@ def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
 def exact_score(op: Forward) -> Option:
     """The score for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits. Float32 takes it as plain
     arithmetic does, to the last place."""
-    score: Option = op.score if op.element.itemsize > 2 else getattr(op.score, "constant_time", op.score)  # type: ignore
+    score: Option = op.score if op.element.itemsize > 2 else op.score.constant_time
     return score if op.spec.offsets is None else OffsetScore(score, *op.spec.offsets)
 
 
@@ -88,7 +88,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
     if op.q_lens:
         where = rows.CutQueries(where)
     where = where if op.spec.offsets is None else rows.WithOffset(where)
-    return {"Element": op.element, "Rows": where, "Mask": op.mask, **own}  # type: ignore[dict-item]
+    return {"Element": op.element, "Rows": where, "Mask": op.mask, **own}
 
 
 def all_rows(op: Forward) -> Option:

@@ -180,7 +180,7 @@ class OneLaunch(Kernel[Forward]):
         return tiling.tuning_shapes(op)
 
     def is_tried(self, op: Forward) -> bool:
-        return lists(op.mask) or tiling.is_function(op.score) or tiling.is_foreign(op.mask) or tiling.is_foreign(op.score)
+        return lists(op.mask) or op.score.is_function or tiling.is_foreign(op.mask) or tiling.is_foreign(op.score)
 
     @abc.abstractmethod
     def options(self, op: Forward, config: Any) -> dict[str, Option]:

@@ -37,7 +37,7 @@ def wrong(op: Forward, config: Any) -> str | None:
     can."""
     if config.parts and config.parts not in divisors(op):
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
-    walk, differ = getattr(config, "walk", ""), lists(op.mask) or hasattr(op.mask, "of_head")
+    walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
     if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
         return f"walk is {walk!r}; it must be of {[*WALKS]}, and 'by_tiles' needs one mask for all heads that is no list"
     return None

@@ -16,7 +16,6 @@ from ..variant.lengths import KvLens, PageListLens
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
 from ..variant.scale import Scale
-from . import tiling
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
@@ -45,7 +44,7 @@ def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
 
 def has_functions(op: AttentionKVCache) -> bool:
     """Says whether its mask or its score is a Python function, which sees positions in the sequence."""
-    return tiling.is_function(op.mask) or tiling.is_function(op.score)
+    return op.mask.is_function or op.score.is_function
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
@@ -57,13 +56,13 @@ def rows_option(op: AttentionKVCache, base: Option) -> Option:
 
 def mask_option(op: AttentionKVCache) -> Any:
     """The mask, with what the step says of each sequence."""
-    found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask  # type: ignore[arg-type]  # Masks are Options
+    found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask
     return KvBeginMask(found) if op.kv_begin else found
 
 
 def score_option(op: AttentionKVCache) -> Any:
     """The score; one that is a function sees positions."""
-    return AtPositionsScore(op.score) if tiling.is_function(op.score) else op.score  # type: ignore[arg-type]  # Scores are Options
+    return AtPositionsScore(op.score) if op.score.is_function else op.score
 
 
 def tried_shape(op: AttentionKVCache) -> AttentionKVCache:

@@ -86,7 +86,7 @@ def launch(array: Any, device: Device) -> Launch:
 
 def before(program: Program, mask: Any, device: Device) -> Program:
     """The program, after the launches that make the pyramids that a mask asks for."""
-    wanted = [each for each in getattr(mask, "arrays", ()) if getattr(each, "pyramid", 0) and math.prod(each.shape)]
+    wanted = [each for each in mask.arrays if each.pyramid and math.prod(each.shape)]
     if not wanted or not program.launches:
         return program
     return Program((*(launch(each, device) for each in wanted), *program.launches), (*map(buffer, wanted), *program.scratch))

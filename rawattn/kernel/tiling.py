@@ -54,11 +54,6 @@ def tensor_core_reasons(
     return found
 
 
-def is_function(option: object) -> bool:
-    """Says whether a mask or a score is a Python function."""
-    return hasattr(option, "arrays")
-
-
 def is_foreign(option: object) -> bool:
     """Says whether a mask or a score, or a part of it, is a class of somebody else: how many registers it takes is not known."""
     parts = [getattr(option, name) for name in ("base", "a", "b") if hasattr(option, name)]
@@ -67,7 +62,7 @@ def is_foreign(option: object) -> bool:
 
 def function_reasons(op: Forward) -> list[str]:
     """The reason why functions among the options are refused, where they are."""
-    found = [name for name in ("mask", "score") if is_function(getattr(op, name))]
+    found = [name for name in ("mask", "score") if getattr(op, name).is_function]
     if not (op.constant_time and found):
         return []
     return [f"its {' and its '.join(found)} may take any time, as functions do; constant_time is for built-in masks and scores"]
@@ -129,8 +124,8 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
     found: dict[str, Option] = {
         "Element": op.element,
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
-        "Mask": op.mask,  # type: ignore[dict-item]  # a Mask is an Option with an interval
-        "Score": op.spec.placed_score,  # type: ignore[dict-item]  # likewise
+        "Mask": op.mask,
+        "Score": op.spec.placed_score,
         "Weight": op.spec.weight,
         **own,
     }

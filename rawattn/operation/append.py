@@ -163,15 +163,6 @@ class Append(Operation):
         read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields that are not the defaults, as JSON can hold them."""
-        return kvcache.to_json(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Append:
-        """The inverse of ``to_json``."""
-        return cls(**kvcache.from_json(fields))
-
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         words = [f"{self.total} rows in {self.batch} sequences" if self.lengths else f"{self.total} rows"]

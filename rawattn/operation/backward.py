@@ -186,16 +186,10 @@ class Backward(Operation):
 
     # ---- as text
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields that are not the defaults, as JSON can hold them."""
-        own = ({"dlse": True} if self.dlse else {}) | ({"wrt": list(self.wrt)} if self.wrt else {})
-        return {"operation": "Backward", "forward": self.forward.to_json(), **own, "layout": self.layout.to_json()}
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Backward:
         """The inverse of ``to_json``."""
-        forward, wrt = Forward.from_json(fields["forward"]), tuple(fields.get("wrt", ()))
-        return cls(forward, fields.get("dlse", False), Layout.from_json(fields["layout"]), wrt)
+        return super().from_json({**fields, "forward": Forward.from_json(fields["forward"])})
 
     def __str__(self) -> str:
         return f"Backward of {self.forward}{', dlse' if self.dlse else ''}{''.join(f', d{name}' for name in self.wrt)}"

@@ -5,20 +5,22 @@ They know no operation by its class, and no array by its name."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from .. import functions
 from ..arrays import DTYPES, Array
 from ..operand import PLAIN, Layout, Operand
 from ..spec import Spec
 from ..tma import ALIGNMENT
-from ..variant.element import Element
+from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Score
 
+T = TypeVar("T", bound="Operation")
 FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts
 
 
@@ -182,14 +184,31 @@ class Operation(abc.ABC):
 
     # ---- as text
 
-    @abc.abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON can hold them; "operation" is the class's name."""
+    def to_json(self: Any) -> dict[str, Any]:
+        """The fields that are not the defaults, and all that have a ``to_json`` of their own, as JSON can hold them; "operation"
+        is the class's name."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        own = {name: _as_json(x) for name, (x, default) in values.items() if hasattr(x, "to_json") or x != default}
+        return {"operation": type(self).__name__, **own}
 
     @classmethod
-    @abc.abstractmethod
-    def from_json(cls, fields: dict[str, Any]) -> Operation:
+    def from_json(cls: type[T], fields: dict[str, Any]) -> T:
         """The inverse of ``to_json``."""
+        return cls(**{name: READERS[name](x) if name in READERS else x for name, x in fields.items() if name != "operation"})
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Element):
+        return value.name
+    return value.to_json() if hasattr(value, "to_json") else list(value) if isinstance(value, tuple) else value
+
+
+READERS: dict[str, Callable[[Any], Any]] = {  # of the fields of operations that JSON holds in another form
+    **dict.fromkeys(("element", "kv_element", "angles"), lambda name: name and KV_ELEMENTS[name]),
+    "spec": Spec.from_json,
+    "layout": Layout.from_json,
+    "wrt": tuple,
+}
 
 
 class OverKeys(Operation):

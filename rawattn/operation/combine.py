@@ -12,7 +12,6 @@ from ..arrays import Array
 from ..errors import ProblemError
 from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks
 from ..variant.element import ELEMENTS, Element
-from . import kvcache
 from .base import Operation
 
 
@@ -100,15 +99,6 @@ class Combine(Operation):
     def flops(self) -> int:
         """A multiplication and an addition for each element of each part."""
         return 2 * self.count * self.batch * self.q_len * self.heads * self.head_dim_v
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields that are not the defaults, as JSON can hold them."""
-        return kvcache.to_json(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Combine:
-        """The inverse of ``to_json``."""
-        return cls(**kvcache.from_json(fields))
 
     def __str__(self) -> str:
         rows = f"{self.q_len} rows" if self.packed else f"batch {self.batch}, length {self.q_len}"

@@ -306,7 +306,7 @@ class Forward(OverKeys):
     @functools.cached_property
     def takes_numbers(self) -> bool:
         """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
-        return not any(getattr(option, "checked", ()) for option in (self.spec.mask, self.spec.score))
+        return not any(option.checked for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures))
 
     def holds_in_steps(self, options: dict[str, Any]) -> bool:
         """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option, nor where
@@ -325,7 +325,10 @@ class Forward(OverKeys):
     def has_numbers(self, numbers: Any) -> bool:
         """Says whether these are its own."""
         pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
-        return all(not own or number_keys(own) == number_keys(getattr(option, "numbers", ())) for option, own in pairs)
+        return all(
+            not own or number_keys(own) == number_keys(option.numbers if isinstance(option, Captures) else ())
+            for option, own in pairs
+        )
 
     def values_with(self, numbers: Any) -> dict[str, Any] | None:
         """The values of launches with these numbers, where nothing must be checked for them either."""
@@ -354,7 +357,7 @@ class Forward(OverKeys):
         which configurations are chosen."""
         own = {role: found[role] for role, _ in functions.among(options)}
         before = {role: getattr(self.spec, role) for role in own}
-        same = (x == before[role] or (hasattr(x, "arrays") and x.kind == before[role].kind) for role, x in own.items())
+        same = (x == before[role] or (x.is_function and x.kind == before[role].kind) for role, x in own.items())
         return own if all(same) else None
 
     # ---- its options, as kernels read them
@@ -404,26 +407,6 @@ class Forward(OverKeys):
         return 2 * (self.head_dim + self.head_dim_v) * self.batch * self.heads * self.pairs
 
     # ---- as text
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields that are not the defaults, as JSON can hold them."""
-        found: dict[str, Any] = {"operation": "Forward"}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("layout", "spec") and value != field.default:
-                found[field.name] = value.name if isinstance(value, Element) else value
-        return {**found, "spec": self.spec.to_json(), "layout": self.layout.to_json()}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Forward:
-        """The inverse of ``to_json``."""
-        own = {name: value for name, value in fields.items() if name != "operation"}
-        own |= {
-            "element": ELEMENTS[fields["element"]],
-            "spec": Spec.from_json(fields["spec"]),
-            "layout": Layout.from_json(fields["layout"]),
-        }
-        return cls(**own)
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"

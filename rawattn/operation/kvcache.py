@@ -169,15 +169,6 @@ class AttentionKVCache(OverKeys):
 
     # ---- as text
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields that are not the defaults, as JSON can hold them."""
-        return to_json(self) | {"spec": self.spec.to_json()}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> AttentionKVCache:
-        """The inverse of ``to_json``."""
-        return cls(**from_json(fields) | {"spec": Spec.from_json(fields["spec"])})
-
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
@@ -311,22 +302,3 @@ def elements_text(op: Any) -> str:
 def pages_text(form: str, pages: int, page_size: int) -> str:
     """The pages in words."""
     return f"{pages} pages of {page_size}" + {"dense": ", one for each sequence", "table": "", "indptr": ", end to end"}[form]
-
-
-def to_json(op: Any) -> dict[str, Any]:
-    """The fields of an operation that are not the defaults, but for its spec."""
-    found: dict[str, Any] = {"operation": type(op).__name__}
-    for field in dataclasses.fields(op):
-        value = getattr(op, field.name)
-        if field.name == "layout":
-            found["layout"] = value.to_json()
-        elif field.name != "spec" and value != field.default:
-            found[field.name] = value.name if isinstance(value, Element) else value
-    return found
-
-
-def from_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of ``to_json``."""
-    found = {name: value for name, value in fields.items() if name not in ("operation", "spec")}
-    found |= {name: KV_ELEMENTS[fields[name]] for name in ("element", "kv_element", "angles") if fields.get(name)}
-    return found | ({"layout": Layout.from_json(fields["layout"])} if "layout" in fields else {})

@@ -24,7 +24,6 @@ from ..plans import cache_put
 from ..spec import Spec, Window
 from ..torch_op import NO_SECOND
 from ..trace.proofs import Limits
-from ..variant import walk
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
 from . import schedule
@@ -150,7 +149,7 @@ def of_parts(
     own, first = [], 0
     for role, each in functions.among(options):
         part, indices = functions.of_part(each, **given)
-        if hasattr(getattr(spec, role), "arrays"):
+        if getattr(spec, role).is_function:
             own.append((role, part, tuple(first + i for i in indices)))
         first += len(each.traced.labels)
     return spec, tuple(own)
@@ -180,11 +179,11 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
 
 def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    if walk.lists(spec.mask) and not hasattr(spec.mask, "arrays"):
+    if spec.mask.lists and not spec.mask.is_function:
         way = "give it as a function, or call head_attention: its interval does not say which keys are needed"
         raise ProblemError(f"mask is {spec.mask}, which keeps several runs of keys; {way}.")
-    mask = Full() if hasattr(spec.mask, "arrays") else spec.mask
-    masks = tuple(mask.of_head(head) for head in range(q.shape[2])) if hasattr(mask, "of_head") else (mask,)
+    mask = Full() if spec.mask.is_function else spec.mask
+    masks = (mask,) if mask.of_head is None else tuple(mask.of_head(head) for head in range(q.shape[2]))
     whole = Whole(masks, sees_positions(spec), count, q.shape[1], k.shape[1], layout)
     gathered = method == "all_gather" or (method == "auto" and k.nbytes + v.nbytes <= GATHERED_BYTES)
     return (schedule.all_gather if gathered else schedule.ring)(whole, rank)
@@ -192,7 +191,7 @@ def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, metho
 
 def sees_positions(spec: Spec) -> bool:
     """Tells whether the score may depend on more than the logit, or the mask is a function, which may depend on all."""
-    return type(spec.score) not in (Scale, Softcap) or hasattr(spec.mask, "arrays")
+    return type(spec.score) not in (Scale, Softcap) or spec.mask.is_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,7 +475,7 @@ class _Gradients:
         heads do not matter. The first half hides the wait for the first keys, the second that for the last gradients."""
         spec, kv_heads, ratio = self.call.spec, self.k.shape[2], self.q.shape[2] // self.k.shape[2]
         (task,) = self.call.schedule.local
-        if kv_heads < 2 or sees_positions(spec) or hasattr(spec.mask, "of_head"):
+        if kv_heads < 2 or sees_positions(spec) or spec.mask.of_head is not None:
             return [lambda dq, dk, dv: self.of(task, self.k, self.v, out=(dq, dk, dv))]
 
         def half(begin: int, end: int) -> Any:

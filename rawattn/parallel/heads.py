@@ -92,8 +92,8 @@ def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:
         raise ProblemError(f"q has {q.shape[2]} heads; it must be a multiple of the {count} ranks.")
     if k.shape[2] % count and count % k.shape[2]:
         raise ProblemError(f"k has {k.shape[2]} heads; it must be a multiple or a divisor of the {count} ranks.")
-    by_head = type(spec.score) not in (Scale, Softcap) and not hasattr(spec.score, "arrays")
-    if by_head or hasattr(spec.mask, "of_head"):
+    by_head = type(spec.score) not in (Scale, Softcap) and not spec.score.is_function
+    if by_head or spec.mask.of_head is not None:
         name = "score" if by_head else "mask"
         raise ProblemError(f"{name} may treat heads differently, and a rank numbers its own from 0 on; call context_attention.")
 

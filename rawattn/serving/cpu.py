@@ -104,8 +104,8 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
         if spec is not op.spec:  # functions see positions
-            mask = OffsetMask(mask, kv_len - q_len, 0) if hasattr(mask, "keep") else mask
-            score = OffsetScore(score, kv_len - q_len, 0) if hasattr(score, "of_lengths") else score
+            mask = OffsetMask(mask, kv_len - q_len, 0) if mask.is_function else mask
+            score = OffsetScore(score, kv_len - q_len, 0) if score.is_function else score
         if first is not None:
             if kv_len and not 0 <= first[i] <= kv_len:
                 raise ProblemError(f"kv_begin[{i}] is {first[i]}; it must be from 0 to {kv_len}, the sequence's length.")
@@ -116,7 +116,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / cpu.PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        found = cpu.Sequence(i, *places, mask, score, begin, end, q_len)
+        found = cpu.Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * cpu.SECONDS_PER_THREAD)))
     config = cpu.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
@@ -136,12 +136,10 @@ def check(op: AttentionKVCache) -> None:
 def _refusal(op: AttentionKVCache) -> str | None:
     if op.widest > 1024:
         return f"head_dim is {op.widest}; it takes up to 1024"
-    if not hasattr(op.score, "logit"):
+    if op.score.logit is None:
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
     if (reason := cpu.undefined(op.mask)) is not None:
         return reason
-    if op.spec.invariant and not cpu.has_loops(op.mask, op.score):
-        return cpu.NOT_INVARIANT
     return None
 
 

@@ -12,23 +12,25 @@ from .arithmetic import from_linear, linear
 from .canonical import Code
 from .expressions import INSIDE, Expr, make
 from .fields import Array, Divisor, Made, Number, Size, Step, What
+from .infix import SIGNS
 from .placement import ELEMENT, HOST, PLACES, ROW, Placement
 from .proofs import is_nonnegative
 
-CTYPES = {  # element -> the C++ type of an array's elements
-    "bool": "function::Bool", "uint8": "unsigned char", "int8": "signed char", "int16": "short", "int32": "i32", "int64": "i64",
-    "fp32": "float", "fp64": "double", "bf16": "function::Bf16", "fp16": "function::Fp16",
+CTYPES = {  # element of an array -> its C++ type and its bytes
+    "bool": ("function::Bool", 1), "uint8": ("unsigned char", 1), "int8": ("signed char", 1), "int16": ("short", 2),
+    "int32": ("i32", 4), "int64": ("i64", 8), "fp32": ("float", 4), "fp64": ("double", 8), "bf16": ("function::Bf16", 2),
+    "fp16": ("function::Fp16", 2),
 }  # fmt: skip
+_SIGNS = {op: f"{{}} {sign} {{}}" for op, sign in SIGNS.items()}
 _PLAIN = {
-    "imul": "{} * {}", "shl": "{} << {}", "shr": "{} >> {}", "band": "{} & {}", "bor": "{} | {}", "bxor": "{} ^ {}",
-    "lt": "{} < {}", "le": "{} <= {}", "eq": "{} == {}", "and": "{} & {}", "or": "{} | {}", "xor": "{} != {}", "not": "!{}",
-    "where": "{} ? {} : {}", "neg": "-{}", "min": "min({}, {})", "max": "max({}, {})",
+    **{op: _SIGNS[op] for op in ("imul", "shl", "shr", "band", "bor", "bxor", "lt", "le", "eq", "and", "or", "xor")},
+    "not": "!{}", "where": "{} ? {} : {}", "neg": "-{}", "min": "min({}, {})", "max": "max({}, {})",
 }  # fmt: skip
 _SCORE = (
     _PLAIN
     | {op: f"function::fast_{op}({{}})" for op in ("exp2", "log2", "expm1", "log1p")}
     | {"pow": "function::fast_pow({}, {})"}
-    | {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}"}
+    | {op: _SIGNS[op] for op in ("add", "sub", "mul", "div")}
 )
 _MASK = _PLAIN | {"add": "__fadd_rn({}, {})", "sub": "__fsub_rn({}, {})", "mul": "__fmul_rn({}, {})", "div": "__fdiv_rn({}, {})"}
 
@@ -61,9 +63,6 @@ _AHEAD = """
         const i32 inside = min(offset, last);{body}
         return {result};
     }}"""
-
-
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def _place(text: str) -> str:
@@ -229,7 +228,7 @@ class Writer:
     # ---- elements of arrays
 
     def array(self, i: int) -> str:
-        return self.field(f"{self.role}_{i}", f"const {CTYPES[self.elements[i][0]]}*", Array(i))
+        return self.field(f"{self.role}_{i}", f"const {CTYPES[self.elements[i][0]][0]}*", Array(i))
 
     def size(self, i: int, axis: int) -> str:
         return self.field(f"{self.role}_{i}_size_{axis}", "i32", Size(i, axis))
@@ -241,7 +240,7 @@ class Writer:
     def load(self, x: Expr, at: str) -> str:
         pointer, indices = self.array(x.args[0]), x.args[2:]
         places = [max(self.place(i), PLACES.index("head")) for i in indices]
-        ctype = f"const {CTYPES[x.args[1]]}*"
+        ctype = f"const {CTYPES[x.args[1]][0]}*"
         for outer in PLACES[PLACES.index("head") : PLACES.index(at)]:  # the pointer moves where its indices are known
             steps = [self.step(x, axis) for axis, place in enumerate(places) if PLACES[place] == outer]
             if steps:
@@ -283,7 +282,7 @@ class Writer:
     @property
     def ahead_bytes(self) -> int:
         """The bytes of an element that a warp may read for its next tile: of the one array that has one for each pair."""
-        return ELEMENT_BYTES[next(iter(self.pairwise.values()))] if len(self.pairwise) == 1 else 0
+        return CTYPES[next(iter(self.pairwise.values()))][1] if len(self.pairwise) == 1 else 0
 
     def ahead(self, result: str) -> str:
         """Members that say where those elements are, and compute values with them; nothing where there are none."""

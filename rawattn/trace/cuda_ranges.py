@@ -70,7 +70,7 @@ class RangeWriter:
         ranged = [] if axes > 2 else list(range(last + 1 - max(axes, self.pyramids.get(i, 0) if axes else 0), last + 1))
         fixed = [axis for axis in range(last + 1) if axis not in ranged]
         if axes > 2 or any(axis in wide for axis in fixed):
-            return f"function::whole<{CTYPES[x.args[1]]}>()"
+            return f"function::whole<{CTYPES[x.args[1]][0]}>()"
         places = [f"function::inside({self._names[indices[a]]}.lo, {w.size(i, a)})" for a in fixed]
         steps = [
             place if w.stride(i, a) == "1" else f"{place} * {w.stride(i, a)}" for a, place in zip(fixed, places, strict=True)
@@ -78,7 +78,7 @@ class RangeWriter:
         at = " + ".join([w.array(i), *steps])
         if not ranged:
             return f"function::point(function::read({at}))"
-        pyramid = w.field(f"{w.role}_{i}_pyramid", f"const {CTYPES[x.args[1]]}*", Blocks(i))
+        pyramid = w.field(f"{w.role}_{i}_pyramid", f"const {CTYPES[x.args[1]][0]}*", Blocks(i))
         number = functools.reduce(
             lambda text, a: f"({text} * {w.size(i, a[0])} + {a[1]})", zip(fixed, places, strict=True), "i64(0)"
         )

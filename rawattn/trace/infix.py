@@ -8,7 +8,7 @@ from .canonical import Code
 from .expressions import Expr
 
 MOST = 400  # characters
-_BETWEEN = {
+SIGNS = {  # between two operands, in Python and in C++
     "add": "+", "sub": "-", "mul": "*", "imul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**", "shl": "<<",
     "shr": ">>", "band": "&", "bor": "|", "bxor": "^", "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "!=",
 }  # fmt: skip
@@ -46,8 +46,8 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
                 return f"~{words(parts[0])}"
             case "neg":
                 return f"-{words(parts[0])}"
-        if x.op in _BETWEEN:
-            found = f" {_BETWEEN[x.op]} ".join(map(words, parts))
+        if x.op in SIGNS:
+            found = f" {SIGNS[x.op]} ".join(map(words, parts))
             return found if alone else f"({found})"
         return f"{x.op}({', '.join(words(a, True) for a in parts)})"
 

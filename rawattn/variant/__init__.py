@@ -8,13 +8,63 @@ value compiles nothing). Two options with the same ``kind`` share one compiled k
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from ..program import Fields
 
 
+class Pairwise:
+    """What is asked of masks and scores, and the answers of one that says nothing of it: None for a method that it lacks."""
+
+    @property
+    def is_function(self) -> bool:
+        """Says whether it is a traced Python function."""
+        return False
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays that a function captured, or what is needed of each."""
+        return ()
+
+    @property
+    def lists(self) -> bool:
+        """Of a mask: whether the tiles that it visits may have holes between them."""
+        return False
+
+    @property
+    def interval(self) -> Callable[..., Any] | None:
+        """Every mask has it: ``mask.Pairs.interval``."""
+        return None
+
+    @property
+    def keep(self) -> Callable[..., Any] | None:
+        """Of a mask whose queries keep several runs of keys: ``keep(xp, batch, head, q, kv, q_len, kv_len)`` says which of the
+        queries q, a column, keep which of the keys kv, a row."""
+        return None
+
+    @property
+    def of_head(self) -> Callable[[int], Any] | None:
+        """Of a mask that differs by head: ``of_head(head)`` gives the pairs of one query head."""
+        return None
+
+    @property
+    def logit(self) -> Callable[..., Any] | None:
+        """Of a score: its definition, ``score.Score``."""
+        return None
+
+    @property
+    def slope(self) -> Callable[..., Any] | None:
+        """Of a score: its derivative by s, ``score.Score``."""
+        return None
+
+    def of_lengths(self, q_len: int, kv_len: int) -> Any:
+        """The score of a sequence of these lengths."""
+        return self
+
+
 @dataclasses.dataclass(frozen=True)
-class Option:
+class Option(Pairwise):
     """One option on one axis; subclasses set the class variables and hold the run-time values as fields."""
 
     type: ClassVar[str]
@@ -89,14 +139,13 @@ class Wrapper(Option):
 
     @property
     def constant_time(self) -> Option:
-        return dataclasses.replace(self, base=getattr(self.base, "constant_time", self.base))
+        return dataclasses.replace(self, base=self.base.constant_time)
 
     @property
     def lists(self) -> bool:
-        """Of a mask: whether the tiles that it visits may have holes between them."""
-        return getattr(self.base, "lists", False)
+        return self.base.lists
 
 
 def constant_time(choices: dict[str, Option]) -> dict[str, Option]:
     """Returns the options in the forms whose instructions do not depend on the data."""
-    return {axis: getattr(choice, "constant_time", choice) for axis, choice in choices.items()}
+    return {axis: choice.constant_time for axis, choice in choices.items()}

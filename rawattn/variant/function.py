@@ -46,6 +46,7 @@ class Captures(Option):
     arrays: tuple[Captured, ...] = ()
     checked: tuple[tuple[int, int], ...] = ()
     q_below: bool = False
+    is_function: ClassVar[bool] = True
     role: ClassVar[str]
 
     def __post_init__(self) -> None:

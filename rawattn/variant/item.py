@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from ..trace.cuda_lines import CTYPES
 from . import Option
-
-TYPES = {  # element -> its C++ type and its bytes
-    "bool": ("function::Bool", 1), "uint8": ("unsigned char", 1), "int8": ("signed char", 1), "int16": ("short", 2),
-    "int32": ("i32", 4), "int64": ("i64", 8), "fp32": ("float", 4), "fp64": ("double", 8), "bf16": ("function::Bf16", 2),
-    "fp16": ("function::Fp16", 2),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +18,8 @@ class Item(Option):
 
     @property
     def cuda_type(self) -> str:
-        return TYPES[self.name][0]
+        return CTYPES[self.name][0]
 
     @property
     def bytes(self) -> int:
-        return TYPES[self.name][1]
+        return CTYPES[self.name][1]

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError, brief
 from ..program import Field, Fields
-from . import Option, Wrapper
+from . import Option, Pairwise, Wrapper
 from .ready import BlockTable as BlockTable
 from .ready import Chunked as Chunked
 from .ready import Documents as Documents
@@ -32,36 +32,22 @@ UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fi
 ALIGNMENTS = ("bottom_right", "top_left")
 
 
-class Pairs(Protocol):
+class Pairs(Pairwise):
     """A set of (query, key) pairs.
 
     A mask whose queries keep several runs of keys has ``keep`` besides: ``interval`` is then one that holds all of them."""
 
-    def __hash__(self) -> int: ...
-
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         """First and one past the last key that each query in ``q`` keeps; empty where begin >= end."""
+        raise NotImplementedError
 
 
-class Mask(Pairs, Protocol):
-    """An option that is also a set of (query, key) pairs.
+class Mask(Option, Pairs):
+    """An option that is also a set of (query, key) pairs: any ``Option`` that has ``interval``.
 
     Where heads differ, ``of_head(head)`` gives the pairs of one query head, ``interval`` those of all of them together, and the
     C++ type says ``static constexpr bool of_head = true``.
     """
-
-    @property
-    def kind(self) -> tuple[object, ...]: ...
-    @property
-    def cuda_type(self) -> str: ...
-    @property
-    def sources(self) -> tuple[str, ...]: ...
-    @property
-    def constants(self) -> dict[str, int]: ...
-    @property
-    def fields(self) -> Fields: ...
-    @property
-    def values(self) -> dict[str, float]: ...
 
 
 def _check_align(align: str) -> None:
@@ -74,7 +60,7 @@ def _shift(align: str, q_len: int, kv_len: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Full(Option):
+class Full(Mask):
     """Every query keeps every key.
 
     >>> rawattn.attention(q, k, v, mask=rawattn.mask.Full())  # the default
@@ -88,7 +74,7 @@ class Full(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Option):
+class Causal(Mask):
     """A query keeps the keys up to its own position: key <= query + shift, where shift is kv_len - q_len for
     ``align="bottom_right"`` and 0 for ``align="top_left"``. A query before the first key keeps none.
 
@@ -111,7 +97,7 @@ class Causal(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Option):
+class Window(Mask):
     """A query keeps ``left`` keys before its own position, that key, and ``right`` after it; None or -1 is unbounded.
 
     ``Window(left=4095, right=0)`` is a causal sliding window of 4096 keys.
@@ -159,7 +145,7 @@ class Window(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Intersection:
+class Intersection(Pairs):
     """The pairs that are in both sets."""
 
     a: Pairs
@@ -171,7 +157,7 @@ class Intersection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Option):
+class Both(Mask):
     """A key counts when both masks keep it.
 
     >>> rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Window(left=1024))  # what causal=True, window=(1024, None) builds
@@ -184,12 +170,12 @@ class Both(Option):
 
     def __post_init__(self) -> None:
         for name, part in (("a", self.a), ("b", self.b)):
-            if not hasattr(part, "interval") and callable(part) and not isinstance(part, type):
+            if not isinstance(part, Option) and callable(part) and not isinstance(part, type):
                 words = "write what both keep as one function, as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv)"
                 raise ProblemError(f"{name} of Both is {part!r}, a function; {words}.")
-            if not hasattr(part, "interval"):
+            if not isinstance(part, Option) or part.interval is None:
                 raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
-            if hasattr(part, "keep"):
+            if part.keep is not None:
                 raise ProblemError(f"{name} of Both is {part!r}; write what both keep as one function, with & between.")
         shared = set(self.a.constants) & set(self.b.constants) | {f.name for f in self.a.fields} & {f.name for f in self.b.fields}
         if shared:
@@ -205,7 +191,7 @@ class Both(Option):
 
     @property
     def texts(self) -> dict[str, str]:
-        return {**getattr(self.a, "texts", {}), **getattr(self.b, "texts", {})}
+        return {**self.a.texts, **self.b.texts}
 
     @property
     def constants(self) -> dict[str, int]:
@@ -220,9 +206,9 @@ class Both(Option):
         return {**self.a.values, **self.b.values}
 
     @property
-    def of_head(self) -> Callable[[int], Intersection]:
-        if not any(hasattr(part, "of_head") for part in (self.a, self.b)):
-            raise AttributeError("heads do not differ")
+    def of_head(self) -> Callable[[int], Intersection] | None:
+        if self.a.of_head is None and self.b.of_head is None:
+            return None
         return lambda head: Intersection(of_head(self.a, head), of_head(self.b, head))
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
@@ -257,7 +243,7 @@ def function(f: Callable[..., Any]) -> Any:
 
 def of_head(mask: Pairs, head: int) -> Pairs:
     """The pairs of one query head."""
-    found: Pairs = mask.of_head(head) if hasattr(mask, "of_head") else mask
+    found: Pairs = mask if mask.of_head is None else mask.of_head(head)
     return found
 
 
@@ -290,16 +276,19 @@ class KvBeginMask(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromKey(Option):
+class FromKey(Mask):
     """A mask that keeps no key before ``first``: the reference's and the CPU path's for sequences that begin later."""
 
     base: Pairs
     first: int
 
     @property
-    def keep(self) -> Callable[..., Any]:
-        base: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
-        return base
+    def keep(self) -> Callable[..., Any] | None:
+        return self.base.keep
+
+    @property
+    def of_head(self) -> Callable[[int], FromKey] | None:
+        return None if self.base.of_head is None else lambda head: FromKey(of_head(self.base, head), self.first)
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, q_len, kv_len)
@@ -307,21 +296,20 @@ class FromKey(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class UsedQueries(Option):
+class UsedQueries(Mask):
     """A mask of sequences that use their first ``used`` queries: the others keep no key, and it sees this length."""
 
     base: Pairs
     used: int
 
     @property
-    def keep(self) -> Callable[..., Any]:
-        keep: Callable[..., Any] = self.base.keep  # type: ignore[attr-defined]  # where it has it
-        return lambda xp, batch, head, q, kv, q_len, kv_len: keep(xp, batch, head, q, kv, self.used, kv_len)
+    def keep(self) -> Callable[..., Any] | None:
+        keep = self.base.keep
+        return keep and (lambda xp, batch, head, q, kv, q_len, kv_len: keep(xp, batch, head, q, kv, self.used, kv_len))
 
     @property
-    def of_head(self) -> Callable[[int], UsedQueries]:
-        base: Callable[[int], Pairs] = self.base.of_head  # type: ignore[attr-defined]  # where it has it
-        return lambda head: UsedQueries(base(head), self.used)
+    def of_head(self) -> Callable[[int], UsedQueries] | None:
+        return None if self.base.of_head is None else lambda head: UsedQueries(of_head(self.base, head), self.used)
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, self.used, kv_len)

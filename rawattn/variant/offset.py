@@ -11,10 +11,11 @@ import numpy as np
 
 from . import Wrapper
 from .mask import Ints, Pairs
+from .score import Score
 
 
 @dataclasses.dataclass(frozen=True)
-class OffsetMask:
+class OffsetMask(Pairs):
     """The pairs of a part that a mask keeps in the whole. All alignments are the same there: the whole sequences have one
     length. Kernels need no such option, as their masks ask the rows for positions (``variant/rows/offset.cuh``)."""
 
@@ -23,13 +24,15 @@ class OffsetMask:
     kv_offset: int
 
     @property
-    def of_head(self) -> Callable[[int], OffsetMask]:
-        base = self.base.of_head  # type: ignore[attr-defined]  # where heads differ
-        return lambda head: OffsetMask(base(head), self.q_offset, self.kv_offset)
+    def of_head(self) -> Callable[[int], OffsetMask] | None:
+        of_head = self.base.of_head
+        return of_head and (lambda head: OffsetMask(of_head(head), self.q_offset, self.kv_offset))
 
     @property
-    def keep(self) -> Callable[..., Any]:
-        base = self.base.keep  # type: ignore[attr-defined]  # where some pairs of an interval do not count
+    def keep(self) -> Callable[..., Any] | None:
+        base = self.base.keep
+        if base is None:
+            return None
 
         def keep(xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
             length = max(self.q_offset + q_len, self.kv_offset + kv_len)
@@ -44,7 +47,7 @@ class OffsetMask:
 
 
 @dataclasses.dataclass(frozen=True)
-class OffsetScore(Wrapper):
+class OffsetScore(Wrapper, Score):
     """A score that sees positions where kernels count rows."""
 
     q_offset: int = 0
@@ -53,26 +56,20 @@ class OffsetScore(Wrapper):
     source: ClassVar[str] = "variant/score/offset.cuh"
 
     @property
-    def logit(self) -> Callable[..., Any]:
-        return self._at_positions(self.base.logit)  # type: ignore[attr-defined]  # where the score has it
+    def logit(self) -> Callable[..., Any] | None:
+        return self.base.logit and self._at_positions(self.base.logit)
 
     @property
-    def slope(self) -> Callable[..., Any]:
-        return self._at_positions(self.base.slope)  # type: ignore[attr-defined]  # likewise
+    def slope(self) -> Callable[..., Any] | None:
+        return self.base.slope and self._at_positions(self.base.slope)
 
     @property
     def element_gradients(self) -> Callable[..., Any]:
         return self._at_positions(self.base.element_gradients)  # type: ignore[attr-defined]  # likewise
 
-    @property
-    def of_lengths(self) -> Callable[[int, int], OffsetScore]:
-        base = self.base.of_lengths  # type: ignore[attr-defined]  # where the score depends on them
-
-        def of_lengths(q_len: int, kv_len: int) -> OffsetScore:
-            length = max(self.q_offset + q_len, self.kv_offset + kv_len)
-            return dataclasses.replace(self, base=base(length, length))
-
-        return of_lengths
+    def of_lengths(self, q_len: int, kv_len: int) -> OffsetScore:
+        length = max(self.q_offset + q_len, self.kv_offset + kv_len)
+        return dataclasses.replace(self, base=self.base.of_lengths(length, length))
 
     def _at_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)

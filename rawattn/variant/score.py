@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,35 +30,17 @@ def number(name: str, value: Any, need: str) -> float:
     raise ProblemError(f"{name} is {brief(value)}; it must be {need}.")
 
 
-class Score(Protocol):
-    """An option that is also a function of the scaled dot product.
+class Score(Option):
+    """An option that is also a function of the scaled dot product: any ``Option`` that has ``logit``.
 
     The kernel computes exp2(factor * f(s)) of the raw dot product s, where ``f`` is the C++ type's operator.
 
-    ``logit`` is the definition in Python, and ``slope`` is its derivative, which only gradients need. The reference, the CPU path
+    ``logit(xp, s, batch, head, q, kv)`` is the definition in Python, the logits in the shape of s. ``slope``, of the same
+    arguments, is its derivative by s, or None where it is 1 everywhere; only gradients need it. The reference, the CPU path
     and the tests read them. Both get the array library ``xp``, the scaled dot products ``s`` (queries, keys), the numbers of the
     batch (of the sequence, where sequences are packed) and of the query head, and the positions in the sequence: ``q`` a column
     and ``kv`` a row of integers in xp's arrays. Arrays that the score needs besides are its own fields.
     """
-
-    @property
-    def kind(self) -> tuple[object, ...]: ...
-    @property
-    def cuda_type(self) -> str: ...
-    @property
-    def sources(self) -> tuple[str, ...]: ...
-    @property
-    def constants(self) -> dict[str, int]: ...
-    @property
-    def fields(self) -> Fields: ...
-    @property
-    def values(self) -> dict[str, float]: ...
-
-    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """The logits, in the shape of s."""
-
-    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """The derivative of each logit by its s, in the shape of s; None where it is 1 everywhere."""
 
 
 def function(f: Callable[..., Any]) -> Any:
@@ -72,7 +54,7 @@ def function(f: Callable[..., Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Option):
+class Scale(Score):
     """logit = scale * q.k, the default."""
 
     type: ClassVar[str] = "Scale"
@@ -86,7 +68,7 @@ class Scale(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Softcap(Option):
+class Softcap(Score):
     """logit = cap * tanh(scale * q.k / cap): logits bounded to (-cap, cap), as in Gemma 2 (arXiv 2408.00118, section 2)."""
 
     cap: float

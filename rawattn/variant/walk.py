@@ -9,12 +9,12 @@ import dataclasses
 from typing import ClassVar
 
 from ..program import Field, Fields, Scratch
-from . import Option, Wrapper
+from . import Option, Pairwise, Wrapper
 
 
-def lists(mask: object) -> bool:
+def lists(mask: Pairwise | None) -> bool:
     """Says whether the tiles that a mask visits may have holes between them."""
-    return bool(getattr(mask, "lists", False))
+    return mask is not None and mask.lists
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,7 +187,7 @@ def test_plan() -> None:
 class Twisted(Scale):
     """A score without a slope."""
 
-    slope = property()  # type: ignore[assignment]
+    slope: Any = None  # type: ignore[assignment]
 
 
 WRONG: dict[str, tuple[Any, str]] = {

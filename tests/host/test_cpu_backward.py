@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rawattn import ProblemError, UnsupportedError, cpu
 from rawattn.testing import Case, cases, expect_backward
+from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
@@ -282,9 +283,7 @@ def test_scores_of_ones_own(case: Case, kind: type[Alibi]) -> None:
 
 
 def test_a_score_without_slope_is_named() -> None:
-    class Forward:
-        cuda_type = "Forward"
-
+    class Forward(Option):
         def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
             return s
 

@@ -111,11 +111,9 @@ def test_keys_of_several_units() -> None:
             np.testing.assert_allclose(x, y, atol=1e-11)
 
 
-@pytest.mark.parametrize("few_pairs", [0, 1 << 62], ids=["loops", "formula"])
 @pytest.mark.parametrize("lengths", [None, ((50, 70), (0, 3), (33, 90))], ids=["dense", "packed"])
-def test_with_functions(lengths: Any, few_pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_functions(lengths: Any) -> None:
     """Functions and dropout in one call: masks and scores see positions, and so does what is dropped, forward and backward."""
-    monkeypatch.setattr(rawattn.cpu, "FEW_PAIRS", few_pairs)
     given = {"q_len": 60, "kv_len": 80, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "head_dim_v": 24, "dropout": 0.3}
     case = Case(dtype="fp64", **given, lengths=lengths, seed=5, sinks=True, q_offset=21, kv_offset=5)
     words, slopes = np.arange(120) // 24, np.array([0.1, 0.2, -0.1, 0.3])
@@ -134,10 +132,9 @@ def test_with_functions(lengths: Any, few_pairs: int, monkeypatch: pytest.Monkey
     expect_backward(do, *inputs, dlse=dlse, **options).check(*found)
 
 
-def test_weights_with_functions_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_with_functions_one_by_one() -> None:
     """With one-hot values o is the row of weights: 0 where the function or dropout says so, else the function's over 1 - p. A
     value that is not finite stays with those that count it."""
-    monkeypatch.setattr(rawattn.cpu, "FEW_PAIRS", 0)
     n, p = 80, 0.25
     q, k = np.random.default_rng(0).standard_normal((2, 1, n, 1, 8))
     v = np.eye(n)[None, :, None].copy()

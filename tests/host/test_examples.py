@@ -176,7 +176,7 @@ def kept(mask: Any, n: int) -> Any:
     traced, arrays, numbers = trace.bind(mask, "mask")
     option = traced.option([(str(x.dtype).rpartition(".")[2], tuple(x.shape)) for x in arrays], numbers, (1, 1, n, n))
     q, kv = np.arange(n)[:, None], np.arange(n)
-    if not hasattr(option, "keep"):
+    if option.keep is None:
         begin, end = option.interval(np.arange(n), n, n)
         return (kv >= begin[:, None]) & (kv < end[:, None])
     return np.broadcast_to(option.keep(np, [x.numpy() for x in arrays], 0, 0, q, kv, n, n), (n, n))

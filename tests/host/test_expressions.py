@@ -1,10 +1,9 @@
-"""Masks and scores that are drawn by chance, on the CPU, compiled: tests/kernel/test_expressions.py asks the same of a GPU."""
+"""Masks and scores that are drawn by chance, on the CPU: tests/kernel/test_expressions.py asks the same of a GPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from rawattn import cpu
 from rawattn.testing import Case
 from tests import programs
 
@@ -13,6 +12,5 @@ CASE = Case("fp32", 1, 60, 90, 2, 1, 16, 16)
 
 
 @pytest.mark.parametrize("check", [pytest.param(programs.check_forward, marks=pytest.mark.slow), programs.check_backward])
-def test_programs(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "FEW_PAIRS", 0)  # so few are not compiled otherwise
+def test_programs(check: object) -> None:
     check(2, ("numpy", None), [None], lambda x: x, CASE)  # type: ignore[operator]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import cpu, reference
+from rawattn import reference
 from rawattn.device import TYPICAL
 from rawattn.errors import ProblemError
 from rawattn.kernel import attn_fwd, attn_fwd_mma
@@ -88,16 +88,6 @@ def test_alibi() -> None:
     assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(given[0], given[3]), torch.from_numpy(o))
     with pytest.raises(ProblemError, match="alibi or bias was given beside score"):
         rawattn.attention_kvcache(q, cache, step, alibi=SLOPES, score=SCORE)
-
-
-def test_by_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long sequences are computed by machine code."""
-    monkeypatch.setattr(cpu, "FEW_PAIRS", 0)
-    for causal in (True, False):
-        case = dataclasses.replace(CASE, lengths=((5, 40), (5, 63), (5, 3)), ragged=False, causal=causal)
-        q, cache, step = case.rows(4, 16, 1), case.cache(), case.step()
-        o, lse = rawattn.attention_kvcache(q, cache, step, mask=MASK, score=SCORE, return_lse=True)
-        check(case, o, lse, mask=MASK, score=SCORE)
 
 
 def test_the_first_key() -> None:

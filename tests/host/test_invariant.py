@@ -84,31 +84,39 @@ def test_sequences_over_caches_on_the_cpu(data: Any) -> None:
         assert bits(case.of(o, i), case.of(lse.T, i)) == bits(alone[0][0], alone[1][0].T), (i, q_len)
 
 
-def test_functions_on_the_cpu() -> None:
-    """By the compiled loops, however few rows there are."""
-    slopes = normal(2)
-    options: dict[str, Any] = {"score": lambda s, b, h, q, kv: s + slopes[h] * (kv - q), "q_offset": 0, "invariant": True}
-    q, k, v = normal(1, 30, 2, 16), *normal(2, 1, 90, 2, 16, seed=1)
-    o = rawattn.attention(q, k, v, **options)
-    assert bits(o[:, :1]) == bits(rawattn.attention(q[:, :1], k, v, **options))
+class Twice(rawattn.score.Scale):
+    """A score of one's own."""
+
+    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
+        return 2 * s
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_functions_on_the_cpu(data: Any) -> None:
+    """By the formula, row by row: what it keeps alone decides a row's bits, not the keys behind, nor a cache's pages."""
+    n, m, at = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 400)), data.draw(st.integers(0, 39))
+    n, at, slopes = min(n, m), at % min(n, m), normal(4)
+    options: dict[str, Any] = {"return_lse": True, "invariant": True}
+    options["mask"] = data.draw(st.sampled_from((rawattn.mask.Causal(), lambda q, kv: (q >= kv) & ((q - kv) % 5 < 3))))
+    options["score"] = data.draw(st.sampled_from((Twice(), lambda s, h, q, kv: s + slopes[h] * (kv - q))))
+    q, k, v = normal(3, n, 4, 16), *normal(2, 3, m, 2, 16, seed=1)
+    o, lse = rawattn.attention(q, k, v, **options, q_offset=m - n)
+    end = m - n + at + 1  # of the keys that the row keeps
+    alone = rawattn.attention(q[1:2, at : at + 1], k[1:2, :end], v[1:2, :end], **options, q_offset=end - 1)
+    if not isinstance(options["score"], Twice):
+        own = {name: options[name] for name in ("mask", "score", "return_lse")}
+        wanted = rawattn.reference.attention(q, k, v, **own, q_offset=m - n)
+        np.testing.assert_allclose(o, wanted[0], 2e-5, 2e-5)
+    assert bits(o[1, at], lse[1, :, at]) == bits(alone[0][0, 0], alone[1][0, :, 0])
 
 
 def test_what_is_refused() -> None:
-    class Twice(rawattn.score.Scale):
-        def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-            return 2 * s
-
     q = normal(1, 4, 2, 16)
     with pytest.raises(ProblemError, match=r"invariant is True and dropout 0.5: which weights are dropped follows"):
         rawattn.attention(q, q, q, dropout=0.5, seed=1, invariant=True)
     with pytest.raises(ProblemError, match="invariant is 1; it must be True or False"):
         rawattn.attention(q, q, q, invariant=1)  # type: ignore[arg-type]
-    for call in (
-        lambda: rawattn.attention(q, q, q, score=Twice(), invariant=True),
-        lambda: rawattn.attention_kvcache(q, rawattn.KVCache(q, q), rawattn.Step(np.int32([4])), score=Twice(), invariant=True),
-    ):
-        with pytest.raises(UnsupportedError, match="invariant is for built-in ones and Python functions"):
-            call()
 
 
 def test_as_a_value() -> None:

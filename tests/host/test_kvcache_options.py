@@ -15,6 +15,7 @@ from rawattn import ProblemError
 from rawattn.serving import api
 from tests.caches import Cached
 from tests.host.test_function_caches import CASE, IDS, MASK, SCORE, SLOPES, check
+from tests.options import HeadWindow
 
 torch = pytest.importorskip("torch")
 torch_serving = pytest.importorskip("rawattn.torch_serving")
@@ -87,3 +88,12 @@ def test_both_count_or_are_refused(pair: tuple[str, str], way: Callable[..., Any
         return
     o, lse = way(q, case, given)
     check(case, o.numpy(), lse.numpy(), **meant)
+
+
+@pytest.mark.parametrize("attention", [rawattn.attention_kvcache, rawattn.reference.attention_kvcache])
+def test_a_mask_that_differs_by_head_from_the_first_key_on(attention: Any) -> None:
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 3, 8))
+    step, mask = rawattn.Step(np.int32([9]), kv_begin=np.int32([4])), HeadWindow(0, 2)
+    o = attention(q[:, 6:], rawattn.KVCache(k, v), step, mask=mask)
+    both = rawattn.mask.Both(rawattn.mask.Causal(), mask)
+    np.testing.assert_allclose(o, rawattn.reference.attention(q[:, 6:], k[:, 4:], v[:, 4:], mask=both), atol=1e-12)

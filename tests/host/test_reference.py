@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
+from rawattn.variant import Option
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
 
 INF = math.inf
@@ -163,8 +164,8 @@ def test_long_sequences_fit_in_memory() -> None:
     assert peak < 0.5 * 8 * 8192**2  # bytes; all logits at once take twice this
 
 
-class Strange:
-    cuda_type = "Strange"
+class Strange(Option):
+    type = "Strange"
 
 
 def test_unknown_score() -> None:
@@ -180,7 +181,8 @@ class Alibi(Strange):
     """s + slopes[head] (kv - q): Press et al., arXiv 2108.12409; and what all else that a score is given adds."""
 
     def __init__(self, slopes: Any, batch: float = 0.0) -> None:
-        self.slopes, self.batch = slopes, batch
+        for name, value in {"slopes": slopes, "batch": batch}.items():
+            object.__setattr__(self, name, value)
 
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         return s + self.slopes[head] * (kv - q) + self.batch * batch * q

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rawattn import UnsupportedError, reference
 from rawattn.testing import LAYOUTS, Case, cases, expect_backward
+from rawattn.variant import Option
 from rawattn.variant.mask import Causal, Full
 from rawattn.variant.score import Softcap
 
@@ -22,13 +23,11 @@ NAMES = ("dq", "dk", "dv", "dsinks")
 SMALL = cases(longest=12, layouts=[name for name in LAYOUTS if name != "reversed"], head_dims=(1, 3, 8), sinks=None)
 
 
-class Bent:
+class Bent(Option):
     """A score whose slope is not 1 and that reads all it is given."""
 
-    cuda_type = "Bent"
-
     def __init__(self, slopes: Any) -> None:
-        self.slopes = slopes
+        object.__setattr__(self, "slopes", slopes)
 
     def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
         return 3 * xp.tanh(s / 2 + self.slopes[head] * batch) + 0.125 * (kv - q)
@@ -145,7 +144,7 @@ def test_masked_numbers_take_no_part(library: str, bad: float) -> None:
 
 def test_a_score_without_slope_is_named() -> None:
     class Forward(Bent):
-        slope: Any = property()
+        slope: Any = None
 
     case = Case("fp32", q_len=2, kv_len=2)
     with pytest.raises(UnsupportedError, match=r"Forward.* has no slope\(...\)"):

@@ -1,9 +1,8 @@
-"""Powers, and functions that are accurate near 0, in all that is written of them: CUDA C compiled for the host, the text for
-Numba, derivatives, classes of tiles, and calls on the CPU."""
+"""Powers, and functions that are accurate near 0, in all that is written of them: CUDA C compiled for the host,
+derivatives, classes of tiles, and calls on the CPU."""
 
 from __future__ import annotations
 
-import math
 import pathlib
 from typing import Any
 
@@ -14,7 +13,6 @@ import rawattn
 import rawattn.reference
 from rawattn import compiler, trace
 from rawattn.compiler import Source
-from rawattn.trace import numba_text
 from rawattn.trace.classes import EMPTY, FULL
 from rawattn.trace.evaluation import evaluate
 from rawattn.trace.gradients import gradients
@@ -63,9 +61,6 @@ def test_scores(libraries: list[Library], place: int) -> None:
     """Near 0, too, the error is relative to the value."""
     f, value, slope = POWERS[place]
     option, arrays = function(f, "score", (1, 1, N, N))
-    scope: dict[str, Any] = {"math": math, "np": np}
-    exec(numba_text.text(option.code) + "\n" + numba_text.text(option.code, "slope", of_slope=True), scope)
-    at = [(np.float64, S[q, kv], 0, 0, q, kv, N, N, 0, 0, *arrays, *option.numbers) for q, kv in np.ndindex(S.shape)]
     found: list[Any] = [
         (option.logit(np, arrays, S, *AT), option.slope(np, arrays, S, *AT), 1e-12),
         *(
@@ -73,8 +68,7 @@ def test_scores(libraries: list[Library], place: int) -> None:
             for library, tolerance in zip(libraries, (3e-5, 1e-12), strict=True)
         ),
     ]
-    by_numba = (np.reshape([scope[name](*each) for each in at], S.shape) for name in ("function", "slope"))
-    for values, slopes, tolerance in [*found, (*by_numba, 1e-12)]:
+    for values, slopes, tolerance in found:
         np.testing.assert_allclose(np.broadcast_to(values, S.shape), value, tolerance, 1e-38)
         np.testing.assert_allclose(np.broadcast_to(slopes, S.shape), np.broadcast_to(slope, S.shape), tolerance, 1e-38)
 

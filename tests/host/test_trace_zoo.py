@@ -1,5 +1,5 @@
-"""Masks and scores as people write them, traced: the option's definition, the text in CUDA C compiled for the host, the text for
-Numba, and the classes of tiles, all against the functions themselves on arrays."""
+"""Masks and scores as people write them, traced: the option's definition, the text in CUDA C compiled for the host, and
+the classes of tiles, all against the functions themselves on arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn.trace import numba_text
 from rawattn.trace.classes import EMPTY, FULL
 from rawattn.variant.function import FunctionMask, FunctionScore
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
@@ -111,23 +110,10 @@ def test_mask(masks: tuple[Library, dict[str, list[Trial]]], name: str) -> None:
         for step in (64, 96):
             by_cuda = library.keep(place, found, trial.arrays, trial.b, trial.h, trial.lengths, step)
             assert (by_cuda[:, : trial.lengths[1]] == expected).all() and not by_cuda[:, trial.lengths[1] :].any()
-        check_text(trial, expected)
         for tile in TILES:
             count += check_classes(library, place, trial, expected, tile)
     for what in ("empty", "full"):
         assert count[f"found {what}"] >= FOUND.get(name, 0.95) * count[what] - 1, (what, count)
-
-
-def check_text(trial: Trial, expected: Array, s: Array | None = None) -> None:
-    """The text for Numba, run as Python, at some pairs."""
-    scope: dict[str, Any] = {"math": math, "np": np}
-    exec(numba_text.text(trial.option.code), scope)
-    number = np.float32 if s is None else np.float64
-    for q, kv in zip(*(trial.rng.integers(0, n, 30) for n in trial.lengths), strict=True):
-        at = (trial.b, trial.h, int(q), int(kv), *trial.lengths, 0, 0)
-        with np.errstate(all="ignore"):
-            found = scope["function"](number, *(() if s is None else (s[q, kv],)), *at, *trial.arrays, *trial.option.numbers)
-        assert found == expected[q, kv] if s is None else math.isclose(found, expected[q, kv], rel_tol=1e-9, abs_tol=1e-9)
 
 
 def tree_bits(trial: Trial) -> Array:
@@ -179,7 +165,6 @@ def test_score(scores: tuple[list[Library], dict[str, list[Trial]]], name: str) 
         expected = trial.expected(s)
         value, slope = found.logit(np, trial.arrays, s, *trial.at), found.slope(np, trial.arrays, s, *trial.at)
         np.testing.assert_allclose(value, expected, rtol=2e-6, atol=2e-6)
-        check_text(trial, value, s)
         step = 1e-6
         ends = [found.logit(np, trial.arrays, s + sign * step, *trial.at) for sign in (1, -1)]
         np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-5, atol=1e-5)
