@@ -11,7 +11,7 @@
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. The others take parts of dq away: one
 // each where dq has chains, else one of each stage. Where one is left, it finds out who adds next to tiles that are a list
-// (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/store/ds_stored_filled.cuh).
+// (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/ds/stored_filled.cuh).
 // Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
@@ -27,7 +27,7 @@
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
 //   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again (by whom TMA
-//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ahead/in_ds.cuh)
+//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ds/elements.cuh)
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq
@@ -42,7 +42,7 @@
 #include "variant/group/interface.cuh"
 #include "variant/kv_producer.cuh"
 #include "variant/order/dq_interface.cuh"
-#include "variant/store/dq_interface.cuh"
+#include "variant/dq/interface.cuh"
 #include "variant/store/rows.cuh"
 
 using KTile = Tile<cfg::tile_kv, cfg::head_dim>;

@@ -34,7 +34,7 @@
 #include "tile/warp_sums.cuh"
 #include "variant/group/interface.cuh"
 #include "variant/interfaces_bwd.cuh"
-#include "variant/store/dq_red_interface.cuh"
+#include "variant/dq/red_interface.cuh"
 
 template <int rows, int columns>
 using Tile = SwizzledTile<rows, columns, sizeof(Element)>;

@@ -13,7 +13,7 @@ class PingPong(Option):
     """In turn, so that one warpgroup's softmax runs beside another's products."""
 
     type: ClassVar[str] = "PingPong"
-    source: ClassVar[str] = "variant/order/ping_pong.cuh"
+    source: ClassVar[str] = "variant/turns/ping_pong.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Unordered(Option):
     """As each is ready."""
 
     type: ClassVar[str] = "Unordered"
-    source: ClassVar[str] = "variant/order/unordered.cuh"
+    source: ClassVar[str] = "variant/turns/unordered.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

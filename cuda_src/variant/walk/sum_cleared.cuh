@@ -1,5 +1,5 @@
 #pragma once
-// Every tile of dq has a sum: it was cleared before key tiles added to it (variant/clear/dq_sum.cuh).
+// Every tile of dq has a sum: it was cleared before key tiles added to it (variant/dq/clear_sum.cuh).
 #include "variant/interfaces_bwd.cuh"
 
 struct ClearedSum {
