@@ -13,7 +13,7 @@ class PingPong(Option):
     """In turn, so that one warpgroup's softmax runs beside another's products."""
 
     type: ClassVar[str] = "PingPong"
-    source: ClassVar[str] = "variant/turns/ping_pong.cuh"
+    source: ClassVar[str] = "variant/order/ping_pong.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Unordered(Option):
     """As each is ready."""
 
     type: ClassVar[str] = "Unordered"
-    source: ClassVar[str] = "variant/turns/unordered.cuh"
+    source: ClassVar[str] = "variant/order/unordered.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DqAtOnce(Option):
     """A step of the backward makes its own part of dq."""
 
     type: ClassVar[str] = "DqAtOnce"
-    source: ClassVar[str] = "variant/order/dq_at_once.cuh"
+    source: ClassVar[str] = "variant/step/at_once.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,4 +37,4 @@ class DqStepLater(Option):
     """A step of the backward makes the part of dq of the step before, and packs weights late."""
 
     type: ClassVar[str] = "DqStepLater"
-    source: ClassVar[str] = "variant/order/dq_step_later.cuh"
+    source: ClassVar[str] = "variant/step/later.cuh"

@@ -7,8 +7,8 @@
 template <class S> struct DqStoreOption : Given {
     static const Turn& turn;
     static const DqSlot& slot;
-    static_assert(requires { bool(S::finishes(turn)); }, "Store: finishes(turn): whether consumers make dq of the sum, instead of leaving their part");
-    static_assert(requires { S::add(args, i, turn, slot); }, "Store: add(args, place, turn, slot), by one thread, for a part's place in scratch");
+    static_assert(requires { bool(S::finishes(turn)); }, "DqStore: finishes(turn): whether consumers make dq of the sum, instead of leaving their part");
+    static_assert(requires { S::add(args, i, turn, slot); }, "DqStore: add(args, place, turn, slot), by one thread, for a part's place in scratch");
 };
 template <class D, class Smem> struct DsStoreOption : Given {
     static Smem& smem;

@@ -93,7 +93,7 @@ using Kv = TmaKv;
 using Scheduler = LptVarlenScheduler<DynamicPersistent>;
 #include "variant/store/o_lse.cuh"
 using Store = StoreOLse;
-#include "variant/turns/unordered.cuh"
+#include "variant/order/unordered.cuh"
 using Order = Unordered;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;

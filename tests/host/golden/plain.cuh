@@ -85,7 +85,7 @@ using Kv = TmaKv;
 using Scheduler = LptScheduler<DynamicPersistent>;
 #include "variant/store/o.cuh"
 using Store = StoreO;
-#include "variant/turns/ping_pong.cuh"
+#include "variant/order/ping_pong.cuh"
 using Order = PingPong;
 #include "variant/walk/interval.cuh"
 using Walk = IntervalWalk;

@@ -6,7 +6,7 @@
 //    S            S                     dP   dP        -    dv             dv dq      dv dq dk   dk            dk
 //
 // Weights are packed beside dS, which frees registers until then, but wants that s holds them: nothing may change them.
-#include "variant/order/dq_interface.cuh"
+#include "variant/step/interface.cuh"
 
 template <class W, class S> constexpr bool s_holds_weights = requires { requires W::changes_nothing && S::changes_nothing; };
 static_assert(s_holds_weights<Weight, Score>, "Order: s does not hold the weights");
@@ -17,10 +17,23 @@ struct DqStepLater {
     DqPlace owed{};  // of the step before, where there is one
     bool owes = false;
 
-    template <class Consumer, class Differentiate>
-    __device__ void end_step(Consumer& own, const Rows& rows, const Walk& at, const Mask& mask, Differentiate differentiate) {
+    template <class StepOf, class Consumer>
+    __device__ void do_step(Consumer& own, const Rows& rows, const Walk& at, i32 key) {
         const Step before = {own.step.count - 1};
-        differentiate();
+        const WorkTile work = at.work_tile();
+        const Mask mask(own.args, rows, work);
+        const Score score(own.args, rows, work);
+        const i32 q_first = at.tile * cfg::tile_q + own.lane % 4 * 2;
+        own.start_s();
+        own.start_dp();
+        own.tell_dq();
+        const auto logits = Elements::logits<SMma::accumulators>(own, score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
+        const auto weights = Weight(own.args, rows, work).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
+        ptx::wgmma_wait<1>();
+        own.template weigh<StepOf>(at, score, logits, weights, kept, q_first, key);
+        ptx::wgmma_wait<0>();
+        own.differentiate(weights.again());
         own.start_dv();
         if (owes) {
             own.start_dq(before);
@@ -31,6 +44,7 @@ struct DqStepLater {
             leave_ds_and_start_dk(own);
         }
         owed = {at.head, at.tile, at.turn(mask)}, owes = true;
+        own.end_step();
     }
     template <class Consumer>
     __device__ void leave_ds_and_start_dk(Consumer& own) {
