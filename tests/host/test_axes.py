@@ -13,12 +13,11 @@ import numpy as np
 from rawattn import render
 from rawattn.compiler import Source
 from rawattn.device import TYPICAL
-from rawattn.operation import Backward, Combine
+from rawattn.operation import Append, Backward, Combine
 from rawattn.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Causal
 from tests import decode
-from tests.host import test_append as append
 from tests.operations import forward, replace
 from tests.traced import function
 
@@ -44,21 +43,7 @@ def operations() -> Iterator[tuple[str, Any]]:
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
-    yield "sm_90a", append_operation()
-
-
-def append_operation() -> Any:
-    call = append.CALLS["plain"]
-    given, cache, step, _ = append.inputs(call)
-    named = {name: append.arrays.read(x, name) for name, x in given.items()}
-    named |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
-    return append.operation(named | cache.arrays_of(len(call.case.lengths)), call, cache)
-
-
-def sources() -> Iterator[Source]:
-    for arch, op in operations():
-        for program in select(op, TYPICAL[arch]).programs(op, TYPICAL[arch]):
-            yield from (launch.source for launch in program.launches)
+    yield "sm_90a", Append(BF16, 2, 2, 1, 100, 4, 128, 128, 3, 64)
 
 
 def axes_of(source: Source) -> dict[str, str]:
@@ -82,9 +67,11 @@ def said(path: pathlib.Path) -> set[str]:
 
 def kernels() -> dict[str, dict[str, str]]:
     """The axes of each file of ``cuda_src/`` that is a kernel."""
-    found = {}
-    for source in sources():
-        found[source.name] = found.get(source.name, {}) | axes_of(source)
+    found = collections.defaultdict[str, dict[str, str]](dict)
+    for arch, op in operations():
+        for program in select(op, TYPICAL[arch]).programs(op, TYPICAL[arch]):
+            for launch in program.launches:
+                found[launch.source.name] |= axes_of(launch.source)
     return found
 
 
