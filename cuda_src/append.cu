@@ -13,7 +13,7 @@
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "tile/violated.cuh"
-#include "variant/interfaces_append.cuh"
+#include "variant/append/interfaces.cuh"
 
 using Chunk = Vector<Element, cfg::width>;
 template struct NumberOption<Element>;

@@ -6,13 +6,13 @@
 // A block owns cfg::tile_kv keys of one head of k and v, 64 of them each of cfg::consumers warpgroups. It goes over the query tiles
 // that keep any of them, for each query head of the group: dk and dv stay in registers, whole, without atomics. S and dP are computed
 // transposed (a row is a key), so that P' and dS' are at once the left operands of dv and dk. Only dS goes to shared memory: dq
-// needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that Store sets.
+// needs it of all keys. Parts of dq go through shared memory to the sum of their tile in scratch, in an order that DqStore sets.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
 //
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. The others take parts of dq away: one
 // each where dq has chains, else one of each stage. Where one is left, it finds out who adds next to tiles that are a list
-// (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/store/ds_stored_filled.cuh).
-// Order says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
+// (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/ds/stored_filled.cuh).
+// StepOrder says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
@@ -27,22 +27,22 @@
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
 //   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again (by whom TMA
-//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ahead/in_ds.cuh)
+//                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ds/elements.cuh)
 //   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
-//   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where Store finishes dq
+//   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where DqStore finishes dq
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, Store,
-                       // DsStore, Elements, Order, Steps
+                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqStore,
+                       // DsStore, Elements, StepOrder, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
 #include "variant/group/interface.cuh"
 #include "variant/kv_producer.cuh"
-#include "variant/order/dq_interface.cuh"
-#include "variant/store/dq_interface.cuh"
+#include "variant/dq/interface.cuh"
+#include "variant/step/interface.cuh"
 #include "variant/store/rows.cuh"
 
 using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
@@ -84,7 +84,7 @@ template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct GroupOption<Group>;
 template struct RowsStoreOption<DkvRows>;
-template struct DqStoreOption<Store>;
+template struct DqStoreOption<DqStore>;
 template struct DsStoreOption<DsStore, Smem>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 static_assert(Walk::finders + DsStore::fillers <= 1);  // warp 3 is either
@@ -109,7 +109,7 @@ struct Writer {
             const u32 parity = step.parity(cfg::dq_stages);
             if (chain == 0) DsStore::store(args, rows, work, smem, at.head, at.tile, step);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
-            Store::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
+            DqStore::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
     }
 };
@@ -136,7 +136,7 @@ struct Consumer {
     Step step{};
     Ring<1> kv{};
     Walk::Place place_in_steps{};
-    Order order{};
+    StepOrder step_order{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
     u32 until = index; // steps until this warpgroup computes dq
     float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqMma::accumulators];
@@ -205,6 +205,13 @@ struct Consumer {
         ptx::wgmma_commit();
     }
 
+    // From dot products to weights. StepOf says whether the mask keeps the whole tile.
+    template <class StepOf, class Logits, class Weights, class Kept>
+    __device__ void weigh(const Walk& at, const Score& score, const Logits& logits, const Weights& weights, const Kept& kept, i32 q_first, i32 key) {
+        const Statistics lse_log2(smem.lse_log2[step.stage()], lane);
+        if (StepOf::is_full(at)) weigh_transposed<StepOrder::Packed>(s, p, score, logits, weights, EveryElement{}, lse_log2, q_first, key);
+        else weigh_transposed<StepOrder::Packed>(s, p, score, logits, weights, kept, lse_log2, q_first, key);
+    }
     // From gradients of weights to those of dot products.
     template <class Weights>
     __device__ void differentiate(const Weights& weights) {
@@ -213,7 +220,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 4) {
             const float2 d = delta(i);
-            Order::Packed::later(p, i, s + i);
+            StepOrder::Packed::later(p, i, s + i);
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -274,7 +281,7 @@ struct Consumer {
         smem.dq_empty[of.stage(cfg::dq_stages)][chain()].wait(of.parity(cfg::dq_stages) ^ 1);
     }
     __device__ void give_dq(const Rows& rows, const DqPlace& at, Step of) {
-        if (Store::finishes(at.turn)) finish_dq(rows, at, of);
+        if (DqStore::finishes(at.turn)) finish_dq(rows, at, of);
         else leave_dq(of);
     }
 
@@ -282,28 +289,10 @@ struct Consumer {
         ++step.count;
         until = until == 0 ? cfg::consumers - 1 : until - 1;
     }
-    // StepOf says whether the mask keeps the whole tile.
-    template <class StepOf>
-    __device__ void do_step(const Rows& rows, const Walk& at, i32 key) {
-        const WorkTile own = at.work_tile();
-        const Mask mask(args, rows, own);
-        const Score score(args, rows, own);
-        const u32 stage = step.stage();
-        const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
-        start_s();
-        start_dp();
-        tell_dq();
-        const auto logits = Elements::logits<SMma::accumulators>(*this, score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
-        const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
-        const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
-        ptx::wgmma_wait<1>();
-        const Statistics lse_log2(smem.lse_log2[stage], lane);
-        if (StepOf::is_full(at)) weigh_transposed<Order::Packed>(s, p, score, logits, weights, EveryElement{}, lse_log2, q_first, key);
-        else weigh_transposed<Order::Packed>(s, p, score, logits, weights, kept, lse_log2, q_first, key);
+    // The products of a step have been issued.
+    __device__ void end_step() {
         ptx::wgmma_wait<0>();
-        order.end_step(*this, rows, at, mask, [&] { differentiate(weights.again()); });
-        ptx::wgmma_wait<0>();
-        arrive(smem.q_empty[stage]);
+        arrive(smem.q_empty[step.stage()]);
         next_step();
     }
 
@@ -319,7 +308,7 @@ struct Consumer {
             smem.kv_full.wait(kv.parity);
             kv.advance();
             Steps::run(*this, rows, at, key);
-            order.end_work(*this, rows);
+            step_order.end_work(*this, rows);
             arrive(smem.kv_empty);
         }
         const float scale = args.scale * SMma::sign;

@@ -8,7 +8,7 @@
 // S and dP are transposed (a row is a key), and each of these warps computes them for its part of the queries. Then each computes
 // dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
 // several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
-// tile in scratch, where Store sets the order. Every thread loads: K and V once, Q and dO a step ahead.
+// tile in scratch, where DqStore sets the order. Every thread loads: K and V once, Q and dO a step ahead.
 // Numbers have 16 bits or 32, sums 32. A product goes over blocks of 16 x 16 numbers: Blocks brings them from tiles to registers and
 // makes them of sums, Element multiplies them.
 // NaN or inf in q, k, v or do may reach what else has rows in the same tile, since 0 times NaN is NaN.
@@ -28,13 +28,13 @@
 // and turn of this one's dq, come behind a product, whose last mma.sync are on their way meanwhile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Blocks, Rows, Mask, Score, Weight, Group, DkvBlocks, Scheduler, Turn, Walk, Store, Launch
+                       // Element, Blocks, Rows, Mask, Score, Weight, Group, DkvBlocks, Scheduler, Turn, Walk, DqStore, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
 #include "variant/group/interface.cuh"
 #include "variant/interfaces_bwd.cuh"
-#include "variant/store/dq_red_interface.cuh"
+#include "variant/dq/red_interface.cuh"
 
 template <int rows, int columns>
 using Tile = SwizzledTile<rows, columns, sizeof(Element)>;
@@ -68,7 +68,7 @@ template struct ScoreOption<Score>;
 template struct WeightOption<Weight>;
 template struct KvSchedulerOption<Scheduler>;
 template struct GroupOption<Group>;
-template struct DqRedOption<Store>;
+template struct DqRedOption<DqStore>;
 template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
@@ -233,9 +233,9 @@ struct Warp {
         clear(dq);
         const auto load_ds = [&](Operand& to, int step, int i) { queries.load(to, step, i); };
         const auto load_k = [&](Operand& to, int step, int j) { keys.load(to, step, j * dq_column_warps); };
-        const i32 asked = Store::ask(args, place);
+        const i32 asked = DqStore::ask(args, place);
         multiply<cfg::tile_kv / 16, Blocks::unrolled(cfg::tile_kv / 16)>(dq, load_ds, load_k);
-        const bool first = Store::wait(args, place, turn, asked);
+        const bool first = DqStore::wait(args, place, turn, asked);
         DqNumbers* sum = reinterpret_cast<DqNumbers*>(args.dq_sum + i64(place) * (cfg::tile_q * cfg::head_dim));
         DqNumbers* to = sum + column * (8 * dq_lanes) + row_block * 32 + lane;
         if (first) add_parts(to, dq, column, true);  // one branch for all
@@ -256,7 +256,7 @@ struct Warp {
                         DqNumbers numbers;
 #pragma unroll
                         for (int k = 0; k < cfg::dq_vector; ++k) numbers.x[k] = dq[j][i][4 * half + e + k];
-                        Store::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * dq_lanes + i * 32, numbers, first);
+                        DqStore::add(to + ((2 * j * dq_column_warps + half) * 4 + e) * dq_lanes + i * 32, numbers, first);
                     }
             }
     }
@@ -315,7 +315,7 @@ struct Block {
     // The first thread's part in the order of adds.
     __device__ void pass_turn() const {
         const u32 before = (count + 1) % 2;
-        if (threadIdx.x == 0) Store::release(args, smem.places[before], smem.turns[before]);
+        if (threadIdx.x == 0) DqStore::release(args, smem.places[before], smem.turns[before]);
     }
     // By a thread of another warp than the one that finds steps.
     __device__ void find_turn() {

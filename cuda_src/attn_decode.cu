@@ -30,17 +30,14 @@
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
                        // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
-#include "ptx/atomic.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
-#include "tile/fragment.cuh"
+#include "tile/fold.cuh"
 #include "tile/paged_tile.cuh"
 #include "tile/range.cuh"
 #include "tile/softmax.cuh"
-#include "tile/softmax_state.cuh"
-#include "tile/splits.cuh"
+#include "tile/strand.cuh"
 #include "tile/strided_tensor.cuh"
-#include "tile/violated.cuh"
 #include "variant/interfaces.cuh"
 
 using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
@@ -59,6 +56,7 @@ struct Own {  // of 16 rows
         PieceFactors factors;  // when a work's states are there
     };
 };
+using OwnStrand = Strand<QTile, KTile, VTile>;
 struct Ring {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
@@ -102,59 +100,6 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 32 * cfg::warps
 __device__ u32 stage(u32 place) { return place % cfg::stages; }
 __device__ u32 barrier(u32 place) { return place % barriers; }
 __device__ u32 parity(u32 place) { return place / barriers % 2; }
-
-// Two blocks next to each other that have parts of one work leave their states in the args.slots places of the border between them. The
-// one before it leaves what it has of the group there, if that is not whole (place 0), and all groups up to that one, which are one
-// state. The one after it leaves the rest of that group split by split (places 1 to split_group - 1), then whole groups. These follow
-// the group with the border, so the place of a work's second group is free for all groups up to one that is cut.
-__device__ i32 slot_in(const Args& args, i32 slot) { return min(u32(slot), u32(max(1, i32(gridDim.x) - 1) * args.slots - 1)); }  // also where lengths were torn
-__device__ i32 slot_before(const Args& args, i32 block, i32 place) { return slot_in(args, block * args.slots + place); }
-__device__ i32 slot_after(const Args& args, i32 block, i32 place) { return slot_in(args, (block - 1) * args.slots + place); }
-__device__ i32 place_of_group(i32 split) { return split_group - 1 + split / split_group; }
-__device__ i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
-
-// args.arrived[cfg::most_blocks] says how many blocks have come to end_counting, and above these 16 bits how many launches there were:
-// they count in one half of a word and in the other by turns. That is enough for 256 blocks with two works each of less than 128 splits.
-__device__ u32 half_of(const Args& args) { return ptx::load_relaxed(args.arrived + cfg::most_blocks) >> 12 & 16; }
-static_assert(cfg::most_blocks * 2 * (cfg::most_pieces - 1) < 1 << 16);
-
-// By a warp of each block, when it needs half_of no more. A launch leaves zeros in its half, unless it was torn: this one clears the other
-// half, and says so. The last block to come here hands over to the next launch.
-__device__ void end_counting(const Args& args) {
-    const u32 other = 16 - half_of(args);
-#pragma unroll 1
-    for (u32 block = blockIdx.x * 32 + threadIdx.x; block < cfg::most_blocks; block += gridDim.x * 32) {
-        const u32 left = ptx::load_relaxed(args.arrived + block) >> other & 0xffff;
-        if (left) atomicAdd(args.arrived + block, 0u - (left << other)), atomicOr(args.violations, violated::torn);
-    }
-    if (threadIdx.x != 0) return;
-    u32* const launches = args.arrived + cfg::most_blocks;
-    const u32 ended = ptx::add_acq_rel(launches, 1);
-    if ((ended & 0xffff) == gridDim.x - 1) *launches = (ended | 0xffff) + 1;
-}
-
-// Says which states of a work its blocks leave: those of a group first, then those of the next, and in the order of their splits. Every
-// group has split_group entries, the last one too, and groups come `groups_at_once` together: who folds reads them all.
-__device__ void list_pieces(const Args& args, Smem& smem, const Line& line, const SplitRun& run) {
-    const Splits& splits = run.splits;
-    const i32 first = splits.begin / split_group * split_group, together = groups_at_once * split_group;
-    const i32 entries = ceil_div(splits.end - first, together) * together;
-    const u32 half = half_of(args);
-    for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
-        const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
-        const i32 block = line.owner(splits, run.at, min(split, end - 1));
-        const i32 from = line.first_split(splits, run.at, block), to = line.first_split(splits, run.at, block + 1);
-        const i32 whole = to == splits.end ? to : max(splits.begin, to / split_group * split_group);  // groups end there
-        i32 slot = -1;
-        if (from > begin) slot = slot_after(args, block, split % split_group);
-        else if (split == splits.begin && whole > split) slot = slot_before(args, block, place_of_groups(to));
-        else if (split == begin && (from > splits.begin || split >= whole))
-            slot = end <= to ? slot_after(args, block, place_of_group(split)) : slot_before(args, block, 0);
-        smem.pieces[at] = split >= end ? -1 : slot;
-        if (split == splits.begin) smem.owner = block, smem.half = half;
-    }
-    __syncwarp();
-}
 
 // Brings the tiles with which a block begins to L2: as many as the ring has.
 __device__ void prefetch(const Kv& kv, TileRange tiles) {
@@ -221,103 +166,6 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
     return true;
 }
 
-// Registers are laid out as in tile/fragment.cuh, but a thread's two rows of 16 are neighbours, so that few rows are in few lanes, and
-// the others have nothing to exchange.
-__device__ constexpr i32 row_after(int r) { return r / 2 * 16 + r % 2; }  // a thread's row r, from its first one
-__device__ constexpr i32 fragment_place(i32 row) { return row / 16 * 16 + row % 2 * 8 + row % 16 / 2; }
-__device__ i32 first_row() { return i32(threadIdx.x) % 32 / 4 * 2; }
-
-template <class F, int n>
-__device__ void apply(const F& f, float (&s)[n], i32 row, i32 first) {
-    if constexpr (requires { f.apply(s); }) {
-        f.apply(s);
-    } else if constexpr (requires { f.row(row, first).value(s[0], 0); }) {
-#pragma unroll
-        for (int r = 0; r < rows_each; ++r) map_row(f.row(row + row_after(r), first), s, r);
-    } else {
-#pragma unroll
-        for (int i = 0; i < n; ++i) s[i] = f(s[i], row + row_after(fragment_row(i)), first + fragment_column(i));
-    }
-}
-
-// One of four warps: what it computes of its tiles for 16 rows.
-struct Strand {
-    static constexpr int step_keys = 32, scores = step_keys / 2;  // of a thread in a step
-    static constexpr int steps = cfg::tile_kv / step_keys, at_once = cfg::steps_at_once, kept = cfg::q_steps_in_registers;
-
-    const BlockReader<QTile> q_blocks;
-    const BlockReader<KTile> k_blocks;
-    const BlockReader<VTile> v_blocks;
-    u32 q[kept + Operands::steps][4];  // the last ones for the steps that are not kept
-    QOperand q_operand;
-    float o[cfg::head_dim_v / 2];
-
-    __device__ Strand(const Smem& smem, int m)
-        : q_blocks(BlockReader<QTile>::down(smem.q, 16 * m)), k_blocks(BlockReader<KTile>::right(smem.ring.k[0])),
-          v_blocks(BlockReader<VTile>::down(smem.ring.v[0])) {}
-
-    __device__ void load_q(u32 (&to)[4], int step) {
-        ptx::ldmatrix(to, q_blocks.block(0, step));
-#pragma unroll
-        for (u32& x : to) x ^= u32(cfg::q_signs);
-    }
-    __device__ void keep_q() {
-#pragma unroll
-        for (int step = 0; step < kept; ++step) load_q(q[step], step);
-    }
-    __device__ void clear() {
-#pragma unroll
-        for (float& x : o) x = 0.f;
-    }
-
-    // s = q k^T for 32 keys, which lie `shift` bytes on in the first stage and those that follow it.
-    __device__ void multiply_qk(float (&s)[scores], u32 shift) {
-#pragma unroll
-        for (float& x : s) x = 0.f;
-#pragma unroll
-        for (int block = 0; block < KTile::chunks / 2; ++block) {
-            const int first = block * Operands::steps;
-#pragma unroll
-            for (int step = first; step < first + Operands::steps; ++step)
-                if (step >= kept) load_q(q[kept + step - first], step);
-#pragma unroll
-            for (int i = 0; i < step_keys / 16; ++i) {
-                u32 words[4], b[Operands::steps][2][2];
-                ptx::ldmatrix(words, k_blocks.block(i, block, shift));
-                Operands::of_k(b, words);
-#pragma unroll
-                for (int j = 0; j < Operands::steps; ++j) {
-                    const u32(&a)[4] = q[first + j < kept ? first + j : kept + j];
-                    Element::multiply(s + fragment_index(2 * i, 0), a, b[j][0]);
-                    Element::multiply(s + fragment_index(2 * i + 1, 0), a, b[j][1]);
-                }
-            }
-        }
-        q_operand.scale(s);
-    }
-    // o += p v for 32 keys.
-    __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
-#pragma unroll
-        for (int step = 0; step < step_keys / 16; ++step) {
-            u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int from = fragment_index(2 * step + i / 2, i % 2);
-                a[i] = Element::pack(p[from], p[from + 1]);
-            }
-#pragma unroll
-            for (int i = 0; i < VTile::chunks / 2; ++i) {
-                constexpr int blocks = 2 * Operands::steps;  // of eight columns
-                u32 words[4], b[blocks][2];
-                ptx::ldmatrix_transposed(words, v_blocks.block(step, i, shift));
-                Operands::of_v(b, words);
-#pragma unroll
-                for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(blocks * i + j, 0), a, b[j]);
-            }
-        }
-    }
-};
-
 struct Consumer {
     static constexpr u32 first_thread = 32 * cfg::producers;
 
@@ -325,11 +173,11 @@ struct Consumer {
     Smem& smem;
     const u32 warp, m;  // of the four that share 16 rows, and which rows these are
     Own& own;
-    Strand strand;
+    OwnStrand strand;
 
     __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem, m) {}
+        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q, smem.ring.k[0], smem.ring.v[0], 16 * m) {}
 
     // The thread's number among the four warps, anew at each use: what follows from it would take registers over all key tiles.
     __device__ u32 thread() const { return 32 * warp + ptx::lane_id(); }
@@ -360,13 +208,13 @@ struct Consumer {
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
     // tiles that need a mask make it anew, and keep it in no register.
-    __device__ void mask_and_score(const Score& score, float (&s)[Strand::scores], bool full, i32 row, i32 first) const {
+    __device__ void mask_and_score(const Score& score, float (&s)[OwnStrand::scores], bool full, i32 row, i32 first) const {
         apply(score, s, row, first);
         if (full) return;
         const Mask mask(args, Rows(args, smem.work.run.batch), smem.work.run);
-        const auto kept = kept_rows<Strand::scores>(mask, row + row_after(0), row + row_after(1), first);
+        const auto kept = kept_rows<OwnStrand::scores>(mask, row + row_after(0), row + row_after(1), first);
 #pragma unroll
-        for (int i = 0; i < Strand::scores; ++i)
+        for (int i = 0; i < OwnStrand::scores; ++i)
             if (!kept(i)) s[i] = minus_inf;
     }
     // One key tile.
@@ -380,17 +228,17 @@ struct Consumer {
             return leave(barrier);
         }
 #pragma unroll 1
-        for (int first = 0; first < Strand::steps; first += Strand::at_once) {
-            float s[Strand::at_once][Strand::scores];
+        for (int first = 0; first < OwnStrand::steps; first += OwnStrand::at_once) {
+            float s[OwnStrand::at_once][OwnStrand::scores];
 #pragma unroll
-            for (int i = 0; i < Strand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
+            for (int i = 0; i < OwnStrand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
                 if (!there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[stage], there);
             }
 #pragma unroll
-            for (int i = 0; i < Strand::at_once; ++i) {
-                const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + (first + i) * Strand::step_keys + i32(threadIdx.x) % 4 * 2;
+            for (int i = 0; i < OwnStrand::at_once; ++i) {
+                const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + (first + i) * OwnStrand::step_keys + i32(threadIdx.x) % 4 * 2;
                 mask_and_score(score, s[i], kept == 2, row, key);
                 softmax.find_top(s[i]);
                 softmax.move();
@@ -458,10 +306,8 @@ struct Consumer {
         for (int i = 0; i < merge_blocks; ++i) state.o[i] = own.strands.o[of][warp * merge_blocks + i][lane];
     }
 
-    static constexpr i32 slot_stride = cfg::m_tiles * StateSlot::floats / 4;
-
     __device__ StateSlot slot(i32 at) const {
-        return {reinterpret_cast<float4*>(args.partials) + i64(at) * slot_stride + m * (slot_stride / cfg::m_tiles)};
+        return {reinterpret_cast<float4*>(args.partials) + i64(at) * StateSlot::stride + m * (StateSlot::stride / cfg::m_tiles)};
     }
     __device__ void leave(i32 at, const Quarter& state) const {
         if (has_rows()) slot(at).put(state, thread());
@@ -540,105 +386,10 @@ struct Consumer {
         meet();
     }
 
-    // Folds the states that the work's blocks have left, and stores what they give. What each is multiplied by follows from maxima, and
-    // is found once; then a thread folds some columns of all of them. Few lanes have rows; what those have of a state is shared out to all
-    // threads, a float4 to each, of which a thread fetches those of the next groups while it folds some.
     __device__ void fold_pieces(float scale_log2) {
-        const Splits& splits = smem.work.run.splits;
-        const i32 quads = min(8, ceil_div(smem.work.rows - i32(16 * m), 2));  // that have rows
-        const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group, columns = quads * 16 * quarter_blocks;
-        if (quads <= 0) return;
-        Column column(slot(0), thread(), quads * 4);
-        float4 states[groups_at_once][split_group];
-#pragma unroll
-        for (int i = 0; i < groups_at_once; ++i) fetch(states[i], i, column.data);
-        find_factors(quads, groups, scale_log2);
-        FloatState total = nothing();
-#pragma unroll 1
-        for (i32 at = thread(), group = 0; at < columns;) {
-            const i32 lane = column.lane, first_column = column.first, first = group;
-            const bool is_last = (group += groups_at_once) >= groups;
-            if (is_last) group = 0, at += 128, column = Column(slot(0), at, quads * 4);
-            FloatState next[groups_at_once];
-#pragma unroll
-            for (int i = 0; i < groups_at_once; ++i) {
-                next[i].set(own.factors.max_sum[first + i][lane / 4]);
-                next[i].o[0] = states[i][0];
-#pragma unroll
-                for (int j = 1; j < split_group; ++j)
-                    ::fold(next[i].o[0], states[i][j], own.factors.of[(first + i) * split_group + j][lane / 4]);
-                if (at < columns) fetch(states[i], group + i, column.data);
-            }
-#pragma unroll
-            for (int i = 0; i < groups_at_once; ++i)
-                if (has_group(first + i)) total.fold(next[i], own.factors.of[(first + i) * split_group][lane / 4]);
-            if (!is_last) continue;
-            store(total, lane, first_column, scale_log2);
-            total = nothing();
-        }
-    }
-    // A float4 of each state, by number; past the end it is another's.
-    struct Column {
-        i32 lane, first;
-        const float4* data;  // of slot 0
-        __device__ Column(const StateSlot& slot, i32 at, i32 lanes) : lane(at % lanes) {
-            const i32 quarter = at / lanes % 4, i = at / lanes / 4 % quarter_blocks;
-            first = (quarter * quarter_blocks + i) * 8, data = slot.o(i, quarter * 32 + lane);
-        }
-    };
-    // A state folded with it, or it with a state, by factors of 1, is that state.
-    __device__ static FloatState nothing() {
-        FloatState state;
-        state.set(make_float4(minus_inf, -0.f, minus_inf, -0.f));
-        state.o[0] = make_float4(-0.f, -0.f, -0.f, -0.f);
-        return state;
-    }
-    // Says whether a group has states of its own: those that the first piece has have none.
-    __device__ bool has_group(i32 group) const { return smem.pieces[group * split_group] >= 0; }
-    // A float4 of each state of a group, `from` it in slot 0; nothing where there is none.
-    __device__ void fetch(float4 (&states)[split_group], i32 group, const float4* from) const {
-#pragma unroll
-        for (int j = 0; j < split_group; ++j) {
-            const i32 piece = smem.pieces[group * split_group + j];
-            states[j] = nothing().o[0];
-            if (piece >= 0) states[j] = *(from + i64(piece) * slot_stride);
-        }
-    }
-    // Finds the factors of all pieces, each thread those of a group for two rows: those within the group, then the group's.
-    __device__ void find_factors(i32 quads, i32 groups, float scale_log2) const {
-        static_assert(8 * cfg::most_pieces / split_group <= 128);
-        const i32 quad = thread() % 8, group = thread() / 8, first = group * split_group;
-        const bool mine = quad < quads && group < groups && has_group(group);
-        MaxSum whole = nothing(), before = nothing();
-        if (mine) {
-            i32 pieces[split_group];
-            float4 states[split_group];
-#pragma unroll
-            for (int j = 0; j < split_group; ++j) pieces[j] = smem.pieces[first + j];
-#pragma unroll
-            for (int j = 0; j < split_group; ++j) states[j] = *slot(pieces[j] < 0 ? pieces[0] : pieces[j]).max_sum(4 * quad);
-            whole.set(states[0]);
-#pragma unroll
-            for (int j = 1; j < split_group; ++j) {
-                MaxSum next = nothing();
-                if (pieces[j] < 0) next.max[0] = whole.max[0], next.max[1] = whole.max[1];
-                else next.set(states[j]);
-                const Factors by = own.factors.of[first + j][quad] = whole.factors(next, scale_log2);
-                whole.fold(next, by);
-            }
-            own.factors.max_sum[group][quad] = whole.max_sum();
-        }
-        meet_strands();
-        if (mine) {
-#pragma unroll 1
-            for (i32 i = 0; i < group; ++i) {
-                MaxSum other = nothing();
-                if (has_group(i)) other.set(own.factors.max_sum[i][quad]);
-                before.max[0] = fmaxf(before.max[0], other.max[0]), before.max[1] = fmaxf(before.max[1], other.max[1]);
-            }
-            own.factors.of[first][quad] = group > 0 ? before.factors(whole, scale_log2) : Factors{{1.f, 1.f}, {1.f, 1.f}};
-        }
-        meet_strands();
+        const PieceFold<Consumer> fold{*this, smem.pieces, own.factors};
+        fold.run(smem.work.run.splits, smem.work.rows - i32(16 * m), scale_log2,
+                 [&](const FloatState& state, i32 lane, i32 column) { store(state, lane, column, scale_log2); });
     }
 
     // Of the lane that had the rows; `column`: of the state's first block.

@@ -1,4 +1,4 @@
-// The pyramids of a captured array, which bound what a range of indices reads (variant/function/pyramid.cuh): minima and maxima of
+// The pyramids of a captured array, which bound what a range of indices reads (function/pyramid.cuh): minima and maxima of
 // blocks of 16 elements of each row, or of 16 x 16 of each matrix, of 32, of 64 and so on, up to one block.
 //
 // A thread reads a block of the lowest level. A thread block has 256 of them side by side, 256 of a row or 16 x 16 of a matrix, and

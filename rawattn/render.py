@@ -62,8 +62,8 @@ TENSORS = {  # C++ type -> its file
     "TmaPageBoxes": "tile/page_boxes.cuh",
     "TmaHeads": "tile/tma_heads.cuh",
     "StridedPages": "tile/strided_pages.cuh",
-    "function::Divisor": "variant/function/integer.cuh",
-    **{f"{const}function::{x}*": "variant/function/element.cuh" for x in ("Bool", "Bf16", "Fp16") for const in ("", "const ")},
+    "function::Divisor": "function/integer.cuh",
+    **{f"{const}function::{x}*": "function/element.cuh" for x in ("Bool", "Bf16", "Fp16") for const in ("", "const ")},
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 

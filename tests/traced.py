@@ -23,8 +23,8 @@ _numbers = itertools.count()  # libraries of one process share names
 INCLUDE = re.compile(r'#include "([^"]+)"')
 HEAD = """\
 #include "threads.hpp"
-#include "variant/function/sequence.cuh"
-#include "variant/function/pyramid.cuh"
+#include "function/sequence.cuh"
+#include "function/pyramid.cuh"
 struct Rows {
     i32 q_len, kv_len, q_offset, kv_offset;
     Extent seen;
@@ -101,7 +101,7 @@ def function(option: Any, role: str, limits: Sequence[int]) -> tuple[Any, tuple[
 def files(*paths: str) -> dict[str, str]:
     """The files of ``cuda_src/`` that these reach, or the structs."""
     found: dict[str, str] = {}
-    pending = [*paths] or ["variant/function/sequence.cuh", "variant/function/pyramid.cuh"]
+    pending = [*paths] or ["function/sequence.cuh", "function/pyramid.cuh"]
     while pending:
         path = pending.pop()
         if path not in found:

@@ -94,6 +94,7 @@ struct PieceFactors {
 // A thread's quarter in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by quad.
 struct StateSlot {
     static constexpr int floats = quarter_blocks * 512 + 32;
+    static constexpr i32 stride = cfg::m_tiles * floats / 4;  // from one slot to the next, with those of a block's other rows between them
     float4* data;
 
     __device__ float4* o(int i, u32 thread) const { return data + i * 128 + thread; }

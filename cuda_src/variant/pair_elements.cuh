@@ -4,7 +4,7 @@
 // those of the queries that most often come next; any other score reads what it needs when it makes a logit.
 #include "ptx/prefetch.cuh"
 #include "tile/fragment.cuh"
-#include "variant/function/element.cuh"
+#include "function/element.cuh"
 
 template <class S>
 struct LogitsTransposed {

@@ -353,8 +353,8 @@ def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) 
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=backward.kv_scheduler(op, config.direction),
         Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else group.WALKS[config.walk],
-        Store=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
-        Order=ORDERS[config.order][0],
+        DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        StepOrder=ORDERS[config.order][0],
         Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)

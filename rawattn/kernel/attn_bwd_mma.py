@@ -225,7 +225,7 @@ def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
         op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         **backward.group_options(config.parts), DkvBlocks=Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
-        Store=STORES[config.store][0],
+        DqStore=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
     )  # fmt: skip
     fields = (*backward.READS, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)

@@ -203,10 +203,11 @@ struct FunctionGradient : FunctionGradientHead {{
 }};
 """
 _INCLUDES = (
-    "variant/function/sequence.cuh",
-    "variant/function/integer.cuh",
-    "variant/function/number.cuh",
-    "variant/function/element.cuh",
+    "function/sequence.cuh",
+    "function/integer.cuh",
+    "function/number.cuh",
+    "function/element.cuh",
+    "variant/work_tile.cuh",
 )
 
 
@@ -246,7 +247,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     of_boxes = (_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root)
     head = _HEAD.format(
         role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
-        includes=_include(*_INCLUDES, "variant/function/pyramid.cuh"),
+        includes=_include(*_INCLUDES, "function/pyramid.cuh"),
     )  # fmt: skip
     body = _MASK_STRUCT.format(
         with_column=with_column, of_pairs=of_pairs, column_type=_COLUMN_TYPE if column else "",

@@ -1,6 +1,6 @@
 """Bounds of expressions over boxes of indices, by interval arithmetic on NumPy arrays: many boxes at once.
 
-``cuda_src/variant/function/range.cuh`` is the same in CUDA C, and says the same of what can be known.
+``cuda_src/function/range.cuh`` is the same in CUDA C, and says the same of what can be known.
 """
 
 from __future__ import annotations

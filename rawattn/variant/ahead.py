@@ -80,7 +80,7 @@ class TransposedElements(Option):
     """Elements in the backward, of whose logits a row is a key: threads read them when they need them, or all before."""
 
     type: ClassVar[str] = "TransposedElements"
-    source: ClassVar[str] = "variant/ahead/transposed.cuh"
+    source: ClassVar[str] = "variant/ds/no_elements.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ElementsInDs(Option):
     box_rows: int
     once: bool
     type: ClassVar[str] = "ElementsInDs"
-    source: ClassVar[str] = "variant/ahead/in_ds.cuh"
+    source: ClassVar[str] = "variant/ds/elements.cuh"
 
     @property
     def constants(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ class ClearNothing(Option):
     """Nothing: each output is written by one block, whole."""
 
     type: ClassVar[str] = "ClearNothing"
-    source: ClassVar[str] = "variant/clear/nothing.cuh"
+    source: ClassVar[str] = "variant/dq/clear_nothing.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ClearTurns(Option):
     """The turns in which blocks add to dq (``DqOrdered``)."""
 
     type: ClassVar[str] = "ClearTurns"
-    source: ClassVar[str] = "variant/clear/turns.cuh"
+    source: ClassVar[str] = "variant/dq/clear_turns.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -35,7 +35,7 @@ class ClearTurnsDq(ClearTurns):
     """The same, and dq of rows that keep no key, which no block writes (``DqOrderedFinal``)."""
 
     type: ClassVar[str] = "ClearTurnsDq"
-    source: ClassVar[str] = "variant/clear/turns_dq.cuh"
+    source: ClassVar[str] = "variant/dq/clear_turns_and_rows.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -47,7 +47,7 @@ class ClearListTurnsDq(ClearTurnsDq):
     """The same where key tiles are a list."""
 
     type: ClassVar[str] = "ClearListTurnsDq"
-    source: ClassVar[str] = "variant/clear/list_turns_dq.cuh"
+    source: ClassVar[str] = "variant/dq/clear_list_turns_and_rows.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ClearDqSum(Option):
     """The sums to which blocks add in any order (``DqUnordered``)."""
 
     type: ClassVar[str] = "ClearDqSum"
-    source: ClassVar[str] = "variant/clear/dq_sum.cuh"
+    source: ClassVar[str] = "variant/dq/clear_sum.cuh"
 
     @property
     def fields(self) -> Fields:

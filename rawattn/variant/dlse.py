@@ -14,7 +14,7 @@ class ZeroDlse(Option):
     """The loss does not depend on lse."""
 
     type: ClassVar[str] = "ZeroDlse"
-    source: ClassVar[str] = "variant/dlse/zero.cuh"
+    source: ClassVar[str] = "variant/statistics/dlse.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class GivenDlse(Option):
     """An array that lies like lse."""
 
     type: ClassVar[str] = "GivenDlse"
-    source: ClassVar[str] = "variant/dlse/given.cuh"
+    source: ClassVar[str] = "variant/statistics/dlse.cuh"
 
     @property
     def fields(self) -> Fields:

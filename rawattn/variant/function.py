@@ -26,7 +26,7 @@ from . import Option
 
 class Captured(NamedTuple):
     """This is what is needed of an array that a function captured. Its last axis is contiguous. ``pyramid``: over how many of its
-    last axes minima and maxima of blocks are wanted (``cuda_src/variant/function/pyramid.cuh``), 0 for none. ``label`` is what
+    last axes minima and maxima of blocks are wanted (``cuda_src/function/pyramid.cuh``), 0 for none. ``label`` is what
     the function calls it."""
 
     name: str

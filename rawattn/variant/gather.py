@@ -28,7 +28,7 @@ class Gather(Option):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (f"variant/gather/{self.way}.cuh",)
+        return (f"variant/captured/{self.way}.cuh",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SimtLayout(Option):
     """This says which pairs of a tile a thread has, of 16 x 16 threads."""
 
     type: ClassVar[str] = "SimtLayout"
-    source: ClassVar[str] = "variant/layout/simt.cuh"
+    source: ClassVar[str] = "variant/captured/layout_simt.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class MmaLayout(Option):
     """The same, where warps have sums by mma.sync."""
 
     type: ClassVar[str] = "MmaLayout"
-    source: ClassVar[str] = "variant/layout/mma.cuh"
+    source: ClassVar[str] = "variant/captured/layout_mma.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ExactSums(Option):
 
     fill: Fill
     type: ClassVar[str] = "ExactSums"
-    source: ClassVar[str] = "variant/sums/exact.cuh"
+    source: ClassVar[str] = "variant/captured/sums_exact.cuh"
 
     @staticmethod
     def bytes(number: str) -> int:
@@ -70,7 +70,7 @@ class OrderedSums(ExactSums):
     """Sums to each of which one thread adds, in one order."""
 
     type: ClassVar[str] = "OrderedSums"
-    source: ClassVar[str] = "variant/sums/ordered.cuh"
+    source: ClassVar[str] = "variant/captured/sums_ordered.cuh"
 
     @staticmethod
     def bytes(number: str) -> int:
@@ -88,7 +88,7 @@ class WrittenOnce(Option):
     fill: Fill
     item: str
     type: ClassVar[str] = "WrittenOnce"
-    source: ClassVar[str] = "variant/sums/written.cuh"
+    source: ClassVar[str] = "variant/captured/sums_written.cuh"
 
     @property
     def fields(self) -> Fields:

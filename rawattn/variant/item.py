@@ -14,7 +14,7 @@ class Item(Option):
     """Elements of one format, as they lie in memory."""
 
     name: str
-    source: ClassVar[str] = "variant/function/element.cuh"
+    source: ClassVar[str] = "function/element.cuh"
 
     @property
     def cuda_type(self) -> str:

@@ -30,7 +30,7 @@ class OnePage(Option):
     """Sequence i has page i."""
 
     type: ClassVar[str] = "OnePage"
-    source: ClassVar[str] = "variant/kv/one_page.cuh"
+    source: ClassVar[str] = "variant/pages/one_page.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PageTable(Option):
     """A sequence's pages are a row of page_table."""
 
     type: ClassVar[str] = "PageTable"
-    source: ClassVar[str] = "variant/kv/page_table.cuh"
+    source: ClassVar[str] = "variant/pages/page_table.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -51,7 +51,7 @@ class PageList(Option):
     """The pages of all sequences lie end to end."""
 
     type: ClassVar[str] = "PageList"
-    source: ClassVar[str] = "variant/kv/page_list.cuh"
+    source: ClassVar[str] = "variant/pages/page_list.cuh"
 
     @property
     def fields(self) -> Fields:

@@ -14,7 +14,7 @@ class KvLens(Option):
     """kv_lens hold it. ``max_kv_len`` is what the cache has room for."""
 
     type: ClassVar[str] = "KvLens"
-    source: ClassVar[str] = "variant/lengths/kv_lens.cuh"
+    source: ClassVar[str] = "variant/pages/kv_lens.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -26,7 +26,7 @@ class PageListLens(Option):
     """It follows from how many pages a sequence has, end to end with those of others, and from last_page_len."""
 
     type: ClassVar[str] = "PageListLens"
-    source: ClassVar[str] = "variant/lengths/page_list.cuh"
+    source: ClassVar[str] = "variant/pages/kv_lens_of_list.cuh"
 
     @property
     def fields(self) -> Fields:

@@ -79,5 +79,5 @@ class OffsetScore(Wrapper, Score):
 class AtPositionsScore(Wrapper):
     """A score that sees positions, of rows of ``AtPositionsRows``."""
 
-    type: ClassVar[str] = "AtPositionsScore"
-    source: ClassVar[str] = "variant/score/at_positions.cuh"
+    type: ClassVar[str] = "OffsetScore"
+    source: ClassVar[str] = "variant/score/offset.cuh"

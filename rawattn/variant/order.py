@@ -29,7 +29,7 @@ class DqAtOnce(Option):
     """A step of the backward makes its own part of dq."""
 
     type: ClassVar[str] = "DqAtOnce"
-    source: ClassVar[str] = "variant/order/dq_at_once.cuh"
+    source: ClassVar[str] = "variant/step/at_once.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,4 +37,4 @@ class DqStepLater(Option):
     """A step of the backward makes the part of dq of the step before, and packs weights late."""
 
     type: ClassVar[str] = "DqStepLater"
-    source: ClassVar[str] = "variant/order/dq_step_later.cuh"
+    source: ClassVar[str] = "variant/step/later.cuh"

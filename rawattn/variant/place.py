@@ -16,7 +16,7 @@ class InPages(Option):
     lengths: Option
     pages: Option
     type: ClassVar[str] = "InPages"
-    source: ClassVar[str] = "variant/place/in_pages.cuh"
+    source: ClassVar[str] = "variant/append/place_in_pages.cuh"
 
     @property
     def cuda_type(self) -> str:
@@ -36,7 +36,7 @@ class Slots(Option):
     """slots say where each row goes."""
 
     type: ClassVar[str] = "Slots"
-    source: ClassVar[str] = "variant/place/slots.cuh"
+    source: ClassVar[str] = "variant/append/place_slots.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -48,4 +48,4 @@ class Nowhere(Option):
     """There are no new rows: queries alone are rotated."""
 
     type: ClassVar[str] = "Nowhere"
-    source: ClassVar[str] = "variant/place/nowhere.cuh"
+    source: ClassVar[str] = "variant/append/place_nowhere.cuh"

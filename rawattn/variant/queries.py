@@ -14,7 +14,7 @@ class NoQueries(Option):
     """None."""
 
     type: ClassVar[str] = "NoQueries"
-    source: ClassVar[str] = "variant/queries/none.cuh"
+    source: ClassVar[str] = "variant/append/queries.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class QueriesInPlace(Option):
     """Those of q, where they lie."""
 
     type: ClassVar[str] = "QueriesInPlace"
-    source: ClassVar[str] = "variant/queries/in_place.cuh"
+    source: ClassVar[str] = "variant/append/queries.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -34,7 +34,7 @@ class QueriesApart(QueriesInPlace):
     """Those of q, to q_out."""
 
     type: ClassVar[str] = "QueriesApart"
-    source: ClassVar[str] = "variant/queries/apart.cuh"
+    source: ClassVar[str] = "variant/append/queries.cuh"
 
     @property
     def fields(self) -> Fields:

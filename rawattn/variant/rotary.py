@@ -22,7 +22,7 @@ class KeyPositions(Wrapper):
     """A row's position is its place among the keys of its sequence, whose lengths the base knows."""
 
     type: ClassVar[str] = "KeyPositions"
-    source: ClassVar[str] = "variant/positions/keys.cuh"
+    source: ClassVar[str] = "variant/append/positions_keys.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GivenPositions(Option):
     """positions hold it."""
 
     type: ClassVar[str] = "GivenPositions"
-    source: ClassVar[str] = "variant/positions/given.cuh"
+    source: ClassVar[str] = "variant/append/positions_given.cuh"
 
     @property
     def fields(self) -> Fields:

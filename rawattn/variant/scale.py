@@ -14,15 +14,11 @@ class Scale(Option):
     """A number, ``name``: "k_scale" or "v_scale"."""
 
     name: str
-    source: ClassVar[str] = ""
+    source: ClassVar[str] = "variant/scale/cache_scale.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.name[0].upper()}Scale"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (f"variant/scale/{self.name[0]}_number.cuh",)
+        return f"CacheScale<&Args::{self.name}>"
 
     @property
     def fields(self) -> Fields:
@@ -35,11 +31,7 @@ class Scales(Scale):
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.name[0].upper()}Scales"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (f"variant/scale/{self.name[0]}_array.cuh",)
+        return f"CacheScales<{', '.join(f'&Args::{field.name}' for field in self.fields)}>"
 
     @property
     def fields(self) -> Fields:

@@ -14,7 +14,7 @@ class SameStorage(Option):
     """The number, in its own format."""
 
     type: ClassVar[str] = "SameStorage"
-    source: ClassVar[str] = "variant/storage/same.cuh"
+    source: ClassVar[str] = "variant/append/storage_same.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class QuantizedStorage(Option):
     k: Option
     v: Option
     type: ClassVar[str] = "QuantizedStorage"
-    source: ClassVar[str] = "variant/storage/quantized.cuh"
+    source: ClassVar[str] = "variant/append/storage_quantized.cuh"
 
     @property
     def cuda_type(self) -> str:

@@ -62,7 +62,7 @@ class DqOrdered(Option):
     """Parts of dq, added to a sum in one order; a pass over the sums follows."""
 
     type: ClassVar[str] = "DqOrdered"
-    source: ClassVar[str] = "variant/store/dq_ordered.cuh"
+    source: ClassVar[str] = "variant/dq/ordered.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -74,7 +74,7 @@ class DqOrderedFinal(DqOrdered):
     """The same, but the last contributor makes dq, and no pass follows."""
 
     type: ClassVar[str] = "DqOrderedFinal"
-    source: ClassVar[str] = "variant/store/dq_ordered_final.cuh"
+    source: ClassVar[str] = "variant/dq/ordered_final.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DqUnordered(Option):
     """Parts of dq, added to a sum as they come: its last bits vary from run to run."""
 
     type: ClassVar[str] = "DqUnordered"
-    source: ClassVar[str] = "variant/store/dq_unordered.cuh"
+    source: ClassVar[str] = "variant/dq/unordered.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -94,7 +94,7 @@ class DsKept(Option):
     """Nothing of dS: it is for dq alone."""
 
     type: ClassVar[str] = "DsKept"
-    source: ClassVar[str] = "variant/store/ds_kept.cuh"
+    source: ClassVar[str] = "variant/ds/kept.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class DsStored(DsKept):
     axes: PairAxes
     box_rows: int
     type: ClassVar[str] = "DsStored"
-    source: ClassVar[str] = "variant/store/ds_stored.cuh"
+    source: ClassVar[str] = "variant/ds/stored.cuh"
 
     @property
     def constants(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class DsStoredFilled(DsStored):
     """The same, and zeros where a mask leaves out all queries of a tile, for key tiles whose query tiles lie side by side."""
 
     type: ClassVar[str] = "DsStoredFilled"
-    source: ClassVar[str] = "variant/store/ds_stored_filled.cuh"
+    source: ClassVar[str] = "variant/ds/stored_filled.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -133,7 +133,7 @@ class DqRedOrdered(DqOrdered):
     """Parts of dq, added from registers to a sum in one order; a pass over the sums follows."""
 
     type: ClassVar[str] = "DqRedOrdered"
-    source: ClassVar[str] = "variant/store/dq_red_ordered.cuh"
+    source: ClassVar[str] = "variant/dq/red_ordered.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,7 @@ class DqRedUnordered(DqUnordered):
     """Parts of dq, added from registers to a sum as they come: its last bits vary from run to run."""
 
     type: ClassVar[str] = "DqRedUnordered"
-    source: ClassVar[str] = "variant/store/dq_red_unordered.cuh"
+    source: ClassVar[str] = "variant/dq/red_unordered.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ class SameTokens(Option):
     """As many new rows for each sequence: (batch, q_len, heads, columns)."""
 
     type: ClassVar[str] = "SameTokens"
-    source: ClassVar[str] = "variant/tokens/same.cuh"
+    source: ClassVar[str] = "variant/append/tokens_same.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -26,7 +26,7 @@ class PackedTokens(Option):
     """New rows end to end, (total, heads, columns); cu_seqlens_q hold where each sequence begins."""
 
     type: ClassVar[str] = "PackedTokens"
-    source: ClassVar[str] = "variant/tokens/packed.cuh"
+    source: ClassVar[str] = "variant/append/tokens_packed.cuh"
 
     @property
     def fields(self) -> Fields:

@@ -182,7 +182,7 @@ class IntervalSum(Option):
     """The mask says whether a tile of dq has a sum."""
 
     type: ClassVar[str] = "IntervalSum"
-    source: ClassVar[str] = "variant/walk/sum_interval.cuh"
+    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ListSum(Option):
     """The turns of a tile of dq say whether it has a sum."""
 
     type: ClassVar[str] = "ListSum"
-    source: ClassVar[str] = "variant/walk/sum_list.cuh"
+    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -202,4 +202,4 @@ class ClearedSum(Option):
     """Every tile of dq has a sum, which was cleared."""
 
     type: ClassVar[str] = "ClearedSum"
-    source: ClassVar[str] = "variant/walk/sum_cleared.cuh"
+    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"

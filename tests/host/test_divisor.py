@@ -18,7 +18,7 @@ TEXT = """\
 #include <cmath>
 using std::fmax, std::fmaxf, std::fmin, std::fminf;
 using u64 = unsigned long long;
-#include "variant/function/integer.cuh"
+#include "function/integer.cuh"
 extern "C" void divide(const i32* x, i32 n, const function::Divisor* d, i32* found, i32* natural) {
     for (i32 i = 0; i < n; ++i) found[i] = function::floordiv(x[i], *d), natural[i] = x[i] < 0 ? 0 : function::udiv(x[i], *d);
 }

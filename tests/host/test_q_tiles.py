@@ -234,7 +234,7 @@ extern "C" void queries(i32 q_len, i32 kv_len, const i32* sums, i32 kv, i32* fou
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("turns")
-    for name in ("variant/interfaces.cuh", "variant/function/range.cuh"):  # the text has what is needed of them
+    for name in ("variant/interfaces.cuh", "function/range.cuh"):  # the text has what is needed of them
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("#pragma once\n")
     return native.library(TURNS, folder)

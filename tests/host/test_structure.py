@@ -24,7 +24,12 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
 FUNCTION_LINES = 60
 
 # Folder of cuda_src -> the folders that a file in it may include from; a .cu may include from all.
-ARROWS = {"ptx": ["ptx"], "tile": ["ptx", "tile"], "variant": ["ptx", "tile", "variant"]}
+ARROWS = {
+    "ptx": ["ptx"],
+    "tile": ["ptx", "tile"],
+    "function": ["ptx", "tile", "function"],
+    "variant": ["ptx", "tile", "function", "variant"],
+}
 # What is imported -> the only files of rawattn/ that may.
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compiler.py"},

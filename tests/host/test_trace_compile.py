@@ -24,8 +24,8 @@ from tests.traced import INCLUDE, files, function
 MAKERS = {maker.__name__: (role, maker) for role, makers in (("mask", zoo.MASKS), ("score", zoo.SCORES)) for maker in makers}
 SIZE = 4096
 HEAD = """\
-#include "variant/function/sequence.cuh"
-#include "variant/function/pyramid.cuh"
+#include "function/sequence.cuh"
+#include "function/pyramid.cuh"
 struct Rows {
     i32 q_len, kv_len, q_offset, kv_offset;
     Extent seen;

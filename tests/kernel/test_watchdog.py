@@ -46,7 +46,7 @@ FAULTS = {
         ("attn_fwd.cu: block 0, warp", "of k_full"),
     ),
     "the wrong turn": (
-        ("variant/clear/turns.cuh", "= first;", "= first + 5;"),
+        ("variant/dq/clear_turns.cuh", "= first;", "= first + 5;"),
         ("attn_bwd.cu: block", "waits for its turn at place"),
     ),
 }

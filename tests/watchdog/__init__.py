@@ -40,8 +40,8 @@ EDITS: Mapping[str, tuple[tuple[str, str], ...]] = {  # of every file in which a
     "ptx/mbarrier.cuh": (WAIT, INCLUDE),
     "ptx/cp_async_mbarrier.cuh": (WAIT,),
     "ptx/turn.cuh": (INCLUDE,),
-    "variant/store/dq_ordered.cuh": (TURN,),
-    "variant/store/dq_red_ordered.cuh": (ASKED_TURN,),
+    "variant/dq/ordered.cuh": (TURN,),
+    "variant/dq/red_ordered.cuh": (ASKED_TURN,),
 }
 NOTES = 4096  # that there is room for: of all warps of a GPU
 TOLD = 64  # of them, in words

@@ -1,7 +1,7 @@
 #pragma once
 // A score with the elements of a warp's rows that it reads, which are in shared memory.
 #include "tile/softmax.cuh"
-#include "variant/function/element.cuh"
+#include "function/element.cuh"
 
 template <class S, class Elements>
 struct ScoreAhead : PlacedScore<S> {

@@ -1,5 +1,6 @@
 #pragma once
-// A score of positions, where q and k are parts of longer sequences (variant/rows/offset.cuh): kernels count rows.
+// A score of positions, where kernels count rows: q and k are parts of longer sequences (variant/rows/offset.cuh), or a step's last query
+// stands at the last key (variant/rows/at_positions.cuh).
 #include "variant/work_tile.cuh"
 
 template <class S>

@@ -2,7 +2,7 @@
 // Tiles of a line, of keys or of queries, where the mask leaves holes between them: a warp finds them. It asks the mask for 32 tiles at a
 // time, a tile each lane, after it has asked in the same way for 32 times as many together. Nothing is stored, whatever the length.
 #include "tile/range.cuh"
-#include "variant/function/range.cuh"
+#include "function/range.cuh"
 #include "variant/interfaces.cuh"
 
 using Bounds = function::Ints;

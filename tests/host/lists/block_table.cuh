@@ -1,6 +1,6 @@
 #pragma once
 // A table says for each head and each block of positions by positions whether they are kept: (heads, q_blocks, kv_blocks).
-#include "variant/function/pyramid.cuh"
+#include "function/pyramid.cuh"
 #include "variant/work_tile.cuh"
 
 struct BlockTable {

@@ -1,6 +1,6 @@
 #pragma once
 // Every other field of a board, in the next head the others; of each three rows of fields the last keeps nothing.
-#include "variant/function/range.cuh"
+#include "function/range.cuh"
 #include "variant/work_tile.cuh"
 
 struct Checkerboard {

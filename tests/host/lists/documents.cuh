@@ -1,6 +1,6 @@
 #pragma once
 // A query keeps the keys of its own document; a position's is in an array, (batch, positions), from which it begins.
-#include "variant/function/pyramid.cuh"
+#include "function/pyramid.cuh"
 #include "variant/work_tile.cuh"
 
 struct Documents {

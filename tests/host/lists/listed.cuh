@@ -1,6 +1,6 @@
 #pragma once
 // A mask whose tiles are an interval, as one whose tiles are a list.
-#include "variant/function/range.cuh"
+#include "function/range.cuh"
 #include "variant/work_tile.cuh"
 
 template <class M>
