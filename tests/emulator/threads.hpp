@@ -6,10 +6,7 @@
 #include <strings.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <functional>
-#include <map>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -89,15 +86,15 @@ struct Fiber {
     static constexpr u64 poison4 = 0x0001000100010001ull * poison;
     ucontext_t first;
     jmp_buf context;
-    std::unique_ptr<u64[]> stack{new u64[words]};
+    u64* stack = new u64[words];
     bool begun = false, ended = false;
 
     void begin(void (*start)()) {
-        u64 *const end = stack.get() + words, *from = end - poisoned;
+        u64 *const end = stack + words, *from = end - poisoned;
         while (from < end && *from == poison4) ++from;
         std::fill(from, end, poison4);
         getcontext(&first);
-        first.uc_stack.ss_sp = stack.get(), first.uc_stack.ss_size = words * sizeof(u64), first.uc_link = nullptr;
+        first.uc_stack.ss_sp = stack, first.uc_stack.ss_size = words * sizeof(u64), first.uc_link = nullptr;
         makecontext(&first, start, 0);
         begun = ended = false;
     }
@@ -233,6 +230,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         }
         if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
+    for (Fiber& fiber : fibers) delete[] fiber.stack;
     fibers.clear();  // a kernel stays loaded, and its stacks would, too: 256 KiB each
     return 0;
 }

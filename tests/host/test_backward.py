@@ -70,7 +70,7 @@ SIMT = {
     "window, softcap": Case((16, 8), {"element": FP64, "mask": Window(9, 3), "score": Softcap(0.7)}, ((80, 64),), heads=(4, 2)),
     "packed": Case(
         (8, 16),
-        {"element": FP64, "mask": Both(Causal("top_left"), Window(20)), "score": Softcap(1.5)},
+        {"element": FP64, "mask": Both(Causal("top_left"), Window(80)), "score": Softcap(1.5)},
         SHORT[:4],
         varlen=True,
         dlse=True,

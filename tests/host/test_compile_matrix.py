@@ -124,8 +124,8 @@ def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = 
 
 
 def test_machine_code() -> None:
-    """One kernel for each head size, of those that are compiled above."""
-    for asked, config in each_size():
+    """Every third kernel of those that are compiled above."""
+    for asked, config in [*each_size()][::3]:
         found = set(sass.parse(listing(asked, config))[0])
         for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
             assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"
