@@ -318,9 +318,9 @@ WGMMA = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-// A warp executes these together, and releases what its products read after them.
+// A warp executes its products together, and releases what they read after the wait.
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() { __syncwarp(); }
+inline void wgmma_commit() {}
 template <int pending> void wgmma_wait() { __syncwarp(); }
 template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each = __builtin_nanf(""); }
 }
