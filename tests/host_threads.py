@@ -318,9 +318,9 @@ WGMMA = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-// A warp executes these together, and releases what its products read after them.
+// A warp executes its products together, and releases what they read after the wait.
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() { __syncwarp(); }
+inline void wgmma_commit() {}
 template <int pending> void wgmma_wait() { __syncwarp(); }
 template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each = __builtin_nanf(""); }
 }
@@ -476,17 +476,10 @@ def tensor_map(x: np.ndarray[Any, Any], fill: TensorMap | PageRows, queries: int
     return np.array(numbers, np.uint64).tobytes().ljust(128, b"\0") + np.array(rest, np.int32).tobytes().ljust(64, b"\0")
 
 
-def run(
-    launch: Launch, folder: pathlib.Path, memory: Mapping[str, np.ndarray[Any, Any]], *, number: str = "fp32",
-    together: int | None = None,
-) -> None:  # fmt: skip
-    """Issues a launch on the host. ``memory`` has the operands and the scratch buffers by name, "counter" and "violations".
-    ``together`` blocks run at a time, one unless given; a kernel that draws its works from a counter gets no more blocks."""
-    cuda, layout = library(launch.source, folder), render.layout(launch.fields, number)
-    size, persistent = layout.pack.size, any(isinstance(field.fill, Counter) for field in launch.fields)
-    assert cuda.args_bytes() == size, "the host lays Args out as the compiler does"
-    space = np.zeros(size + 64, np.uint8)
-    start = -space.ctypes.data % 64
+def arguments(launch: Launch, memory: Mapping[str, np.ndarray[Any, Any]], number: str = "fp32") -> bytes:
+    """The Args of a launch. ``memory`` has the operands and the scratch buffers by name, "counter" and "violations"."""
+    layout = render.layout(launch.fields, number)
+    space = bytearray(layout.pack.size)
     for field in launch.fields:
         fill, at, form = field.fill, layout.offsets[field.name], layout.formats[field.name]
         name = getattr(fill, "name", None) or getattr(fill, "operand", field.name)
@@ -503,6 +496,17 @@ def run(
             data = struct.pack(form, memory[name].strides[fill.axis] // memory[name].itemsize)
         else:
             data = struct.pack(form, launch.values[field.name] if isinstance(fill, Value) else memory[name].ctypes.data)
-        space[start + at : start + at + len(data)] = np.frombuffer(data, np.uint8)
-    blocks = min(launch.grid, together or launch.grid) if persistent else launch.grid
-    cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together or 1)
+        space[at : at + len(data)] = data
+    return bytes(space)
+
+
+def run(launch: Launch, folder: pathlib.Path, args: bytes, together: int = 1) -> None:
+    """Issues a launch on the host. ``together`` blocks run at a time; a kernel that draws its works from a counter gets no more
+    blocks."""
+    cuda, persistent = library(launch.source, folder), any(isinstance(field.fill, Counter) for field in launch.fields)
+    assert cuda.args_bytes() == len(args), "the host lays Args out as the compiler does"
+    space = np.zeros(len(args) + 64, np.uint8)
+    start = -space.ctypes.data % 64
+    space[start : start + len(args)] = np.frombuffer(args, np.uint8)
+    blocks = min(launch.grid, together) if persistent else launch.grid
+    cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together)

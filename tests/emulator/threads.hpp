@@ -6,10 +6,7 @@
 #include <strings.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <functional>
-#include <map>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -82,19 +79,22 @@ extern "C" { unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  //
 // entry that it does not have.
 constexpr u16 poison = 0x7fff;
 
-// A thread's stack serves it in every block. Only its upper part is poisoned anew: more than a kernel's frames take.
+// A thread's stack serves it in every block. Only its upper part is poisoned: more than a kernel's frames take; anew where they were.
 // Contexts begin by makecontext, but change by _longjmp: swapcontext asks the system to save the mask of signals, each time.
 struct Fiber {
-    static constexpr u32 words = 128 << 10, poisoned = 32 << 10;
+    static constexpr u32 words = 32 << 10, poisoned = 8 << 10;
+    static constexpr u64 poison4 = 0x0001000100010001ull * poison;
     ucontext_t first;
     jmp_buf context;
-    std::unique_ptr<u16[]> stack{new u16[words]};
+    u64* stack = new u64[words];
     bool begun = false, ended = false;
 
     void begin(void (*start)()) {
-        std::fill_n(stack.get() + words - poisoned, poisoned, poison);
+        u64 *const end = stack + words, *from = end - poisoned;
+        while (from < end && *from == poison4) ++from;
+        std::fill(from, end, poison4);
         getcontext(&first);
-        first.uc_stack.ss_sp = stack.get(), first.uc_stack.ss_size = words * sizeof(u16), first.uc_link = nullptr;
+        first.uc_stack.ss_sp = stack, first.uc_stack.ss_size = words * sizeof(u64), first.uc_link = nullptr;
         makecontext(&first, start, 0);
         begun = ended = false;
     }
@@ -140,7 +140,7 @@ struct Meeting {  // of a number of threads
         while (generation == mine) yield();
     }
 };
-static Meeting named[16], warps[32];
+static Meeting named[16], of_warps[32];
 static u64 words[32][32][8];  // of a warp's lanes
 
 // Gives every lane's n words to `read`, a function of all of them.
@@ -148,9 +148,9 @@ template <class Read>
 auto exchange(const u64* mine, int n, Read read) {
     const i32 warp = threadIdx.x / 32;
     memcpy(words[warp][threadIdx.x % 32], mine, n * 8);
-    warps[warp].wait(32);
+    of_warps[warp].wait(32);
     const auto found = read(words[warp]);
-    warps[warp].wait(32);
+    of_warps[warp].wait(32);
     return found;
 }
 template <class T>
@@ -204,7 +204,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
     for (blockIdx.x = first; blockIdx.x < end; ++blockIdx.x) {
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
-        for (Meeting& each : warps) each = {};
+        for (Meeting& each : of_warps) each = {};
         memset(waited, !uses_pdl, sizeof waited);
         for (auto& own : copy_groups) own.clear();
         fibers.resize(threads);
@@ -230,6 +230,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         }
         if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
+    for (Fiber& fiber : fibers) delete[] fiber.stack;
     fibers.clear();  // a kernel stays loaded, and its stacks would, too: 256 KiB each
     return 0;
 }

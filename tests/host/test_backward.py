@@ -1,5 +1,5 @@
-"""The kernels of the backward, run thread by thread on the host (tests/host_threads.py; mma.sync by tests/emulator), against
-autograd in float64. Outputs and scratch hold NaN before; turns hold anything."""
+"""The kernels of the backward, run thread by thread on the host, against autograd in float64: those of Hopper by
+tests/host_threads.py, others by tests/emulator. Outputs and scratch hold NaN before; turns hold anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Dim, Launch, Program, Value, View
+from rawattn.program import Program
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
@@ -57,6 +57,7 @@ class Case:
 
 
 SEED = -(5 << 40) + 11
+THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -69,7 +70,7 @@ SIMT = {
     "window, softcap": Case((16, 8), {"element": FP64, "mask": Window(9, 3), "score": Softcap(0.7)}, ((80, 64),), heads=(4, 2)),
     "packed": Case(
         (8, 16),
-        {"element": FP64, "mask": Both(Causal("top_left"), Window(20)), "score": Softcap(1.5)},
+        {"element": FP64, "mask": Both(Causal("top_left"), Window(80)), "score": Softcap(1.5)},
         SHORT[:4],
         varlen=True,
         dlse=True,
@@ -279,20 +280,6 @@ def scratch(count: int, dtype: Any, value: Any) -> Array:
     return found
 
 
-def emulate(launch: Launch, folder: pathlib.Path, memory: dict[str, Array]) -> None:
-    """Issues a launch of mma.sync and cp.async on the CPU (tests/emulator), one block after the other."""
-    values: dict[str, Any] = dict(launch.values)
-    for field in launch.fields:
-        if isinstance(field.fill, View):
-            x = memory[field.fill.operand]
-            values[field.name] = emulator.strided(x if x.ndim == 4 else x[None])
-        elif isinstance(field.fill, Dim):
-            values[field.name] = memory[field.fill.operand].shape[field.fill.axis]
-        elif not isinstance(field.fill, Value):
-            values[field.name] = memory[getattr(field.fill, "name", None) or getattr(field.fill, "operand", field.name)]
-    emulator.Kernel(launch.source, launch.fields, folder / launch.entry)(launch.grid, values)
-
-
 class Call:
     """A case's arrays, and its program on them."""
 
@@ -370,10 +357,12 @@ class Call:
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
-            if launch.entry == "attn_bwd_mma":
-                emulate(launch, folder, self.arrays | buffers)
+            args = host_threads.arguments(launch, self.arrays | buffers, self.op.number)
+            if launch.entry in THREADED:
+                host_threads.run(launch, folder, args, case.grid)
             else:
-                host_threads.run(launch, folder, self.arrays | buffers, number=self.op.number, together=case.grid)
+                own = folder / launch.source.key[:16]
+                emulator.Kernel(launch.source, launch.fields, own, self.op.number).launch(launch.grid, args)
         return program
 
 

@@ -4,8 +4,7 @@ that are chosen, shared memory suffices, and the machine code has the products, 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,8 +61,8 @@ def faults(row: dict[str, Any]) -> str:
     return f"{config}: {', '.join(said)}" if said else ""
 
 
-def check(rows: list[dict[str, Any]], processes: int | None) -> None:
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+def check(rows: list[dict[str, Any]], threads: int | None) -> None:
+    with ThreadPoolExecutor(threads) as pool:
         found = [*zip(rows, pool.map(faults, rows), strict=True)]
     bad = [f"{row}: {fault}" for row, fault in found if fault]
     assert not bad, "\n".join([f"{len(bad)} of {len(rows)}", *bad])

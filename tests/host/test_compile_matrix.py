@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -102,8 +101,8 @@ def faults(combination: Combination) -> str:
     return ", ".join([*said, *binary.advisories])
 
 
-def check(combinations: Sequence[Combination], processes: int | None) -> None:
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+def check(combinations: Sequence[Combination], threads: int | None) -> None:
+    with ThreadPoolExecutor(threads) as pool:
         found = zip(combinations, pool.map(faults, combinations), strict=True)
     bad = [f"{asked}; {config}: {fault}" for (asked, config), fault in found if fault]
     assert not bad, "\n".join([f"{len(bad)} of {len(combinations)}", *bad])
@@ -125,8 +124,8 @@ def listing(asked: Forward, config: Any, kernel: Kernel = ATTN_FWD, arch: str = 
 
 
 def test_machine_code() -> None:
-    """One kernel for each head size, of those that are compiled above."""
-    for asked, config in each_size():
+    """Every third kernel of those that are compiled above."""
+    for asked, config in [*each_size()][::3]:
         found = set(sass.parse(listing(asked, config))[0])
         for name in ("UTMALDG", f"HGMMA.64x{config.tile_kv}x16", f"HGMMA.64x{asked.head_dim_v}x16"):
             assert any(each.startswith(name) for each in found), f"{asked}; {config}: no {name}"

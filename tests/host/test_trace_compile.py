@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -116,5 +115,5 @@ def test_gradients_of_captured_arrays(case: Any) -> None:
 
 @pytest.mark.parametrize("chunk", [KERNELS])
 def test_kernels(chunk: list[Any]) -> None:
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ThreadPoolExecutor(2) as pool:
         assert not [line for line in pool.map(faults, chunk) if line]
