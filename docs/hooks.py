@@ -31,13 +31,14 @@ import numpy as np  # noqa: E402
 import timeline  # noqa: E402
 
 from rawattn import trace  # noqa: E402
-from rawattn.device import TYPICAL  # noqa: E402
-from rawattn.device import cpu as this_cpu  # noqa: E402
+from rawattn.driver.device import TYPICAL  # noqa: E402
+from rawattn.driver.device import cpu as this_cpu  # noqa: E402
 from rawattn.operation import AttentionKVCache, Backward, Forward  # noqa: E402
-from rawattn.select import KERNELS_OF  # noqa: E402
-from rawattn.spec import Spec  # noqa: E402
+from rawattn.operation.spec import Spec  # noqa: E402
+from rawattn.runtime.select import KERNELS_OF  # noqa: E402
 from rawattn.trace.classes import CUT, EMPTY, FULL, classify  # noqa: E402
 from rawattn.variant.element import ELEMENTS, FP8  # noqa: E402
+from rawattn.variant.function import option_of  # noqa: E402
 from rawattn.variant.ready import Biased  # noqa: E402
 
 FORMS = ("bf16", "fp16", "fp32", "fp64")
@@ -64,7 +65,7 @@ def function(value: Any, role: str) -> Spec:
     """The options with a Python function for the mask or the score."""
     traced, arrays, numbers = trace.bind(value, role)
     forms = [(element, array.shape) for (element, _), array in zip(traced.code.arrays, arrays, strict=True)]
-    return dataclasses.replace(Spec(), **{role: traced.option(forms, numbers, (2, 4, 512, 512))})
+    return dataclasses.replace(Spec(), **{role: option_of(traced, forms, numbers, (2, 4, 512, 512))})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.progress import track
 
 import rawattn
-from rawattn import timing
-from rawattn.device import Device
-from rawattn.functions import taken
+from rawattn.command import timing
+from rawattn.driver.device import Device
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
+from rawattn.kernel.program import Launch
 from rawattn.kernel.tiling import QueryTiles
 from rawattn.operation import Backward, Forward
-from rawattn.program import Launch
-from rawattn.select import select
+from rawattn.operation.functions import taken
+from rawattn.runtime.select import select
 from rawattn.variant import Option, order, softmax
 
 from .lib import backward, command, machine, report, sets, statistics

@@ -29,8 +29,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from rawattn import timing
-from rawattn.select import KERNELS_OF
+from rawattn.command import timing
+from rawattn.runtime.select import KERNELS_OF
 
 from .lib import benchmark, cold, command, machine, report, sets
 from .lib.report import Run

@@ -32,8 +32,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from rawattn import compiler, timing
-from rawattn.compiler import Source
+from rawattn.command import timing
+from rawattn.compile import compiler
+from rawattn.compile.compiler import Source
 from rawattn.testing import Case
 
 from .lib import backward, command, machine, peers, report, sets

@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rawattn import compiler
+from rawattn.compile import compiler
 from rawattn.testing import Case
 
 from .lib import benchmark, command, machine, report, sets, steps

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rawattn import timing
-from rawattn.arrays import DTYPES
+from rawattn.array.arrays import DTYPES
+from rawattn.command import timing
 from rawattn.testing import Case
 
 from .lib import backward, command, differentiable, machine, report, sets

@@ -1,8 +1,8 @@
 """Finds faults that the tests let pass: plants small ones in a module, one at a time, and runs the module's tests on each.
 
-    python -m perf.mutate rawattn/tma.py
-    python -m perf.mutate rawattn/render.py rawattn/select.py --sample 60 --seed 1
-    python -m perf.mutate rawattn/records/__init__.py --tests tests/perf/test_tune.py --record
+    python -m perf.mutate rawattn/array/tma.py
+    python -m perf.mutate rawattn/kernel/render.py rawattn/runtime/select.py --sample 60 --seed 1
+    python -m perf.mutate rawattn/kernel/records/__init__.py --tests tests/perf/test_tune.py --record
 
 A mutant is the module with one change: another comparison, a number that is one more or less, "and" for "or", a condition or its
 opposite, another operator, None for what is returned, nothing for what is raised, or a slice without one of its bounds. A mutant
@@ -40,16 +40,17 @@ from .lib import command
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
 TESTS = {  # module -> the files of its tests in tests/host or tests/perf, quickest first, where they are not test_MODULE.py
-    "rawattn/__main__.py": "test_main", "rawattn/arrays.py": "test_api test_operation test_plan test_torch_op",
-    "rawattn/cache.py": "test_cache test_compiler", "rawattn/demo.py": "test_main", "rawattn/device.py": "test_dispatch",
-    "rawattn/doctor.py": "test_main", "rawattn/kernel/tiling.py": "test_program test_render test_dispatch",
-    "rawattn/lanes.py": "test_cpu", "rawattn/memory.py": "test_memory test_plan",
-    "rawattn/operand.py": "test_operand test_operation test_plan",
+    "rawattn/__main__.py": "test_main", "rawattn/array/arrays.py": "test_api test_operation test_plan test_torch_op",
+    "rawattn/compile/cache.py": "test_cache test_compiler", "rawattn/command/demo.py": "test_main",
+    "rawattn/driver/device.py": "test_dispatch", "rawattn/command/doctor.py": "test_main",
+    "rawattn/kernel/tiling.py": "test_program test_render test_dispatch",
+    "rawattn/cpu/lanes.py": "test_cpu", "rawattn/array/memory.py": "test_memory test_plan",
+    "rawattn/operation/operand.py": "test_operand test_operation test_plan",
     "rawattn/operation/forward.py": "test_operation test_plan test_dispatch",
-    "rawattn/plans.py": "test_program test_plan test_kvcache_plan test_merge test_api test_kept_calls test_function",
-    "rawattn/program.py": "test_program test_plan",
-    "rawattn/select.py": "test_dispatch", "rawattn/spec.py": "test_spec test_operation test_offsets",
-    "rawattn/tokens.py": "test_compiler", "rawattn/trace/classes.py": "test_trace_ranges",
+    "rawattn/runtime/plans.py": "test_program test_plan test_kvcache_plan test_merge test_api test_kept_calls test_function",
+    "rawattn/kernel/program.py": "test_program test_plan",
+    "rawattn/runtime/select.py": "test_dispatch", "rawattn/operation/spec.py": "test_spec test_operation test_offsets",
+    "rawattn/compile/tokens.py": "test_compiler", "rawattn/trace/classes.py": "test_trace_ranges",
     "rawattn/trace/conditions.py": "test_trace", "rawattn/trace/proofs.py": "test_trace test_trace_ranges",
     "rawattn/trace/ranges.py": "test_trace_ranges", "rawattn/variant/mask.py": "test_masks",
     "rawattn/variant/scheduler.py": "test_scheduler",
@@ -302,7 +303,7 @@ def score(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("mutate", __doc__, out=False)
-    parser.add_argument("modules", nargs="+", metavar="MODULE", help="a file, such as rawattn/tma.py")
+    parser.add_argument("modules", nargs="+", metavar="MODULE", help="a file, such as rawattn/array/tma.py")
     parser.add_argument(
         "--tests", nargs="+", metavar="FILE", help="by default tests/host/test_MODULE.py, or those of TESTS in this tool"
     )

@@ -12,12 +12,12 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
-from rawattn.compiler import Binary, compile
-from rawattn.device import TYPICAL, Device
+from rawattn.compile.compiler import Binary, compile
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA, Config, columns, smem_bytes
 from rawattn.kernel.tiling import RESERVED_SMEM
 from rawattn.operation import Forward
-from rawattn.select import Selection, select
+from rawattn.runtime.select import Selection, select
 from rawattn.testing import Case
 
 from .lib import command, machine_code, report, sets

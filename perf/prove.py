@@ -38,14 +38,14 @@ from rich.console import Console
 from rich.progress import track
 
 import rawattn
-from rawattn import timing
-from rawattn.device import Device
+from rawattn.command import timing
+from rawattn.driver.device import Device
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.operation import Forward
-from rawattn.program import Field, Fields
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.testing import Case
 from rawattn.variant import Option
+from rawattn.variant.field import Field, Fields
 
 from .lib import command, machine, report, sets
 from .lib.altered import Patched

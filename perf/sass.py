@@ -12,8 +12,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.testing import Case
 
 from .lib import command, report, sets

@@ -3,13 +3,13 @@
 python -m perf.tune --set paper --seconds 600       a search for each kind of operation in the set
 python -m perf.tune --set paper --dry --budget 30   no GPU: ranks what compiles without spills by the cost model
 
-A configuration serves a kind of operation (``rawattn.records.Kind``) of any length, so all cases of a kind are tuned at once.
+A configuration serves a kind of operation (``rawattn.kernel.records.Kind``) of any length: all cases of a kind are tuned at once.
 The first population is what the cost model and the record think best. A candidate must be legal, compile without spills or
 serialized wgmma (in parallel processes, while the GPU times others) and be right before it is timed, in rounds interleaved with
 the incumbent. It takes the incumbent's place if, twice, it is 1 % faster and faster than the noise in the geometric mean over the
 kind's cases, and on none of them slower by more than 2 %.
 
-Winners go to rawattn/records/DEVICE.jsonl kind by kind (rawattn/records/__init__.py has the format), what was tried and the
+Winners go to rawattn/kernel/records/DEVICE.jsonl kind by kind (its __init__.py has the format), what was tried and the
 leaderboard to tune.json and tune.md. ``ratio`` is the time of the cost model's own choice over the best one's. A search that is
 started again passes over the kinds that have a record of these sources.
 """
@@ -29,11 +29,12 @@ from typing import Any
 
 from rich.console import Console
 
-from rawattn import records, timing
-from rawattn.device import TYPICAL, Device
+from rawattn.command import timing
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import UnsupportedError
-from rawattn.records import Kind
-from rawattn.select import KERNELS, Tuned, config_set, nearest, select
+from rawattn.kernel import records
+from rawattn.kernel.records import Kind
+from rawattn.runtime.select import KERNELS, Tuned, config_set, nearest, select
 from rawattn.testing import Case
 
 from .lib import command, machine, report, sets, statistics
@@ -150,7 +151,7 @@ class Tuner:
         return [*names, f"{self.us:.1f}", *str(self.ratio).split(" ", 1), f"{worst:.3f}", str(len(self.tried)), str(unfit)]
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-        """Returns a record as rawattn/records/__init__.py describes it."""
+        """Returns a record as rawattn/kernel/records/__init__.py describes it."""
         like = self.group.member.like
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
@@ -301,7 +302,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="search kinds that are recorded for these sources too")
     parser.add_argument("--dry", action="store_true", help="no GPU: compile, rank by the cost model; write only to --out")
     parser.add_argument("--budget", type=int, default=30, help="configurations for each kind with --dry")
-    parser.add_argument("--records", type=pathlib.Path, help="file for the records; by default rawattn/records/DEVICE.jsonl")
+    parser.add_argument(
+        "--records", type=pathlib.Path, help="file for the records; by default rawattn/kernel/records/DEVICE.jsonl"
+    )
     options = parser.parse_args(argv)
     device, tuners = TYPICAL["sm_90a"] if options.dry else machine.gpu("tune"), list[Tuner]()
     path, code = options.records or records.FOLDER / f"{device.slug}.jsonl", 0

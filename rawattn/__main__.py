@@ -17,16 +17,20 @@ from typing import Any
 
 from rich.console import Console
 
-from . import __version__, api, bench, compiler, demo, doctor, driver
-from .bundle import USUAL, save_bundle, usual_operations
-from .cache import CacheWarning, cache_folder
-from .compiler import Binary, Source
-from .device import KNOWN, TYPICAL, Device, board
-from .device import cpu as this_cpu
+from .command import bench, demo, doctor
+from .compile import compiler
+from .compile.cache import CacheWarning, cache_folder
+from .compile.compiler import Binary, Source
+from .driver import driver
+from .driver.device import KNOWN, TYPICAL, Device, board
+from .driver.device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
 from .operation import Forward
-from .select import Selection, select
-from .spec import Spec
+from .operation.spec import Spec
+from .package import __version__
+from .runtime import explain as attention
+from .runtime.bundle import USUAL, save_bundle, usual_operations
+from .runtime.select import Selection, select
 from .variant import Option
 from .variant.element import ELEMENTS
 
@@ -85,7 +89,7 @@ def explain(options: Options) -> int:
     """Prints which kernel and configuration an operation gets, why, and how the best configurations compare."""
     op, device = _operation(options), _device(options)
     selection = select(op, device)
-    console.print(f"{api.explain_operation(op, device)}")
+    console.print(f"{attention.explain_operation(op, device)}")
     costs = {config: selection.kernel.cost(config, op, device) for config in selection.kernel.candidates(op, device)}
     for config in sorted(costs, key=lambda config: costs[config])[:COMPARED]:
         console.print(f"  {config}, {costs[config] * 1e6:,.0f} us")
@@ -146,7 +150,7 @@ def _render(options: Options) -> tuple[Selection, Source]:
     """Returns the kernel and configuration of the operation, and what NVRTC is given for them."""
     op, device = _operation(options), _device(options)
     if device.is_cpu:
-        raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/lanes.py, compiled by Numba.")
+        raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/cpu/lanes.py, compiled by Numba.")
     selection = select(op, device)
     return selection, selection.kernel.render(op, selection.config, device.arch)
 

@@ -21,13 +21,14 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import api, arguments, arrays, driver, functions
-from .api import MaskLike, ScoreLike
-from .arrays import Array
+from .api.naming import naming
+from .array import arrays
+from .array.arrays import Array
+from .driver import driver
 from .errors import ProblemError, UnsupportedError
-from .integrations.naming import naming
-from .operation import Backward, Forward
-from .spec import Window, is_int, make_dropout
+from .operation import Backward, Forward, arguments, functions
+from .operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
+from .runtime import calls, request
 from .variant.element import ELEMENTS
 from .variant.mask import Both, Causal, Full
 from .variant.mask import Window as WindowMask
@@ -74,7 +75,7 @@ def attention(
     alibi, bias = (x if x is None else _taken(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = api.options_of(
+    options = request.options_of(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
         invariant=invariant,
@@ -297,7 +298,7 @@ def _forward(options: Options) -> Callable[..., None]:
         for each in _elements(context, {**given, **out}, options):
             inputs, captured = tuple(map(each.get, Forward.names)), tuple(each[name] for name in functions.names(dict(options)))
             results = each["o"], each["lse"]
-            api.run(inputs, dict(options), (None, None), None, None, results, Forward, None, captured)
+            calls.run(inputs, dict(options), (None, None), None, None, results, Forward, None, captured)
 
     return compute
 
@@ -313,7 +314,7 @@ def _backward(options: Options, wrt: tuple[str, ...]) -> Callable[..., None]:
             names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
             results = tuple(each[name] for name in names if name in each)
             inputs, captured = tuple(map(each.get, Backward.names)), tuple(each[name] for name in functions.names(dict(options)))
-            api.run(inputs, dict(options), (None, None), None, None, results, Backward, None, captured)
+            calls.run(inputs, dict(options), (None, None), None, None, results, Backward, None, captured)
 
     return compute
 

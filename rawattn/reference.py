@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, functions
-from .arrays import read, requires_grad
+from .array.arrays import read, requires_grad
 from .errors import ProblemError, UnsupportedError
+from .operation import arguments, functions
 from .operation.forward import limits as limits_of
-from .spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
+from .operation.spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
 from .variant import weight
 from .variant.element import ELEMENTS, Element
 from .variant.mask import FromKey, Intersection, Mask, Pairs, causal_and, of_head

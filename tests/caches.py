@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.spec import make_mask
+from rawattn.operation.spec import make_mask
 from rawattn.testing import _moved
 from rawattn.variant.element import ELEMENTS, FP8, KV_ELEMENTS
 from rawattn.variant.mask import FromKey

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import rawattn
-from rawattn.functions import BoundFunction
+from rawattn.operation.functions import BoundFunction
 
 
 def documents(doc: Any, reach: int = 1 << 20) -> BoundFunction:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from rawattn.compiler import Source
-from rawattn.device import TYPICAL
+from rawattn.compile.compiler import Source
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_decode
 from rawattn.kernel.attn_decode import ATTN_DECODE, Config
-from rawattn.operand import Layout
 from rawattn.operation import AttentionKVCache
-from rawattn.program import Fields
-from rawattn.spec import Spec
+from rawattn.operation.operand import Layout
+from rawattn.operation.spec import Spec
 from rawattn.variant import Option, score
 from rawattn.variant.element import BF16, Element
+from rawattn.variant.field import Fields
 from rawattn.variant.mask import Causal, Mask
 from rawattn.variant.score import Score
 

@@ -10,7 +10,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from rawattn import functions, reference
+from rawattn import reference
+from rawattn.operation import functions
 from rawattn.reference import Formula, Tile, make_formula
 from rawattn.trace.formulas import FORMULAS
 

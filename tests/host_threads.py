@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import render, tma
-from rawattn.compiler import Source
-from rawattn.program import AxisStride, Counter, Dim, Launch, PageRows, TensorMap, Value, View
+from rawattn.array import tma
+from rawattn.compile.compiler import Source
+from rawattn.kernel import render
+from rawattn.kernel.program import Launch
+from rawattn.variant.field import AxisStride, Counter, Dim, PageRows, TensorMap, Value, View
 from tests.emulator import built, precompiled
 
 BASE = r"""

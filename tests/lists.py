@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from rawattn.program import Field, Fields
 from rawattn.variant import Option, Wrapper
+from rawattn.variant.field import Field, Fields
 from rawattn.variant.mask import Ints, Pairs
 
 Array = npt.NDArray[Any]

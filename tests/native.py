@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from rawattn import option_checks
+from rawattn.testing import option_checks
 
 
 def needs_compiler() -> None:

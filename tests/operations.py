@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from rawattn.operation import Backward, Forward
-from rawattn.spec import Spec
+from rawattn.operation.spec import Spec
 from rawattn.variant.element import BF16, Element
 
 _OF_SPEC = {field.name for field in dataclasses.fields(Spec)}

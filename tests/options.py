@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import testing
-from rawattn.program import Field, Fields
 from rawattn.variant import Option
+from rawattn.variant.field import Field, Fields
 from rawattn.variant.mask import Both, Causal, Ints, Mask, Window, kept_pairs, of_head
 from rawattn.variant.score import Score
 

@@ -15,6 +15,7 @@ from rawattn.errors import ProblemError
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.trace.expressions import nodes
 from rawattn.trace.gradients import by_elements
+from rawattn.variant.function import option_of
 from tests import element_gradients, expressions
 from tests.calls import poisoned_memory
 
@@ -49,7 +50,7 @@ def is_taken(function: Any, role: str, rng: np.random.Generator) -> bool:
     try:
         traced, arrays, numbers = trace.bind(function, role)
         forms = [(element, tuple(x.shape)) for (element, _), x in zip(traced.code.arrays, arrays, strict=True)]
-        option = traced.option(forms, numbers, (2, 2, LONGEST, LONGEST))
+        option = option_of(traced, forms, numbers, (2, 2, LONGEST, LONGEST))
     except ProblemError as error:
         assert any(words in str(error) for words in ("32 bits", "divides by 0", "shift")), error
         return False

@@ -54,7 +54,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.getoption("record"):
         return
     from perf.lib import machine
-    from rawattn import device, driver
+    from rawattn.driver import device, driver
 
     stats = terminalreporter.stats
     passed = [report.keywords for report in stats.get("passed", [])]

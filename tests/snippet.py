@@ -7,10 +7,13 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rawattn import compiler, driver, render, tma
-from rawattn.program import Field, Fields
+from rawattn.array import tma
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.kernel import render
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
+from rawattn.variant.field import Field, Fields
 
 HEADERS = {path.relative_to(render.FOLDER).as_posix(): path.read_text() for path in sorted(render.FOLDER.rglob("*.cuh"))}
 ENTRY = """

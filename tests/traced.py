@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rawattn import render, trace
-from rawattn.program import AxisStride, Dim, Field, Fields, Pointer, Scratch
+from rawattn import trace
+from rawattn.kernel import render
 from rawattn.trace.pyramid import Pyramid
-from rawattn.variant.function import FunctionMask, FunctionScore
+from rawattn.variant.field import AxisStride, Dim, Field, Fields, Pointer, Scratch
+from rawattn.variant.function import FunctionMask, FunctionScore, option_of
 from tests import emulator
 
 Array = npt.NDArray[Any]
@@ -25,6 +26,7 @@ HEAD = """\
 #include "threads.hpp"
 #include "function/sequence.cuh"
 #include "function/pyramid.cuh"
+#include "variant/work_tile.cuh"
 struct Rows {
     i32 q_len, kv_len, q_offset, kv_offset;
     Extent seen;
@@ -95,13 +97,13 @@ def function(option: Any, role: str, limits: Sequence[int]) -> tuple[Any, tuple[
     """The option of a Python function, recognised or not, and the arrays that it captured."""
     traced, arrays, numbers = trace.bind(option, role)
     forms = [(element, array.shape) for (element, _), array in zip(traced.code.arrays, arrays, strict=True)]
-    return traced.option(forms, numbers, limits), arrays
+    return option_of(traced, forms, numbers, limits), arrays
 
 
 def files(*paths: str) -> dict[str, str]:
     """The files of ``cuda_src/`` that these reach, or the structs."""
     found: dict[str, str] = {}
-    pending = [*paths] or ["function/sequence.cuh", "function/pyramid.cuh"]
+    pending = [*paths] or ["function/sequence.cuh", "function/pyramid.cuh", "variant/work_tile.cuh"]
     while pending:
         path = pending.pop()
         if path not in found:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rawattn.compiler import Source
-from rawattn.device import Device
+from rawattn.compile.compiler import Source
+from rawattn.driver.device import Device
 from rawattn.kernel.attn_bwd_mma import AttnBwdMma
 from rawattn.kernel.attn_bwd_mma import Config as ConfigBwdMma
 from rawattn.kernel.attn_fwd import AttnFwd
+from rawattn.kernel.program import Launch, Program
 from rawattn.operation import Backward, Forward
-from rawattn.program import Launch, Program
 
 from .machine import ROOT
 

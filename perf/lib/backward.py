@@ -16,8 +16,8 @@ import numpy as np
 
 import rawattn
 import rawattn.reference
-from rawattn.functions import taken
-from rawattn.timing import Call
+from rawattn.command.timing import Call
+from rawattn.operation.functions import taken
 
 from . import peers
 from .checking import part_of

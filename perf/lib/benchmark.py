@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from rawattn import timing
-from rawattn.device import Device
+from rawattn.command import timing
+from rawattn.driver.device import Device
 from rawattn.testing import Case
 
 from . import backward, machine, sets

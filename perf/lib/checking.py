@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import rawattn.reference
-from rawattn.functions import is_function
-from rawattn.timing import Call
+from rawattn.command.timing import Call
+from rawattn.operation.functions import is_function
 from rawattn.variant import Option
 
 from .functions import of_part

@@ -6,9 +6,9 @@ import concurrent.futures
 import multiprocessing
 from collections.abc import Iterable, Iterator
 
-from rawattn import compiler
-from rawattn import device as devices
-from rawattn.compiler import Binary, Source
+from rawattn.compile import compiler
+from rawattn.compile.compiler import Binary, Source
+from rawattn.driver import device as devices
 from rawattn.errors import CompileError
 
 

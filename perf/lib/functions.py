@@ -17,6 +17,7 @@ from rawattn import trace
 from rawattn.testing import Case
 from rawattn.trace.capture import ELEMENTS
 from rawattn.trace.proofs import Limits
+from rawattn.variant.function import option_of
 from rawattn.variant.mask import Causal, Window, kept_pairs
 
 WINDOW, DOCUMENT, NEIGHBOURS, BLOCK, KEPT_BLOCKS, REACH = 1024, 1024, 13, 128, 0.1, 128
@@ -208,7 +209,7 @@ def option(name: str, case: Case) -> Any:
     role = FUNCTIONS[name].role
     traced, arrays, numbers = trace.bind(FUNCTIONS[name].make(case, "meta"), role)
     forms = tuple((ELEMENTS[str(x.dtype).rpartition(".")[2]][0], tuple(x.shape)) for x in arrays)
-    return traced.option(forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len))
+    return option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len))
 
 
 def of_part(role: str, function: Any, batch: int, head: int) -> Any:

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rawattn import compiler, driver
-from rawattn.device import Device
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import collections
 import itertools
 import re
 
-from rawattn import compiler
+from rawattn.compile import compiler
 
 LABEL, BRANCH = re.compile(r"^(\.L_x_\d+):"), re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?([A-Z][\w.]*)[^;]*);")

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rawattn
-from rawattn import driver, functions
-from rawattn.compiler import Source
-from rawattn.device import Device
+from rawattn.command.timing import Call
+from rawattn.compile.compiler import Source
+from rawattn.driver import driver
+from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 from rawattn.kernel.base import Kernel
-from rawattn.operation import Forward
-from rawattn.plans import Plan
-from rawattn.select import KERNELS, Selection, select
+from rawattn.operation import Forward, functions
+from rawattn.runtime.plans import Plan
+from rawattn.runtime.select import KERNELS, Selection, select
 from rawattn.testing import Case
-from rawattn.timing import Call
 
 from .sets import ConstantTimeCase, FunctionCase, operation
 from .task import Task, Unserved

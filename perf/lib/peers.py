@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from rawattn.command.timing import Call
 from rawattn.testing import Case
-from rawattn.timing import Call
 
 from .functions import FUNCTIONS
 from .ours import built_in, ours

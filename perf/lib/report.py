@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.timing import median_of_rounds
+from rawattn.command.timing import median_of_rounds
 
 from . import expected, statistics
 from .sets import from_json, mask_label

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.arrays import made
-from rawattn.functions import FLOATS, with_captured
+from rawattn.array.arrays import made
 from rawattn.operation import Backward, Forward
+from rawattn.operation.functions import FLOATS, with_captured
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
 

@@ -9,9 +9,10 @@ import types
 from typing import Any
 from unittest import mock
 
-import rawattn.arrays
-from rawattn import compiler, driver
-from rawattn.device import TYPICAL, Device
+import rawattn.array.arrays
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL, Device
 
 DEVICE = TYPICAL["sm_90a"]
 POOL = 1 << 27  # elements of a dtype, of which no page is touched
@@ -51,13 +52,13 @@ def install() -> Device:
     """Puts the stand-ins in place, for the rest of the process, and gives the device. torch's CPU tensors count as the GPU's."""
     import torch
 
-    library, number, make = bindings(), itertools.count(), rawattn.arrays.maker
+    library, number, make = bindings(), itertools.count(), rawattn.array.arrays.maker
     pools, blocks = dict[str, Any](), dict[Any, Any]()
 
     def compiled(*_: Any) -> compiler.Binary:
         return compiler.Binary(b"", "", "", 0.0, "memory", str(next(number)))
 
-    def maker(like: rawattn.arrays.Array, shape: tuple[int, ...], dtype: str) -> Any:
+    def maker(like: rawattn.array.arrays.Array, shape: tuple[int, ...], dtype: str) -> Any:
         """Gives the same memory again and again, as CUDA's caching allocator does when a result was dropped. A shape that is new
         costs what it costs there, for which the real function is called."""
         make(like, shape, dtype)
@@ -66,8 +67,8 @@ def install() -> Device:
             found = blocks.get((shape, dtype))
             if found is None:
                 if dtype not in pools:
-                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, rawattn.arrays.DTYPES[dtype].name))
-                found = pools[dtype].as_strided(shape, rawattn.arrays.contiguous_strides(shape))
+                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, rawattn.array.arrays.DTYPES[dtype].name))
+                found = pools[dtype].as_strided(shape, rawattn.array.arrays.contiguous_strides(shape))
                 blocks[shape, dtype] = found
             return found.detach()
 
@@ -75,7 +76,7 @@ def install() -> Device:
 
     found: list[tuple[Any, str, Any]] = [(driver, "library", lambda: library), (driver, "device", lambda index: DEVICE)]
     found += [(driver, "Function", Function), (compiler, "compile_together", compiled)]
-    found += [(rawattn.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.arrays, "maker", maker)]
+    found += [(rawattn.array.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.array.arrays, "maker", maker)]
     found += [(torch.Tensor, "get_device", lambda tensor: 0)]
     for owner, name, value in found:
         setattr(owner, name, value)

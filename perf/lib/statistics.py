@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rawattn.timing import median_of_rounds
+from rawattn.command.timing import median_of_rounds
 
 Samples = Sequence[Sequence[float]]  # by round
 

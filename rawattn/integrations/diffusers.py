@@ -14,10 +14,11 @@ from typing import Any
 
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from .. import api, arrays
+from ..api import attention as api
+from ..api.naming import naming
+from ..array import arrays
 from ..errors import UnsupportedError
 from . import sdpa
-from .naming import naming
 
 NAME = "rawattn"
 

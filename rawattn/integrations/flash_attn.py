@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 
-from .. import api, arrays, serving, torch_op
+from .. import serving
+from ..api import attention
+from ..api.naming import naming
+from ..array import arrays
 from ..errors import ProblemError, UnsupportedError, brief
+from ..operation.spec import Spec
 from ..serving import api as caches
-from ..spec import Spec
+from ..torch import operators
 from .flash_attn_kvcache import with_kvcache, without_step
-from .naming import naming
 
 __version__ = "2.8.3+rawattn"  # of the functions; some callers ask what flash-attn can do by it
 Window = Sequence[int]  # or a tensor of two
@@ -52,7 +55,7 @@ def flash_attn_func(
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
-    return _with_probs(api.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
+    return _with_probs(attention.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -143,8 +146,8 @@ def _flash_attn_forward(
 ) -> Any:  # fmt: skip
     """Computes (o, lse, None, rng_state) for callers with a backward of their own, which is given rng_state, dropout's seed."""
     options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
-    seed = torch_op.seed_of(q, None) if dropout_p else None
-    return *api.attention(q, k, v, return_lse=True, dropout=dropout_p, seed=seed, **options), None, seed
+    seed = operators.seed_of(q, None) if dropout_p else None
+    return *attention.attention(q, k, v, return_lse=True, dropout=dropout_p, seed=seed, **options), None, seed
 
 
 @naming(**NAMES, **_LENGTHS, **APART)
@@ -156,7 +159,7 @@ def _flash_attn_varlen_forward(
     """Computes ``_flash_attn_forward`` of sequences that lie end to end, or whose keys are in pages."""
     refuse(leftpad_k=(leftpad_k, None))
     options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
-    seed = torch_op.seed_of(q, None) if dropout_p else None
+    seed = operators.seed_of(q, None) if dropout_p else None
     options |= {"dropout": dropout_p} | ({} if seed is None else {"seed": seed})
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return *varlen(q, k, v, starts, longest, options, True, block_table, (None, seqused_k)), None, seed
@@ -192,7 +195,7 @@ def backward(given: tuple[Any, ...], gradients: tuple[Any, ...], options: dict[s
         if x is None:
             raise ProblemError(f"{name} is None; it must be a tensor, which receives the gradient.")
     do, q, k, v, o, lse = given
-    api.attention_backward(do, q, k, v, o, lse, out=gradients, **more, **options)
+    attention.attention_backward(do, q, k, v, o, lse, out=gradients, **more, **options)
 
 
 def refuse(**given: tuple[Any, Any]) -> None:
@@ -266,7 +269,7 @@ def varlen(
     """Computes attention of packed queries, over packed keys or those in pages."""
     if pages is None:
         used = {"q_lens": lens[0], "kv_lens": lens[1], "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
-        return api.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
+        return attention.attention_varlen(q, k, v, starts[0], starts[1], return_lse=return_lse, **used, **options)
     refuse(seqused_q=(lens[0], None), dropout_p=(options.get("dropout", 0.0), 0.0))
     if not isinstance(starts[1], torch.Tensor):
         raise ProblemError(f"cu_seqlens_k is a {type(starts[1]).__name__}; it must be a torch tensor.")
@@ -274,7 +277,7 @@ def varlen(
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     options = {**without_step(options), "return_lse": return_lse}
     compute = functools.partial(caches.attention_kvcache, q, serving.KVCache(k, v), step, **options)
-    return _Paged.apply(compute, q, k, v) if torch_op.is_plain() and arrays.requires_grad(q, k, v) else compute()
+    return _Paged.apply(compute, q, k, v) if operators.is_plain() and arrays.requires_grad(q, k, v) else compute()
 
 
 class _Paged(torch.autograd.Function):

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .. import api
+from ..api import attention
+from ..api.naming import naming
 from ..errors import ProblemError
 from ..serving import api as caches
 from .flash_attn import APART, IN_CACHE, NAMES, Window, backward, ignore, options_of, refuse, unpacked, varlen
 from .flash_attn_kvcache import with_kvcache
-from .naming import naming
 
 __version__ = "3.0.0+rawattn"
 _OWN = {"page_table": "page_table"}
@@ -37,7 +37,7 @@ def flash_attn_func(
     if num_splits != 1 or pack_gqa is not None or sm_margin:
         ignore(num_splits=(num_splits, 0, 1), pack_gqa=(pack_gqa, None), sm_margin=(sm_margin, 0))
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic, None, attention_chunk)
-    return api.attention(q, k, v, return_lse=return_attn_probs, **options)
+    return attention.attention(q, k, v, return_lse=return_attn_probs, **options)
 
 
 def flash_attn_qkvpacked_func(

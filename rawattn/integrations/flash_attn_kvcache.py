@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from .. import arrays, eager, serving, torch_op
+from .. import serving
+from ..api.naming import naming
+from ..array import arrays, eager
 from ..errors import ProblemError, brief
-from ..plans import one_or_all
+from ..runtime.plans import one_or_all
 from ..serving import api as caches
-from .naming import naming
+from ..torch import operators
 
 Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
 StepOf = tuple[Any, Any, Any, Any]  # of a ``Step``: lengths, pages, where rows begin, and the first keys
@@ -113,7 +115,7 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
         return lens
     if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
         return lens
-    if torch_op.is_plain() and not arrays.are_held((lens, starts)):
+    if operators.is_plain() and not arrays.are_held((lens, starts)):
         return lens
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
@@ -121,7 +123,7 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
 def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:
     """Returns what a call over a cache asks for, where it is found again: no functions, nothing that is traced or of a wrong
     type."""
-    if not torch_op.is_plain() or "alibi" in options or "mask" in options:
+    if not operators.is_plain() or "alibi" in options or "mask" in options:
         return None
     if type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
         return None

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from .. import functions, mask
+from .. import mask
+from ..api.naming import naming
 from ..errors import ProblemError, UnsupportedError
-from ..functions import BoundFunction
+from ..operation import functions
+from ..operation.functions import BoundFunction
 from ..trace.tracing import ALIASES, POSITIONAL
 from . import sdpa
-from .naming import naming
 
 BlockMask, create_mask = flex.BlockMask, flex.create_mask
 and_masks, or_masks, noop_mask = flex.and_masks, flex.or_masks, flex.noop_mask

@@ -16,11 +16,15 @@ from typing import Any
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .. import api, arrays, mask, score, torch_op
+from .. import mask, score
+from ..api import attention
+from ..api.naming import naming
+from ..array import arrays
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Forward
-from ..plans import GpuCall
-from .naming import naming
+from ..runtime import calls, request
+from ..runtime.plans import GpuCall
+from ..torch import operators
 
 NAME = "RAWATTN"
 _CAUSAL = mask.Causal("top_left")
@@ -143,7 +147,9 @@ def _nested(
     starts = [x.offsets().to(torch.int32) for x in given[:2]]
     longest = [getattr(x, "_maybe_max_seqlen", None) for x in given[:2]]
     packed = (x.transpose(1, 2).values() for x in given)
-    o = api.attention_varlen(*packed, *starts, *longest, scale=scale, dropout=dropout_p, mask=_CAUSAL if is_causal else None)
+    o = attention.attention_varlen(
+        *packed, *starts, *longest, scale=scale, dropout=dropout_p, mask=_CAUSAL if is_causal else None
+    )
     return torch.nested.nested_tensor_from_jagged(o, given[0].offsets()).transpose(1, 2)
 
 
@@ -151,22 +157,22 @@ def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
     is such a tensor, in memory that lies as query does where it may."""
     place = _place(query, key, value, options)
-    call = None if place is None else api.kept_at(place) or _moved((query, key, value), place)
+    call = None if place is None else calls.kept_at(place) or _moved((query, key, value), place)
     if call is not None:
         results = call(query)
         return results[0], results[1] if len(results) > 1 else None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     o, lse = _first((q, k, v), query, options)
-    if place is not None and (found := api.call_of((q, k, v), place[0])) is not None:
+    if place is not None and (found := calls.call_of((q, k, v), place[0])) is not None:
         call = _giving(found, query, o)
-        api.keep_at(place, call)
-        api.keep_at(_layout(place[0], _transposed(place[1])), call)
+        calls.keep_at(place, call)
+        calls.keep_at(_layout(place[0], _transposed(place[1])), call)
     return o, lse
 
 
 def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
     """A key of all that a call depends on; None where that must be looked at."""
-    if not torch_op.is_plain() or not options.keys() <= _PLAIN or options.get("mask", _CAUSAL) is not _CAUSAL:
+    if not operators.is_plain() or not options.keys() <= _PLAIN or options.get("mask", _CAUSAL) is not _CAUSAL:
         return None
     signatures = arrays.plain_signatures((query, key, value))
     try:
@@ -180,9 +186,9 @@ _PLAIN = frozenset(("causal", "mask", "scale", "return_lse"))
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def _asked(**options: Any) -> api.Asked:
+def _asked(**options: Any) -> request.Asked:
     """Returns what ``rawattn.attention`` makes of these options. Raises TypeError for one that is not kept, an array."""
-    asked = api.asked_of(Forward, api.options_of(dropout=0, **options))
+    asked = request.asked_of(Forward, request.options_of(dropout=0, **options))
     if not asked.is_kept:
         raise TypeError
     return asked
@@ -195,7 +201,7 @@ def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-def _layout(asked: api.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
+def _layout(asked: request.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
     """A key of tensors that lie so, wherever, with as many queries: ``_giving`` says how their result lies."""
     return (asked, Forward.layout_key(transposed, asked.options), transposed[0][2], _HEADS_FIRST, "anywhere")
 
@@ -206,11 +212,11 @@ def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:
         return None
     asked, signatures, _ = place
     transposed = _transposed(signatures)
-    like = api.kept_at(_layout(asked, transposed))
+    like = calls.kept_at(_layout(asked, transposed))
     if like is None or not arrays.have_memory(given, signatures):
         return None
-    call = api.moved(like, transposed, asked)
-    api.keep_at(place, call)
+    call = calls.moved(like, transposed, asked)
+    calls.keep_at(place, call)
     return call
 
 
@@ -237,14 +243,14 @@ def _first(given: tuple[Any, ...], query: Any, options: dict[str, Any]) -> tuple
     q, k, v = given
     batches, heads, rows, _ = query.stride()
     own = None
-    if not 0 < heads <= rows <= batches and torch_op.way((q, k, v)) is None:
+    if not 0 < heads <= rows <= batches and operators.way((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
         more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
-        if not more or torch_op.way((q, *more)) is None:  # autograd follows these, too
+        if not more or operators.way((q, *more)) is None:  # autograd follows these, too
             own = _lying_as(query, v.shape[-1])
             options["out"] = own.transpose(1, 2)
-    found = api.attention(q, k, v, **options)
+    found = attention.attention(q, k, v, **options)
     o, lse = found if options.get("return_lse") else (found, None)
     return (o.transpose(1, 2) if own is None else own), lse
 
@@ -374,7 +380,7 @@ def _gradients(given: tuple[Any, ...], starts: tuple[Any, ...], options: dict[st
     options |= {} if starts[0] is None else dict(zip(names, starts, strict=True))
     do, q, k, v, o, lse = given
     with torch.no_grad():
-        return tuple(api.attention_backward(do, q, k, v, o, lse.contiguous(), out=out, **options))
+        return tuple(attention.attention_backward(do, q, k, v, o, lse.contiguous(), out=out, **options))
 
 
 def _forward(
@@ -391,8 +397,8 @@ def _forward(
     options |= _dropout(*dropout)
     with torch.no_grad():  # autograd is above
         if starts[0] is None:
-            return api.attention(query, key, value, return_lse=True, out=out, **options)
-        return api.attention_varlen(query, key, value, *starts, return_lse=True, out=out, **options)
+            return attention.attention(query, key, value, return_lse=True, out=out, **options)
+        return attention.attention_varlen(query, key, value, *starts, return_lse=True, out=out, **options)
 
 
 def _dropout(p: float, state: Any) -> dict[str, Any]:
@@ -407,7 +413,7 @@ def _rest(query: Any, dropout_p: float) -> tuple[Any, ...]:
     a seed from torch's generator."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     if dropout_p:
-        state.view(torch.int64)[:1] = torch_op.seed_of(query, None)
+        state.view(torch.int64)[:1] = operators.seed_of(query, None)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 

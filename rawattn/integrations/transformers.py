@@ -22,11 +22,13 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from .. import api, arrays, mask, serving
+from .. import mask, serving
+from ..api import attention as api
+from ..api.naming import naming
+from ..array import arrays
 from ..errors import UnsupportedError
 from ..serving import api as caches
 from . import sdpa, transformers_paged
-from .naming import naming
 from .transformers_paged import continuous_batching as continuous_batching
 
 NAME = "rawattn"

@@ -1,8 +1,8 @@
 """transformers' continuous batching over its paged cache, computed by rawattn.
 
->>> from rawattn.integrations import transformers as door
->>> door.enable()
->>> with door.continuous_batching(model):
+>>> from rawattn.integrations import transformers as adapter
+>>> adapter.enable()
+>>> with adapter.continuous_batching(model):
 ...     outputs = model.generate_batch(prompts, generation_config)
 
 Pages are read and written where they lie, by ``rawattn.append`` and ``rawattn.attention_kvcache``; nothing is read by the host,
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import transformers
 
-from .. import api, serving
+from .. import serving
+from ..api import attention
 from ..errors import UnsupportedError
 from ..serving import api as caches
 
@@ -93,7 +94,7 @@ def attend(module: Any, q: Any, k: Any, v: Any, given: dict[str, Any], options: 
     varlen = {"causal": True, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1], **options}
     if not allocator.supports_block_table:
         k, v = _gathered(cache, k, v, layer, given)
-        return api.attention_varlen(q, k, v, *starts, **varlen)[None]
+        return attention.attention_varlen(q, k, v, *starts, **varlen)[None]
     pages = _pages.setdefault(allocator, Pages())
     if layer == allocator.layer_indices[0]:  # anew in each pass, since a graph may capture this one
         index = used if used.numel() else given["write_index"][allocator.index]
@@ -101,7 +102,7 @@ def attend(module: Any, q: Any, k: Any, v: Any, given: dict[str, Any], options: 
     assert pages.step is not None
     caches.append(pages.of_layer(allocator, layer), pages.step, k, v)
     if not used.numel():
-        return api.attention_varlen(q, k, v, *starts, **varlen)[None]
+        return attention.attention_varlen(q, k, v, *starts, **varlen)[None]
     return caches.attention_kvcache(q, pages.of_layer(allocator, layer), pages.step, **options)[None]
 
 

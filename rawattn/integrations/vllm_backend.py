@@ -21,7 +21,8 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from .. import api, serving
+from .. import serving
+from ..api import attention
 from ..errors import UnsupportedError
 from ..serving import api as caches
 
@@ -229,7 +230,7 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         if self.attn_type in ENCODERS:
             starts, longest = step.cu_seqlens_q, step.max_q_len
             given = query[:rows], key[:rows], value[:rows], starts, starts, longest, longest
-            api.attention_varlen(*given, causal=step.is_causal, out=output[:rows], **options)
+            attention.attention_varlen(*given, causal=step.is_causal, out=output[:rows], **options)
             return output
         cache = self._cache_of(layer, kv_cache)
         if self.writes and key is not None and len(slots):

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from .. import api, arrays, mask, serving
+from .. import mask, serving
+from ..api import attention
+from ..api.naming import naming
+from ..array import arrays
 from ..errors import ProblemError, UnsupportedError
 from ..serving import api as caches
 from .flash_attn import ignore
-from .naming import naming
 
 
 def memory_efficient_attention(
@@ -134,17 +136,17 @@ def _heads(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
 
 def _of_kind(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
     if bias is None:
-        return api.attention(*given, **options)
+        return attention.attention(*given, **options)
     name = type(bias).__name__
     if name in OPTIONS:
         options |= OPTIONS[name](bias)
         if "BlockDiagonal" not in name:
-            return api.attention(*given, **options)
+            return attention.attention(*given, **options)
         return _packed(given, bias, options)
     if isinstance(bias, torch.Tensor):
         if not bias.is_floating_point():
             raise ProblemError(f"attn_bias is a tensor of {bias.dtype}; it must be of floats, which are added.")
-        return api.attention(*given, bias=_four(bias), **options)
+        return attention.attention(*given, bias=_four(bias), **options)
     raise UnsupportedError(f"attn_bias is a {name}; rawattn has these of xformers: tensors, {', '.join(OPTIONS)}.")
 
 
@@ -169,7 +171,7 @@ def _packed(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
         found = _paged(q, k, v, bias, lens, options)
     else:
         longest = {"max_seqlen_q": queries.max_seqlen, "max_seqlen_kv": keys.max_seqlen}
-        found = api.attention_varlen(q, k, v, queries.seqstart, keys.seqstart, kv_lens=lens, **longest, **options)
+        found = attention.attention_varlen(q, k, v, queries.seqstart, keys.seqstart, kv_lens=lens, **longest, **options)
     return tuple(x[None] for x in found) if "return_lse" in options else found[None]
 
 

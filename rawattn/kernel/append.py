@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Append
-from ..program import Field, Fields, Launch, Program, View, Violations
-from ..render import config_header, source
+from ..operation.operand import Layout
 from ..variant import Option, launch
+from ..variant.field import Field, Fields, View, Violations
 from ..variant.kv import PAGES
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.place import InPages, Nowhere, Slots
@@ -21,6 +20,8 @@ from ..variant.storage import QuantizedStorage, SameStorage
 from ..variant.tokens import PackedTokens, SameTokens
 from .base import Kernel
 from .paging import page_shift
+from .program import Launch, Program
+from .render import config_header, source
 
 FILE = "append.cu"
 

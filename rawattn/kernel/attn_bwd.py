@@ -6,17 +6,16 @@ import dataclasses
 import functools
 from typing import Any
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Buffer, Fields, Launch, Program
-from ..render import wgmma
+from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
 from ..variant import Option, clear, order, statistics, steps, store
 from ..variant.ahead import ElementsInDs, TransposedElements
 from ..variant.element import FP32
+from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
@@ -24,7 +23,10 @@ from ..variant.score import Scale, Softcap
 from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QListWalk, lists
 from . import attn_bwd_captured, backward, group, tiling
+from .attn_bwd_captured import launches
 from .backward import BackwardKernel, FirstPass, LastPass
+from .program import Buffer, Launch, Program
+from .render import wgmma
 
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
@@ -325,7 +327,9 @@ class AttnBwd(BackwardKernel):
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
         clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
         first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient)
+        return self.program(
+            op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient
+        )
 
 
 def _of_dq(config: Config) -> dict[str, int]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..compiler import Source
-from ..device import Device
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Buffer, Field, Fields, Launch, Pointer, Scratch
 from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices, slope
 from ..trace.pair_axes import PairAxes
 from ..variant import Option
+from ..variant.field import Field, Fields, Pointer, Scratch
 from ..variant.function import Captured, FunctionGradient, FunctionScore
 from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
 from ..variant.item import Item
@@ -27,6 +27,7 @@ from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
 from ..variant.walk import lists
 from . import backward, tiling
+from .program import Buffer, Launch
 
 THREADS = 256  # of the passes before and behind
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Buffer, Fields, Program
+from ..operation.operand import Layout
 from ..variant import Option, clear, store
 from ..variant.blocks import Blocks16, Blocks32
 from ..variant.element import BF16, FP16, FP32
+from ..variant.field import Fields
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
 from . import backward, group, tiling
+from .attn_bwd_captured import launches
 from .backward import BackwardKernel, FirstPass, LastPass
+from .program import Buffer, Program
 
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (store.DqRedOrdered(), clear.ClearTurns()),
@@ -212,7 +214,7 @@ class AttnBwdMma(BackwardKernel):
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
         first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
-        return self.program(op, device, first, own, (*scratch, *backward.part_buffers(forward, config.parts)))
+        return self.program(op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
 def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:

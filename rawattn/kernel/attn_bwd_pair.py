@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Fields, Program
-from ..render import wgmma
+from ..operation.operand import Layout
 from ..variant.element import FP32
+from ..variant.field import Fields
 from ..variant.scheduler import DIRECTIONS
 from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
 from . import backward, group, tiling
+from .attn_bwd_captured import launches
 from .backward import BackwardKernel, FirstPass
+from .program import Program
+from .render import wgmma
 
 KEYS = 64  # of a block of attn_bwd_dkdv.cu
 
@@ -117,7 +119,9 @@ class AttnBwdPair(BackwardKernel):
         dkdv = self.launch(op, group.source_of(config), device, "attn_bwd_dkdv", kv_values, kv_grid, _dkdv)
         dq = self.launch(op, dataclasses.replace(config, parts=1), device, "attn_bwd_dq", shared, q_grid, _dq)
         own = dkdv, *self.add_parts(op, config.parts, device), dq
-        return self.program(op, device, FirstPass(config.q_block, KEYS, 8), own, backward.part_buffers(forward, config.parts))
+        return self.program(
+            op, device, FirstPass(config.q_block, KEYS, 8), own, launches, backward.part_buffers(forward, config.parts)
+        )
 
 
 def _constants(op: Forward, config: Config, producer: int, consumer: int, **tiles: int) -> dict[str, int]:

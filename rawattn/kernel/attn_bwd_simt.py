@@ -6,15 +6,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Fields, Program
+from ..operation.operand import Layout
 from ..variant import Option
+from ..variant.field import Fields
 from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
+from .attn_bwd_captured import launches
 from .backward import BackwardKernel, FirstPass
+from .program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,7 @@ class AttnBwdSimt(BackwardKernel):
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
         launch = functools.partial(self.launch, op, config, device)
         own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own)
+        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own, launches)
 
 
 def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..array.tma import SWIZZLE_ROWS
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import AttentionKVCache
-from ..program import Buffer, Counter, Field, Fields, Launch, Pages, Program, Scratch, View, Violations
-from ..render import config_header, source
-from ..tma import SWIZZLE_ROWS
+from ..operation.operand import Layout
 from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
+from ..variant.field import Counter, Field, Fields, Pages, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import paging, pyramid, tiling
 from .base import Kernel
 from .paging import LONGEST, WHOLE, page_shift
+from .program import Buffer, Launch, Program
+from .render import config_header, source
 
 FILE = "attn_decode.cu"
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again

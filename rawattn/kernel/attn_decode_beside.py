@@ -7,15 +7,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from ..device import Device
+from ..driver.device import Device
 from ..operation import AttentionKVCache
-from ..program import Program
 from ..variant import Option, rows
 from . import attn_fwd, attn_fwd_mma, paging
 from .attn_decode import MOST_ROWS, AttnDecode, Config, most_rows
 from .attn_fwd_kvcache import AttnFwdKVCache
 from .attn_fwd_mma_kvcache import AttnFwdMmaKVCache
 from .base import without_spills
+from .program import Program
 
 
 def few_queries(op: AttentionKVCache) -> int:

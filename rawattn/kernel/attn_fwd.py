@@ -8,19 +8,19 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Forward
-from ..program import Field, Fields, PageRows, TensorMap
-from ..render import config_header, source, wgmma
+from ..operation.operand import Layout
 from ..variant import Option, kv, order, rows, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
+from ..variant.field import Field, Fields, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
 from .base import OneLaunch
+from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
 FILE = "attn_fwd.cu"
@@ -62,7 +62,7 @@ def registers(config: Config, op: Forward) -> tuple[int, int]:
 
 def ahead_of(op: Forward, config: Config) -> Option:
     """The option for what comes of the score's arrays before it is asked for."""
-    return ahead_by_tiles(op.score, op.layout, config.tile_q, config.tile_kv)
+    return ahead_by_tiles(op.score, op.layout.tma_captured, config.tile_q, config.tile_kv)
 
 
 def panels(columns: int) -> int:

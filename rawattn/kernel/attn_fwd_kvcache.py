@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..array.tma import BOX_COLUMNS, SWIZZLE_ROWS
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
-from ..program import Field, Fields, Launch, PackedHeads, PageBoxes, PageRows, Program, TensorMap
-from ..tma import BOX_COLUMNS, SWIZZLE_ROWS
+from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
+from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, TensorMap
 from ..variant.mask import Both, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import paging, pyramid, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
 from .base import Kernel
 from .paging import LONGEST, WHOLE, forward_of, in_rows, over_tensors, page_shift
+from .program import Launch, Program
 
 
 def page_rows(op: AttentionKVCache, config: Config) -> int:

@@ -7,18 +7,19 @@ import functools
 
 import numpy as np
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Forward
-from ..program import Buffer, Field, Fields, Program, View
-from ..render import config_header, source
+from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store, weight
+from ..variant.field import Field, Fields, View
 from ..variant.mask import Both, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import OneLaunch
+from .program import Buffer, Program
+from .render import config_header, source
 from .tiling import kept_keys, tiles
 
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd_mma.md).

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
-from ..program import Field, Fields, Launch, Pages, Program, View
-from ..render import config_header, source
+from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler
+from ..variant.field import Field, Fields, Pages, View
 from . import paging, pyramid, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, Config
 from .base import Kernel
 from .paging import LONGEST, forward_of, in_rows, over_tensors
+from .program import Launch, Program
+from .render import config_header, source
 
 
 class AttnFwdMmaKVCache(Kernel[AttentionKVCache]):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Forward
-from ..program import Field, Fields, View
-from ..render import config_header, source
+from ..operation.operand import Layout
 from ..variant import Option, element, softmax, store
+from ..variant.field import Field, Fields, View
 from . import tiling
 from .base import OneLaunch
+from .render import config_header, source
 
 
 @dataclasses.dataclass(frozen=True)

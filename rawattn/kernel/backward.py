@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..compiler import Source
-from ..device import Device
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..program import Buffer, Field, Fields, Launch, PageRows, Pointer, Program, Scratch, TensorMap, View
-from ..render import config_header, source
 from ..variant import Option, launch, rows, scheduler
 from ..variant.clear import ClearNothing
 from ..variant.dlse import GivenDlse, ZeroDlse
+from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.group import DK_DV, PartOfGroup, WholeGroup
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
@@ -27,6 +26,8 @@ from ..variant.unused import BehindLast, BehindUsed
 from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists
 from . import group, pyramid, tiling
 from .base import Kernel
+from .program import Buffer, Launch, Program
+from .render import config_header, source
 
 OUTPUTS: Fields = (*DK_DV, DQ)
 READS: Fields = tuple(
@@ -191,6 +192,9 @@ def dkv_rows(parts: int) -> dict[str, Option]:
     return group_options(parts) | {"DkvRows": StoreRows32() if parts > 1 else StoreRows16()}
 
 
+CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``attn_bwd_captured.launches`` is
+
+
 @dataclasses.dataclass(frozen=True)
 class FirstPass:
     """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
@@ -256,11 +260,12 @@ class BackwardKernel(Kernel[Backward]):
         return tuple(self.lower(op, each, device) for each in every)
 
     def program(
-        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], scratch: tuple[Buffer, ...] = (),
-        stored: str = "",
+        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], captured: CapturedLaunches,
+        scratch: tuple[Buffer, ...] = (), stored: str = "",
     ) -> Program:  # fmt: skip
-        """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, and the
-        sinks. ``scratch`` is what they need besides the statistics; ``stored`` is the captured array whose gradient is ready."""
+        """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, the sinks,
+        and those of ``captured``, which is ``attn_bwd_captured.launches``. ``scratch`` is what they need besides the statistics;
+        ``stored`` is the captured array whose gradient is ready."""
         forward, size = op.forward, first.q_block
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
@@ -271,9 +276,7 @@ class BackwardKernel(Kernel[Backward]):
         found[:0] = [self.launch(op, each, device, "attn_bwd_padding", shared, grid, _padding) for each in unused]
         if forward.sinks:
             found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
-        from . import attn_bwd_captured  # it imports this module
-
-        more, sums = attn_bwd_captured.launches(self, op, device, first, stored)
+        more, sums = captured(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
         return pyramid.before(program, forward.mask, device)

@@ -8,15 +8,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from .. import compiler
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile import compiler
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Forward, Operation
-from ..program import Fields, Launch, Program
+from ..operation.operand import Layout
 from ..variant import Option
+from ..variant.field import Fields
 from ..variant.walk import lists
 from . import pyramid, tiling
+from .program import Launch, Program
 
 Op = TypeVar("Op", bound=Operation)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..compiler import Source
-from ..device import Device
-from ..operand import Layout
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..operation import Combine, Forward
-from ..program import Field, Fields, Fill, Launch, Parts, Pointer, Program, Stride, Value
-from ..render import config_header, source
+from ..operation.operand import Layout
 from ..variant import Option, launch, parts, rows, softmax, store
+from ..variant.field import Field, Fields, Fill, Parts, Pointer, Stride, Value
 from .base import Kernel
+from .program import Launch, Program
+from .render import config_header, source
 
 NAME, FILE = "combine", "combine.cu"
 THREADS = 128  # four rows

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from ..device import Device
+from ..array.tma import SWIZZLE_ROWS
+from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
-from ..tma import SWIZZLE_ROWS
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens

@@ -6,15 +6,16 @@ import functools
 import math
 from typing import Any
 
-from ..compiler import Source
-from ..device import Device
+from ..compile.compiler import Source
+from ..driver.device import Device
 from ..errors import UnsupportedError
-from ..program import AxisStride, Buffer, Counter, Field, Fields, Launch, Pointer, Program, Scratch
-from ..render import config_header, source
 from ..variant import Option
 from ..variant.element import FP32
+from ..variant.field import AxisStride, Counter, Field, Fields, Pointer, Scratch
 from ..variant.item import Item
 from ..variant.launch import Dependent, Independent
+from .program import Buffer, Launch, Program
+from .render import config_header, source
 
 NAME, FILE = "pyramid", "pyramid.cu"
 BLOCK = 16  # elements of a block along an axis

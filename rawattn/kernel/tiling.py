@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..device import Device
+from ..driver.device import Device
 from ..operation import Forward
 from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
-from ..program import Field, Fields
 from ..variant import Option, constant_time, element, rows, scheduler, softmax
+from ..variant.field import Field, Fields
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
 

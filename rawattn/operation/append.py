@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..arrays import Array
+from ..array.arrays import Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_like, check_whole
 from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
 from . import kvcache
 from .base import Operation
+from .operand import PLAIN, Layout, Operand, check_like, check_whole
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")

@@ -7,14 +7,14 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .. import functions
-from ..arrays import Array, contiguous_strides, dense
+from ..array.arrays import Array, contiguous_strides, dense
+from ..array.tma import ALIGNMENT, readable
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, layout_of
-from ..spec import Spec
-from ..tma import ALIGNMENT, readable
+from . import functions
 from .base import Operation
 from .forward import Forward, check_arrays, limits
+from .operand import PLAIN, Layout, Operand, layout_of
+from .spec import Spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .. import functions
-from ..arrays import DTYPES, Array
-from ..operand import PLAIN, Layout, Operand
-from ..spec import Spec
-from ..tma import ALIGNMENT
+from ..array.arrays import DTYPES, Array
+from ..array.tma import ALIGNMENT
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Score
+from . import functions
+from .operand import PLAIN, Layout, Operand
+from .spec import Spec
 
 T = TypeVar("T", bound="Operation")
 FEW_ROWS = 1 << 27  # of all heads: from here on, near the limits, every row counts

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..arrays import Array
+from ..array.arrays import Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks
 from ..variant.element import ELEMENTS, Element
 from .base import Operation
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import functions
-from ..arrays import Array
+from ..array.arrays import Array
+from ..array.tma import ALIGNMENT, readable
 from ..errors import ProblemError, brief
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_int32, check_like, check_sinks, layout_of
-from ..spec import Spec, make_offsets
-from ..tma import ALIGNMENT, readable
 from ..trace.canonical import number_keys
 from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
+from . import functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_int32, check_like, check_sinks, layout_of
+from .spec import Spec, make_offsets
 
 _OF_SIZES = ("inputs", "outputs", "pairs", "packed", "proved")  # what an operation keeps that follows from its sizes
 LONGEST = 1 << 30  # rows of a sequence or a packed tensor: positions and window bounds fit an int32 together

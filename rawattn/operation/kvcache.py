@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..arrays import DTYPES, Array
+from ..array.arrays import DTYPES, Array
 from ..errors import ProblemError
-from ..operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
-from ..spec import Spec
 from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
 from ..variant.mask import causal_and, kept_pairs
 from .base import OverKeys
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
+from .spec import Spec
 
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),

@@ -13,16 +13,17 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .. import api, arguments, arrays, functions
-from ..api import MaskLike, ScoreLike
-from ..eager import eager
+from ..api import attention
+from ..array import arrays
+from ..array.eager import eager
 from ..errors import ProblemError, RawattnError
-from ..functions import BoundFunction, Function
-from ..operation import Forward
+from ..operation import Forward, arguments, functions
 from ..operation.forward import check_arrays
-from ..plans import cache_put
-from ..spec import Spec, Window
-from ..torch_op import NO_SECOND
+from ..operation.functions import BoundFunction, Function
+from ..operation.spec import MaskLike, ScoreLike, Spec, Window
+from ..runtime import request
+from ..runtime.plans import cache_put
+from ..torch.operators import NO_SECOND
 from ..trace.proofs import Limits
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap
@@ -97,7 +98,7 @@ def context_attention(
     found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
     if found is None:
         with torch.autocast(q.device.type, enabled=False):
-            return api.attention(q, k, v, sinks=sinks, **options)
+            return attention.attention(q, k, v, sinks=sinks, **options)
     o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group), *captured)
     return (o, lse) if return_lse else o
 
@@ -118,7 +119,7 @@ def _prepared(
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
         forms = arrays.forms((q, k, v, sinks, *captured))
-    asked = api.asked_of(Forward, api.options_of(**options))
+    asked = request.asked_of(Forward, request.options_of(**options))
     key, kept = (asked, forms, layout, method), _kept.setdefault(group, {})
     found: tuple[Spec, Schedule, Parts] | None = kept.get(key)
     if found is not None:
@@ -397,7 +398,7 @@ def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[An
 
 def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call, captured: tuple[Any, ...]) -> Any:
     rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
-    return api.attention(*rows, **call.options(task, captured), return_lse=True)
+    return attention.attention(*rows, **call.options(task, captured), return_lse=True)
 
 
 # ---- backward
@@ -457,7 +458,7 @@ class _Gradients:
         lse, dlse = (None if x is None else x[..., a:b].contiguous() for x in (self.lse, self.dlse))
         do, q, o = (_rows(x, a, b) for x in (self.do, self.q, self.o))
         options = self.call.options(task, self.captured) | {"out": out and (*out, *(None for _ in self.wrt)), "wrt": self.wrt}
-        found = api.attention_backward(do, q, _rows(k, *kv), _rows(v, *kv), o, lse, dlse=dlse, **options)
+        found = attention.attention_backward(do, q, _rows(k, *kv), _rows(v, *kv), o, lse, dlse=dlse, **options)
         for total, x in zip(self.sums, found[3:], strict=True):
             total.add_(x)
         return found[:3]

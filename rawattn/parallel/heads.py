@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, arguments, functions
-from ..api import MaskLike, ScoreLike
-from ..eager import eager
+from ..api import attention
+from ..array.eager import eager
 from ..errors import ProblemError
-from ..spec import Spec, Window
+from ..operation import arguments, functions
+from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..variant.score import Scale, Softcap
 from .context import bound, check_tensors, of_parts
 from .layout import check_layout, group_of
@@ -56,7 +56,7 @@ def head_attention(
     count = dist.get_world_size(group)
     with torch.autocast(q.device.type, enabled=False):
         if count == 1:
-            return api.attention(q, k, v, sinks=sinks, **options)
+            return attention.attention(q, k, v, sinks=sinks, **options)
         return _split_heads(q, k, v, sinks, group, (taken, captured), options, layout)
 
 
@@ -79,7 +79,7 @@ def _split_heads(
         rows = tuple(_whole(_exchanged(_parted(x, count), group), layout) for x in (q, k, v))
     mine = (x.unflatten(-1, (-1, like.shape[3])) for x, like in zip(rows, (q, k, v), strict=True))
     own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
-    o, *lse = api.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
+    o, *lse = attention.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
     o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
     if not options["return_lse"]:
         return o

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import api, arguments
-from ..eager import eager
+from ..api import attention
+from ..array.eager import eager
 from ..errors import ProblemError
-from ..spec import Window, make_mask
-from ..variant.mask import Both, Causal, Full, function
+from ..mask import function
+from ..operation import arguments
+from ..operation.spec import Window, make_mask
+from ..variant.mask import Both, Causal, Full
 from ..variant.mask import Window as WindowMask
 from .context import context_attention
 from .layout import check_layout, group_of
@@ -67,7 +69,7 @@ def context_attention_varlen(
     if count == 1:
         options |= {"causal": causal, "window": window, "return_lse": return_lse}
         with torch.autocast(q.device.type, enabled=False):
-            return api.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
+            return attention.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
     own = _own_sequence((cu_seqlens, starts_kv), (q.shape[0] * count, k.shape[0] * count), make_mask(causal, window, None))
     mask = function(own)
     options |= {"mask": mask, "layout": layout, "method": method}

@@ -6,26 +6,30 @@ import dataclasses
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import arguments, arrays, driver, functions, memory
-from ..api import KEPT_ASKED, Explanation, MaskLike, ScoreLike, explain_operation, log_operation
-from ..arguments import Nothing, Unpack
-from ..arrays import Array, Held
-from ..cpu import CPU
-from ..device import Device
+from ..array import arrays, memory
+from ..array.arrays import Array, Held
+from ..cpu import caches
+from ..cpu.kernels import CPU
+from ..driver import driver
+from ..driver.device import Device
 from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
-from ..operand import check_output
-from ..operation import Append, AttentionKVCache, Combine
+from ..operation import Append, AttentionKVCache, Combine, arguments, functions
 from ..operation.append import rows_of
+from ..operation.arguments import Nothing, Unpack
 from ..operation.kvcache import table_of
-from ..plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
-from ..select import Selection, select
-from ..spec import Spec, Window
+from ..operation.operand import check_output
+from ..operation.spec import MaskLike, ScoreLike, Spec, Window
+from ..runtime import front_end
+from ..runtime.explain import Explanation, explain_operation
+from ..runtime.plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
+from ..runtime.record import log_operation
+from ..runtime.request import KEPT_ASKED
+from ..runtime.select import Selection, select
 from ..trace.proofs import Limits
 from ..variant.element import ELEMENTS
 from ..variant.mask import causal_and
@@ -93,9 +97,9 @@ def attention_kvcache(
         arguments.refuse(attention_kvcache, unknown, beyond)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
-    if _load_torch_serving() and _torch_op.way((q,)) is _torch_op.attention:
+    if front_end.load_torch() and front_end.operators.way((q,)) is front_end.operators.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        o, total = _torch_serving.attention_kvcache(q, cache, step, options, sinks, split)
+        o, total = front_end.caches.attention_kvcache(q, cache, step, options, sinks, split)
         return (o, total) if return_lse else o
     check_objects(cache, step)
     asked = asked_of(step, options, return_lse, split, kernel, config)
@@ -229,13 +233,13 @@ def kept_for(what: Any, pools: tuple[Any, Any], given: tuple[Any, ...], beside: 
 
 def call_for(place: Any, given: tuple[Any, ...]) -> GpuCall | None:
     """The call that is kept under a key of ``kept_for``."""
-    found: GpuCall | None = None if place is None else kept_of(_doors, place[0], given, place[1])
+    found: GpuCall | None = None if place is None else kept_of(_by_adapters, place[0], given, place[1])
     return found
 
 
 def write_for(place: Any, pools: tuple[Any, Any], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Does the append that is kept under a key of ``kept_for``. Gives the rotated q, if any; None where none is kept."""
-    kept = None if place is None else _doors.get(place[0])
+    kept = None if place is None else _by_adapters.get(place[0])
     if kept is None or not arrays.are_held(pools) or not kept.is_apart(place[1], given):
         return None
     results: tuple[Any, ...] = kept.call(given[0], None, (), place[1])
@@ -258,7 +262,7 @@ def keep_write_for(place: Any, cache: KVCache, held: list[Held], own: tuple[Any,
 def _keep(place: Any, key: Any) -> None:
     call = None if key is None else _calls.get(key)
     if call is not None:
-        cache_put(_doors, place[0], call, KEPT_CALLS)
+        cache_put(_by_adapters, place[0], call, KEPT_CALLS)
 
 
 def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
@@ -386,9 +390,9 @@ def append(
     """
     if unknown:
         arguments.refuse(append, unknown)
-    if _load_torch_serving() and _torch_op.way((q if k is None else k,)) is _torch_op.attention:
+    if front_end.load_torch() and front_end.operators.way((q if k is None else k,)) is front_end.operators.attention:
         _refuse_where_traced(q_out=q_out)
-        return _torch_serving.append(cache, step, k, v, slots, rotary, q)
+        return front_end.caches.append(cache, step, k, v, slots, rotary, q)
     return write(cache, step, k, v, slots, rotary, q, q_out)
 
 
@@ -620,23 +624,6 @@ def split_keys_of(split: Any) -> int:
     return split
 
 
-_torch_op: Any = None  # the modules of torch's operators, from the first call on where torch is loaded
-_torch_serving: Any = None
-
-
-def _load_torch_serving() -> bool:
-    """Imports torch_serving once torch is loaded, and tells whether it is there."""
-    global _torch_op, _torch_serving
-    if _torch_serving is None and "torch" in sys.modules:
-        from .. import torch_op as _torch_op
-        from .. import torch_serving as _torch_serving
-    return _torch_serving is not None
-
-
-# Dynamo calls it while it traces, so that the import is done when it reads the modules and guards on them.
-_load_torch_serving._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _refuse_where_traced(**given: Any) -> None:
     """Raises ProblemError for an argument that torch's operators do not have."""
     for name, value in given.items():
@@ -664,7 +651,7 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
 
 KEPT_CALLS = 1024
 _calls: dict[Any, Any] = {}  # GpuCall of attention, _Write of append
-_doors: dict[Any, Any] = {}  # some of them, by keys of ``kept_for``
+_by_adapters: dict[Any, Any] = {}  # some of them, by keys of ``kept_for``
 _layouts: dict[Any, GpuCall] = {}
 _merges: dict[Any, GpuCall] = {}
 _plans: dict[Any, Plan] = {}
@@ -694,10 +681,8 @@ def selected(op: AttentionKVCache, device: Device, kernel: str | None, config: A
     """The kernel and its configuration. Raises UnsupportedError where no kernel computes the operation."""
     if not device.is_cpu:
         return select(op, device, kernel, config)
-    from . import cpu
-
     check_cpu(kernel, config)
-    cpu.check(op)
+    caches.check(op)
     return Selection(CPU, None, "the CPU has no other")
 
 
@@ -730,8 +715,6 @@ class CpuCall:
         self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
     ) -> tuple[Any, ...]:
         """Computes; ``out`` and the results are those of the operation's outputs. All arrays are among its own."""
-        from . import cpu
-
         op, first = self._op, next(iter(self._given.values()))
         wanted = (None,) * len(op.outputs) if out is None else given_outputs(out, op.outputs)
         results, made = [], {}
@@ -747,11 +730,11 @@ class CpuCall:
             if first.library == "numpy":  # whose view is the caller's own array
                 views[name] = views[name].transpose(LAYOUTS[self._layout])
         if isinstance(op, Combine):
-            cpu.combine(op, views)
+            caches.combine(op, views)
         elif isinstance(op, Append):
-            cpu.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
+            caches.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
         else:
-            cpu.attend(op, views, views["o"], views.get("lse"))
+            caches.attend(op, views, views["o"], views.get("lse"))
         for x in wanted:
             arrays.written(x)
         return to_libraries(results, wanted, like)
@@ -797,6 +780,3 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "torn": "lengths over a cache changed while a launch read them, and its results are undefined; the next launch says so",
     "cu_seqlens": "cu_seqlens_q or cu_seqlens_kv fall, or lie outside of the rows; sequences from there on were left out",
 }
-
-
-_load_torch_serving()  # torch.ops.rawattn: saved programs may name its operators before any call

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import arguments, arrays
-from ..arrays import Array, Held, Remade
+from ..array import arrays
+from ..array.arrays import Array, Held, Remade
+from ..array.memory import overlap
 from ..errors import ProblemError
-from ..memory import overlap
-from ..operand import check_contiguous, check_like
+from ..operation import arguments
+from ..operation.operand import check_contiguous, check_like
 from ..variant.element import FP8, KV_ELEMENTS, Element
 
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}  # where the axes page, row, head and column of NHD are

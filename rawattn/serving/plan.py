@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import arguments, arrays, functions
-from ..api import MaskLike, ScoreLike
-from ..arrays import Array
-from ..device import Device
+from ..array import arrays
+from ..array.arrays import Array
+from ..driver.device import Device
 from ..errors import ProblemError
-from ..operation import AttentionKVCache
-from ..plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
-from ..select import Selection
-from ..spec import Window
+from ..operation import AttentionKVCache, arguments, functions
+from ..operation.spec import MaskLike, ScoreLike, Window
+from ..runtime.plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
+from ..runtime.select import Selection
 from .api import (
     CpuCall,
     arrays_of,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .. import arguments, arrays
-from ..arrays import Array, Held, Remade
+from ..array import arrays
+from ..array.arrays import Array, Held, Remade
 from ..errors import ProblemError
-from ..operand import check_contiguous, check_like
+from ..operation import arguments
+from ..operation.operand import check_contiguous, check_like
 from ..variant.element import ELEMENTS
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import arguments, arrays
-from ..arrays import Array, Held, Remade
+from ..array import arrays
+from ..array.arrays import Array, Held, Remade
 from ..errors import ProblemError
-from ..operand import check_contiguous, check_int32, check_like
+from ..operation import arguments
 from ..operation.kvcache import batch_of, form_of
+from ..operation.operand import check_contiguous, check_int32, check_like
 
 SHAPES = {  # of the arrays, "+1" for one more than sequences
     "kv_lens": "(batch,)", "page_table": "(batch, max_pages)", "cu_seqlens_q": "(batch + 1,)", "kv_begin": "(batch,)",

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..arrays import check_plain
 from ..errors import ProblemError
 from .arithmetic import as_type, mul
 from .expressions import FUNCTIONS, Expr, const, make, wrap
@@ -499,7 +498,6 @@ class Capture:
 
     def _replaced(self, value: Any, path: Path, label: str) -> Any:
         if is_array(value):
-            check_plain(label, value)
             return self._slot(ArraySlot(path, label, type(value), value.dtype, len(value.shape)), value)
         if isinstance(value, types.FunctionType):
             return self._function(value, path)

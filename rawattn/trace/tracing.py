@@ -26,7 +26,6 @@ from .capture import Capture, Note, Owner, Slot, called, code_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
-from .proofs import Limits
 
 MOST_PATHS = 64
 MOST_ASKED = 10_000  # times that one run asks for a condition's truth, known or not
@@ -80,17 +79,6 @@ class Traced:
     @functools.cached_property
     def _find(self) -> Callable[[Any], Any]:
         return binding.written(self.notes, self.slots, self.arrays, self.numbers)
-
-    def option(self, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[Any], limits: Sequence[int]) -> Any:
-        """The option of these captured arrays, (dtype, shape) each, and numbers, in a problem of these ``Limits``: a built-in one
-        where it has the same meaning. It keeps no array.
-
-        Raises ProblemError where an integer may not fit 32 bits.
-        """
-        from ..variant.function import option  # it imports this package
-
-        shapes = tuple(tuple(shape) for _, shape in forms)
-        return option(self.code, shapes, tuple(numbers), Limits(*limits), self.labels)
 
     @functools.cached_property
     def text(self) -> str:

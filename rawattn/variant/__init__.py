@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ..program import Fields
+from .field import Fields
 
 
 class Pairwise:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import Any, ClassVar
 
-from ..operand import Layout
-from ..program import Field, Fields, TensorMap
-from ..tma import BOX_COLUMNS
+from ..array.tma import BOX_COLUMNS
 from ..trace.pair_axes import PairAxes
 from . import Option
+from .field import Field, Fields, TensorMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def ahead_of(score: object) -> Option:
     return ElementsAhead(found) if found == 2 else PrefetchedElements(found)
 
 
-def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Option:
+def ahead_by_tiles(score: Any, tma_captured: Container[str], tile_q: int, tile_kv: int) -> Option:
     """The option for a score in a kernel whose rows are queries that follow each other, and whose tiles of keys TMA brings: so it
     does its elements, if their array lies so and a tile has whole panels of 64 keys (perf/notes/functions.md)."""
     if getattr(score, "has_diagonals", False):
@@ -124,7 +124,7 @@ def ahead_by_tiles(score: Any, layout: Layout, tile_q: int, tile_kv: int) -> Opt
         return other
     ((array, axes),) = score.pair_axes.values()
     name = f"{score.role}_{array}"
-    if name not in layout.tma_captured:
+    if name not in tma_captured:
         return other
     return TilesAhead(other.bytes, name, axes, tile_q)
 

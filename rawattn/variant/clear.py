@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Fields
 from . import Option
+from .field import Fields
 from .store import DQ, DQ_SUM, TURNS
 
 

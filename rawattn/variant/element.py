@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ..array.arrays import FLOATS
 from . import Option
 
 
@@ -59,12 +60,12 @@ class Element(Option):
         return np.float64 if self.name == "fp64" else np.float32
 
 
-BF16 = Element("bf16", ml_dtypes.bfloat16, "bf16")
-FP16 = Element("fp16", np.float16, "f16")
-FP32 = Element("fp32", np.float32)
-FP64 = Element("fp64", np.float64)
-E4M3 = Element("e4m3", ml_dtypes.float8_e4m3fn)
-E5M2 = Element("e5m2", ml_dtypes.float8_e5m2)
+BF16 = Element("bf16", FLOATS["bf16"], "bf16")
+FP16 = Element("fp16", FLOATS["fp16"], "f16")
+FP32 = Element("fp32", FLOATS["fp32"])
+FP64 = Element("fp64", FLOATS["fp64"])
+E4M3 = Element("e4m3", FLOATS["e4m3"])
+E5M2 = Element("e5m2", FLOATS["e5m2"])
 ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}
 FP8 = {element.name: element for element in (E4M3, E5M2)}  # of caches alone
 KV_ELEMENTS = ELEMENTS | FP8  # of caches

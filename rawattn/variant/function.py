@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ..errors import ProblemError
-from ..program import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
-from ..trace import cuda_text, fields, recognition
+from ..trace import cuda_text, fields
 from ..trace.canonical import Code, number_keys, numbers_of
 from ..trace.classes import by_blocks, classify, strengthened
 from ..trace.cuda_ranges import pyramids_of
@@ -21,7 +21,9 @@ from ..trace.gradients import by_elements, slope
 from ..trace.infix import infix, infix_of
 from ..trace.pair_axes import PairAxes, pair_axes
 from ..trace.proofs import Limits, checked_indices, holds_for, intervals
-from . import Option
+from ..trace.tracing import Traced
+from . import Option, recognition
+from .field import AxisStride, Dim, Field, Fields, Fill, Pointer, Scratch, Value
 
 
 class Captured(NamedTuple):
@@ -289,11 +291,14 @@ def _slope(code: Code) -> Any:
     return slope(code.root)
 
 
-def option(
-    code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits, labels: tuple[str, ...]
-) -> Any:
-    """The mask or score of a traced function and what it captured: a built-in one where that has the same meaning."""
-    return _option(code, shapes, number_keys(numbers), limits, labels)
+def option_of(traced: Traced, forms: Sequence[tuple[str, tuple[int, ...]]], numbers: Sequence[Any], limits: Sequence[int]) -> Any:
+    """The option of a traced function with these captured arrays, (dtype, shape) each, and numbers, in a problem of these
+    ``Limits``: a built-in one where it has the same meaning. It keeps no array.
+
+    Raises ProblemError where an integer may not fit 32 bits.
+    """
+    shapes = tuple(tuple(shape) for _, shape in forms)
+    return _option(traced.code, shapes, number_keys(tuple(numbers)), Limits(*limits), traced.labels)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Scratch, View
 from . import Option
+from .field import Field, Fields, Scratch, View
 
 # dk and dv; the sums in scratch that are parts of them, (parts of all key heads, rows of all sequences, columns), into how many
 # parts the query heads of a key head are split, the rows of a part, and of a sequence where these are equal.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Stride
 from . import Option, Wrapper
+from .field import Field, Fields, Pointer, Stride
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer
 from . import Option
+from .field import Field, Fields, Pointer
 
 
 @dataclasses.dataclass(frozen=True)

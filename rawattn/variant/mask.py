@@ -18,14 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError, brief
-from ..program import Field, Fields
 from . import Option, Pairwise, Wrapper
-from .ready import BlockTable as BlockTable
-from .ready import Chunked as Chunked
-from .ready import Documents as Documents
-from .ready import Neighbourhood as Neighbourhood
-from .ready import Prefix as Prefix
-from .ready import Tree as Tree
+from .field import Field, Fields
 
 Ints = npt.NDArray[np.int64]
 UNBOUNDED = 1 << 30  # a window side that reaches every key; twice this still fits an int32
@@ -226,19 +220,6 @@ class SplitMask(Wrapper):
     @property
     def fields(self) -> Fields:
         return (*self.base.fields, Field("split_keys", "i32"))
-
-
-def function(f: Callable[..., Any]) -> Any:
-    """A mask that is a Python function of a query and a key, made ready once: for calls that torch.compile traces.
-
-    >>> mask = rawattn.mask.function(lambda b, h, q, kv: (doc[q] == doc[kv]) & (q >= kv))
-    >>> o = rawattn.attention(q, k, v, mask=mask)
-
-    Arrays that it captured are taken by reference, numbers by value, as they are now. Other calls take the function itself.
-    """
-    from .. import functions  # which knows arrays, and imports this module
-
-    return functions.bound(f, "mask")
 
 
 def of_head(mask: Pairs, head: int) -> Pairs:

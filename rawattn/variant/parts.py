@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields
 from . import Option
+from .field import Field, Fields
 from .store import StorePartial
 
 MOST_ARRAYS = 16  # in a launch's arguments

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Dim, Field, Fields, Pointer, Violations
 from . import Option, Wrapper
+from .field import Dim, Field, Fields, Pointer, Violations
 from .lengths import KvLens
 
 

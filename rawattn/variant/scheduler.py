@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Counter, Field, Fields, Violations
 from . import Option, Wrapper
+from .field import Counter, Field, Fields, Violations
 
 
 @dataclasses.dataclass(frozen=True)

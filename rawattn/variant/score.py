@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..errors import ProblemError, brief
-from ..program import Field, Fields
 from . import Option
+from .field import Field, Fields
 
 FLOAT32_MIN, FLOAT32_MAX = 1.18e-38, 3.4e38  # normal numbers of float32, in which kernels hold scale and softcap
 
@@ -41,16 +40,6 @@ class Score(Option):
     batch (of the sequence, where sequences are packed) and of the query head, and the positions in the sequence: ``q`` a column
     and ``kv`` a row of integers in xp's arrays. Arrays that the score needs besides are its own fields.
     """
-
-
-def function(f: Callable[..., Any]) -> Any:
-    """A score that is a Python function of a scaled dot product, a query and a key: as ``rawattn.mask.function``.
-
-    >>> score = rawattn.score.function(lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
-    """
-    from .. import functions  # which knows arrays, and imports this module
-
-    return functions.bound(f, "score")
 
 
 @dataclasses.dataclass(frozen=True)

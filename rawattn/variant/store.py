@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Pointer, Scratch, Stride, TensorMap, View
 from ..trace.pair_axes import PairAxes
 from . import Option
+from .field import Field, Fields, Pointer, Scratch, Stride, TensorMap, View
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from ..program import Field, Fields, Scratch
 from . import Option, Pairwise, Wrapper
+from .field import Field, Fields, Scratch
 
 
 def lists(mask: Pairwise | None) -> bool:

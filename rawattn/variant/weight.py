@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..program import Field, Fields, Pointer
 from . import Option
+from .field import Field, Fields, Pointer
 
 LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
 

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import render
-from rawattn.compiler import Source
-from rawattn.program import Fields
+from rawattn.compile.compiler import Source
+from rawattn.kernel import render
+from rawattn.variant.field import Fields
 
 HERE = pathlib.Path(__file__).parent
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none

@@ -12,15 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import api as plain
-from rawattn import arrays, driver, plans, program
-from rawattn.device import TYPICAL
+from rawattn.array import arrays
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import program
+from rawattn.runtime import calls, plans
 from rawattn.serving import api
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
-KEPT = [(plain, "_calls"), (plain, "_layouts")]  # with addresses of counters
-KEPT += [(api, name) for name in ("_calls", "_doors", "_layouts", "_merges")]
+KEPT = [(calls, "_calls"), (calls, "_layouts")]  # with addresses of counters
+KEPT += [(api, name) for name in ("_calls", "_by_adapters", "_layouts", "_merges")]
 
 
 def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emulator.Kernel:

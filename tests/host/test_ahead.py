@@ -9,14 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config, ahead_of, smem_bytes
-from rawattn.operand import Layout
-from rawattn.program import TensorMap
+from rawattn.operation.operand import Layout
 from rawattn.testing import Case
 from rawattn.trace.pair_axes import PairAxes
 from rawattn.variant.ahead import ElementsAhead, NothingAhead, PrefetchedElements, TilesAhead
+from rawattn.variant.field import TensorMap
 from tests.host.test_render import words
 from tests.traced import function
 

@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import arrays, cpu, driver, errors, select
-from rawattn.arrays import Array
-from rawattn.device import TYPICAL, Device
+from rawattn import errors
+from rawattn.array import arrays
+from rawattn.array.arrays import Array
+from rawattn.cpu import kernels as cpu
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.operation import Forward
-from rawattn.spec import Spec
+from rawattn.operation.spec import Spec
+from rawattn.runtime import select
 from rawattn.variant.softmax import ConstantTime, Plain, SpeculativeMax
 from tests.operations import replace
 
@@ -132,7 +136,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "score as a class": ({"score": rawattn.score.Softcap}, ["score is <class", "rawattn.score.Softcap(30.0)"]),
     "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
     "config": ({"config": {"tile_q": 128}}, ["config is {'tile_q': 128}", "Config"]),
-    "config of another kernel": ({"config": attn_fwd.Config()}, ["config is Config(", "kernel cpu takes a rawattn.cpu.Config"]),
+    "config of another kernel": ({"config": attn_fwd.Config()}, ["config is Config(", "rawattn.cpu.kernels.Config"]),
     "illegal config": ({"config": cpu.Config(tile_q=-1)}, ["config is Config(tile_q=-1", "tile_q is -1"]),
 }  # fmt: skip
 
@@ -489,14 +493,14 @@ def test_a_foreign_library_without_a_door_gets_numpy() -> None:
     assert isinstance(o, np.ndarray) and np.array_equal(o, rawattn.attention(**inputs()))
 
 
-@pytest.mark.parametrize("door", ["module", "module.dlpack", "namespace"])
-def test_a_foreign_library_gets_its_own(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapter", ["module", "module.dlpack", "namespace"])
+def test_a_foreign_library_gets_its_own(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("foreign")
     array = type("Array", (Foreign,), {"__module__": "foreign.core"})
     home = types.SimpleNamespace(from_dlpack=lambda x: array(np.from_dlpack(x)))
-    if door == "namespace":
+    if adapter == "namespace":
         array.__array_namespace__ = lambda self: home
-    elif door == "module":
+    elif adapter == "module":
         module.from_dlpack = home.from_dlpack  # type: ignore[attr-defined]
     else:
         module.dlpack = home  # type: ignore[attr-defined]

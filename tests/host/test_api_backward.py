@@ -16,21 +16,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import api, cpu, render
-from rawattn.device import TYPICAL, Device
-from rawattn.device import cpu as this_cpu
+from rawattn.array import arrays
+from rawattn.cpu import kernels as cpu
+from rawattn.driver.device import TYPICAL, Device
+from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
-from rawattn.kernel import attn_bwd, attn_bwd_mma, attn_bwd_pair, attn_bwd_simt, backward
+from rawattn.kernel import attn_bwd, attn_bwd_mma, attn_bwd_pair, attn_bwd_simt, backward, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
-from rawattn.operand import Layout
+from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward, Forward, from_json
-from rawattn.program import Buffer, Counter, Scratch, Value, Violations
-from rawattn.select import select
+from rawattn.operation.operand import Layout
+from rawattn.runtime import record
+from rawattn.runtime.select import select
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.element import FP32, FP64
+from rawattn.variant.field import Counter, Scratch, Value, Violations
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.scheduler import DIRECTIONS
 from rawattn.variant.score import Scale, Softcap
@@ -140,7 +143,7 @@ def test_gradients_that_are_copied(library: str) -> None:
     whole = np.ones(good["lse"].shape, np.float32) if library == "numpy" else torch.ones(good["lse"].shape)
     assert same(rawattn.attention_backward(**good, dlse=dlse), rawattn.attention_backward(**good, dlse=whole))
     heads = good["do"][:, :, ::2], good["do"][:, ::2]
-    assert all(api.arrays.dense(x) is x for x in (good["do"], *heads, good["do"][:0])), "what kernels read is not copied"
+    assert all(arrays.dense(x) is x for x in (good["do"], *heads, good["do"][:0])), "what kernels read is not copied"
 
 
 ROWS = [  # shape, strides, itemsize, pointer; whether only a copy has rows that begin at 16 bytes
@@ -157,7 +160,7 @@ ROWS = [  # shape, strides, itemsize, pointer; whether only a copy has rows that
 
 @pytest.mark.parametrize("shape, strides, itemsize, pointer, wanted", ROWS)
 def test_rows_that_begin_anywhere(shape: Any, strides: Any, itemsize: int, pointer: int, wanted: bool) -> None:
-    assert api.arrays._begins_anywhere(shape, strides, itemsize, pointer) is wanted
+    assert arrays._begins_anywhere(shape, strides, itemsize, pointer) is wanted
 
 
 def test_concurrent_calls() -> None:
@@ -283,8 +286,8 @@ def test_log_and_warm_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     found = [from_json(json.loads(line)) for line in path.read_text().splitlines()]
     assert [type(op) for op in found] == [Forward, Backward] or [type(op) for op in found] == [Backward]
     loaded: list[Any] = []
-    monkeypatch.setattr(api, "load_all", lambda op, selection, device: loaded.append((op, selection.kernel.name)))
-    monkeypatch.setattr(api.driver, "device", lambda index: H200)
+    monkeypatch.setattr(record, "load_all", lambda op, selection, device: loaded.append((op, selection.kernel.name)))
+    monkeypatch.setattr(record.driver, "device", lambda index: H200)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rawattn.warm_up(str(path)) == len(found)

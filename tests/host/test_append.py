@@ -11,15 +11,17 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import KVCache, ProblemError, Rotary, Step, arrays, compiler, reference
-from rawattn.device import TYPICAL
+from rawattn import KVCache, ProblemError, Rotary, Step, reference
+from rawattn.array import arrays
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.append import APPEND, Config
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
-from rawattn.program import AxisStride, Pointer, Stride, View
 from rawattn.serving import api
 from rawattn.testing import _moved
 from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
+from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
 from tests.host.test_compile_matrix import is_known

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import api, arguments
+from rawattn.operation import arguments
+from rawattn.runtime.request import OPTIONS
 
 X = np.zeros((1, 4, 2, 8), np.float32)
 CU = np.array([0, 4], np.int32)
@@ -58,7 +59,7 @@ def test_foreign_names(name: str) -> None:
     else serves it, or the names that there are."""
     of_options = {"attention_append": [*inspect.signature(rawattn.attention_kvcache).parameters][4:-1]}
     known = {*inspect.signature(CALLS[name][0]).parameters}
-    known |= {*of_options.get(name, (*api.OPTIONS, "alibi", "bias"))} if "options" in known else set()
+    known |= {*of_options.get(name, (*OPTIONS, "alibi", "bias"))} if "options" in known else set()
     for foreign, (own, remark) in arguments.FOREIGN.items():
         if foreign not in known:
             text = said(name, **{foreign: None})
@@ -167,7 +168,7 @@ def attend(q: tuple[int, ...], k: tuple[int, ...], causal: bool = False) -> None
 
 
 def test_torch_order_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rawattn.select, "warned", set())
+    monkeypatch.setattr(rawattn.runtime.select, "warned", set())
     with pytest.warns(rawattn.LayoutWarning) as found:
         attend((2, 8, 197, 16), (2, 2, 197, 16))
         attend((1, 4, 300, 16), (1, 4, 300, 16))
@@ -175,7 +176,7 @@ def test_torch_order_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     text = str(found[0].message)
     assert "q has 8 rows of 197 heads, shape (2, 8, 197, 16), and k 2 rows of 197, (2, 2, 197, 16)" in text
     assert "rawattn.integrations.sdpa.scaled_dot_product_attention" in text and "q.transpose(1, 2)" in text
-    rawattn.select.warned.clear()
+    rawattn.runtime.select.warned.clear()
     with pytest.warns(rawattn.LayoutWarning, match="q has 8 rows of 33 heads"):
         attend((2, 8, 33, 16), (2, 2, 33, 16), causal=True)
     refused(r"q has 1 heads but k has 40; .*scaled_dot_product_attention", attend, (1, 8, 1, 16), (1, 8, 40, 16))

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from rawattn import render
-from rawattn.compiler import Source
-from rawattn.device import TYPICAL
+from rawattn.compile.compiler import Source
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import render
 from rawattn.operation import Append, Backward, Combine
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.mask import Causal
 from tests import decode

@@ -14,14 +14,14 @@ import numpy.typing as npt
 import pytest
 
 from perf.lib.altered import patched_bwd_mma
-from rawattn.device import TYPICAL
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from rawattn.kernel.program import Program
 from rawattn.operation import Forward
-from rawattn.program import Program
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from rawattn import __main__ as command_line
-from rawattn import bench, demo, driver, errors, model_config, reference, timing
-from rawattn.device import TYPICAL
-from rawattn.device import cpu as this_cpu
+from rawattn import errors, reference
+from rawattn.command import bench, demo, timing
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL
+from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError
-from rawattn.model_config import Layer
+from rawattn.runtime import model_config
+from rawattn.runtime.model_config import Layer
 
 TINY = ["--heads", "2", "--head-dim", "16", "--lengths", "8,24", "--tokens", "48"]
 CONFIGS: list[tuple[dict[str, Any], list[Layer]]] = [

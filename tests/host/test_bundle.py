@@ -20,15 +20,18 @@ import pytest
 
 import rawattn
 from rawattn import __main__ as command_line
-from rawattn import bundle, compiler, driver, errors, plans
-from rawattn.arrays import Array
-from rawattn.device import TYPICAL, Device, boards
+from rawattn import errors
+from rawattn.array.arrays import Array
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL, Device, boards
 from rawattn.errors import BinaryError, ProblemError, UnsupportedError
-from rawattn.model_config import Layer
 from rawattn.operation import Append, AttentionKVCache, Forward, Operation
-from rawattn.select import select
+from rawattn.operation.spec import Spec
+from rawattn.runtime import bundle, plans
+from rawattn.runtime.model_config import Layer
+from rawattn.runtime.select import select
 from rawattn.serving import api as serving_api
-from rawattn.spec import Spec
 from rawattn.variant.element import BF16
 from tests.host.test_compile_matrix import is_known
 
@@ -42,8 +45,10 @@ import sys
 for name in ("cupy", "cuda.pathfinder", "numba"):
     sys.modules[name] = None
 import rawattn
-from rawattn import Forward, compiler, select
-from rawattn.device import TYPICAL
+from rawattn import Forward
+from rawattn.compile import compiler
+from rawattn.runtime import select
+from rawattn.driver.device import TYPICAL
 from rawattn.variant.element import BF16
 print(rawattn.load_bundle(sys.argv[1]))
 op = Forward(BF16, 1, 512, 512, 4, 4, 64, 64)
@@ -234,7 +239,7 @@ def test_sources_are_the_kernels_and_the_package(tmp_path: pathlib.Path, monkeyp
             (tmp_path / name).mkdir(parents=True, exist_ok=True)
         for name in ("package/select.py", "package/records/h200.jsonl", "cuda_src/ptx/base.cuh", "package/note.md"):
             (tmp_path / name).write_text("x" if name == f"{folder}/{file}" else f"# {len(folder)}" if name.endswith("md") else "")
-        monkeypatch.setattr(bundle, "_PACKAGE", tmp_path / "package")
+        monkeypatch.setattr(bundle.package, "FOLDER", tmp_path / "package")
         monkeypatch.setattr(bundle.render, "FOLDER", tmp_path / "cuda_src")
         hashes.add(bundle._maker.__wrapped__()["sources"])
     assert len(hashes) == 4

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rawattn import cache, compiler
+from rawattn.compile import cache, compiler
 from rawattn.errors import ProblemError
 
 SOURCE = compiler.Source("kernel.cu", "", (), "sm_90a")
@@ -22,7 +22,7 @@ KB = 1000
 # Stores kernels of 10 kB under names of its own, as fast as it can, and asks for each again: it may have been removed.
 WRITER = """\
 import os, sys
-from rawattn import compiler
+from rawattn.compile import compiler
 compiler._run_nvrtc = lambda source: compiler.Binary(os.urandom(10000), "", "13.0", 0.0, "compiled", source.key)
 for i in range(60):
     source = compiler.Source("kernel.cu", f"// {sys.argv[1]} {i}", (), "sm_90a")

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, compiler
-from rawattn.device import TYPICAL
+from rawattn import ProblemError, UnsupportedError
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_fwd import Config
 from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from rawattn.kernel.paging import over_tensors
-from rawattn.operand import Layout
-from rawattn.select import select
+from rawattn.operation.operand import Layout
+from rawattn.runtime.select import select
 from rawattn.testing import _moved, expect
 from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element

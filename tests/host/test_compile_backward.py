@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from perf import sass
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd, attn_bwd_pair
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Backward
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, FP16, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from perf import sass
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, config_of, smem_bytes
 from rawattn.operation import Backward
 from rawattn.variant.element import BF16, FP16, FP32

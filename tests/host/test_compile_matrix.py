@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from perf import sass
-from rawattn import compiler
-from rawattn.device import NVRTC_SINCE, TYPICAL
+from rawattn.compile import compiler
+from rawattn.compile.compiler import NVRTC_SINCE
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.base import Kernel
 from rawattn.operation import Forward
-from rawattn.select import config_set, select
+from rawattn.runtime.select import config_set, select
 from rawattn.variant.element import BF16, FP16, Element
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap

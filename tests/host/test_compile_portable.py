@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from rawattn import compiler
-from rawattn.device import NVRTC_SINCE, TYPICAL
+from rawattn.compile import compiler
+from rawattn.compile.compiler import NVRTC_SINCE
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma, attn_fwd_simt
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Value
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.field import Value
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
 from tests.host import test_compile_matrix as matrix

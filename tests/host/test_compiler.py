@@ -22,9 +22,10 @@ from typing import Any
 import filelock
 import pytest
 
-from rawattn import cache, compiler, errors
+from rawattn import errors
+from rawattn.compile import cache, compiler
+from rawattn.compile.tokens import code
 from rawattn.errors import CompileError, RawattnError, UnsupportedError
-from rawattn.tokens import code
 from tests.threads import at_once
 
 TEXT = """\
@@ -43,7 +44,7 @@ BROKEN = dataclasses.replace(SOURCE, text=TEXT + "#warning not yet\n__device__ i
 PROCESS = """\
 import sys, pathlib, time, json
 {prelude}
-from rawattn import compiler
+from rawattn.compile import compiler
 source = compiler.Source(*json.loads(sys.argv[1]))
 source = compiler.Source(source.name, source.text, tuple(map(tuple, source.headers)), source.arch)
 print("ready", flush=True)
@@ -231,8 +232,8 @@ def test_equal_code_is_equal_machine_code() -> None:
 
 def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Neither the folder that the sources are read from nor the current one is in a key: names are relative to cuda_src."""
-    from rawattn import render
-    from rawattn.device import TYPICAL
+    from rawattn.driver.device import TYPICAL
+    from rawattn.kernel import render
     from rawattn.kernel.attn_fwd import ATTN_FWD
     from rawattn.operation import Forward
     from rawattn.variant.element import BF16
@@ -349,7 +350,7 @@ def test_what_is_compiled_together(folder: pathlib.Path) -> None:
 def test_killed_process_blocks_nobody(folder: pathlib.Path) -> None:
     """A process dies while it holds the lock; its temporary file goes when it is old."""
     hang = "print('held', flush=True), time.sleep(99)"
-    dying = process(SOURCE, f"from rawattn import compiler; compiler._run_nvrtc = lambda _: ({hang})")
+    dying = process(SOURCE, f"from rawattn.compile import compiler; compiler._run_nvrtc = lambda _: ({hang})")
     assert dying.stdin is not None and dying.stdout is not None
     dying.stdin.write("\n")
     dying.stdin.flush()
@@ -718,7 +719,7 @@ def test_a_library_that_cannot_be_opened(folder: pathlib.Path, monkeypatch: pyte
 def test_threads_load_nvrtc_one_by_one() -> None:
     """Before NVRTC is loaded. That of 13.0 does not find its builtins by itself, and a thread that sees it loaded goes ahead."""
     sources = "[c.Source(f'{i}.cu', f'__global__ void f{i}() {{}}', (), 'sm_90a') for i in range(8)]"
-    run = f"import sys, rawattn.compiler as c; sys.setswitchinterval(1e-6); c.time.sleep = None; c.compile_all({sources})"
+    run = f"import sys, rawattn.compile.compiler as c; sys.setswitchinterval(1e-6); c.time.sleep = None; c.compile_all({sources})"
     subprocess.run([sys.executable, "-c", run], check=True, timeout=100)
 
 

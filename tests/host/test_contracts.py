@@ -9,10 +9,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from rawattn import compiler
+from rawattn.compile import compiler
 from rawattn.errors import CompileError
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
-from rawattn.render import FOLDER
+from rawattn.kernel.render import FOLDER
 from rawattn.variant.element import BF16
 from tests import emulator
 from tests.operations import forward

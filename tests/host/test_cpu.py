@@ -25,10 +25,13 @@ from hypothesis import given, settings
 from numba import njit
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, cache, cpu, lanes, reference
-from rawattn.cpu import CPU
-from rawattn.device import TYPICAL, Device
-from rawattn.device import cpu as this_cpu
+from rawattn import ProblemError, UnsupportedError, reference
+from rawattn.compile import cache
+from rawattn.cpu import kernels as cpu
+from rawattn.cpu import lanes
+from rawattn.cpu.kernels import CPU
+from rawattn.driver.device import TYPICAL, Device
+from rawattn.driver.device import cpu as this_cpu
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
 from rawattn.variant import Option
@@ -345,7 +348,7 @@ def test_forks_compute() -> None:
     """Also where threads of the parent compute: the loops keep no pool and no lock."""
     text = """\
 import json, os, threading, warnings, numpy as np, rawattn
-from rawattn import cpu
+from rawattn.cpu import kernels as cpu
 x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.Config(tile_q=32, threads=3)
 wanted, done = rawattn.attention(x, x, x, config=config).tobytes(), threading.Event()
 
@@ -492,7 +495,7 @@ def test_out_is_written_in_place() -> None:
 LOAD = """\
 import json, time, warnings
 import numba  # its import is not the cache's time
-from rawattn import cpu
+from rawattn.cpu import kernels as cpu
 from rawattn.variant.element import FP32
 with warnings.catch_warnings(record=True) as caught:
     start = time.thread_time()

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rawattn import ProblemError, UnsupportedError, cpu
+from rawattn import ProblemError, UnsupportedError
+from rawattn.cpu import kernels as cpu
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
@@ -159,7 +160,7 @@ import json, llvmlite.binding as binding
 find = binding.get_host_cpu_features
 binding.get_host_cpu_features = lambda: {name: is_there and not name.startswith("avx512") for name, is_there in find().items()}
 import dataclasses
-from rawattn import lanes
+from rawattn.cpu import lanes
 from tests.host.test_cpu_backward import LISTED, check
 assert (lanes.BYTES, lanes.BLOCK) == (64, 6)
 for dtype in ("fp32", "fp64"):

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import UnsupportedError, compiler
-from rawattn.device import TYPICAL
+from rawattn import UnsupportedError
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_decode
 from rawattn.kernel.attn_decode import ATTN_DECODE
-from rawattn.select import select
+from rawattn.operation.spec import Spec
+from rawattn.runtime.select import select
 from rawattn.serving import api
-from rawattn.spec import Spec
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window

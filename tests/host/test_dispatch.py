@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from rawattn import select
-from rawattn.device import TYPICAL, Device
-from rawattn.device import cpu as this_cpu
+from rawattn.driver.device import TYPICAL, Device
+from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError, SlowKernelWarning, UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.tiling import MOST_TILES
-from rawattn.operand import PLAIN, Layout
 from rawattn.operation import Forward
 from rawattn.operation.base import FEW_ROWS, three_bits
 from rawattn.operation.forward import LONGEST
+from rawattn.operation.operand import PLAIN, Layout
+from rawattn.runtime import select
 from rawattn.variant.element import BF16, ELEMENTS, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap

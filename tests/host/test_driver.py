@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import driver
+from rawattn.driver import driver
 from rawattn.errors import BinaryError, DeviceError, ProblemError, UnsupportedError
 
 FACTS = driver.Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1)

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import compiler, reference
-from rawattn.device import TYPICAL
+from rawattn import reference
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.operation import AttentionKVCache, from_json
-from rawattn.select import select
-from rawattn.spec import Spec
+from rawattn.operation.spec import Spec
+from rawattn.runtime.select import select
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant import weight
 from rawattn.variant.element import BF16
@@ -38,7 +39,7 @@ KNOWN = [
 @pytest.mark.parametrize("counter, key, words", KNOWN)
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]) -> None:
     assert tuple(map(int, weight.philox(counter, key))) == words
-    from rawattn import lanes
+    from rawattn.cpu import lanes
 
     given = (np.uint64(x) for x in (*counter, *key))
     assert tuple(map(int, lanes.philox(*given))) == words
@@ -91,7 +92,7 @@ def test_cpu(options: dict[str, Any], lengths: Any, dtype: str) -> None:
     starts = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), inputs[3:], strict=False))
     found = rawattn.attention_backward(do, *inputs[:3], o, lse, dlse=dlse, **starts, **case.options)
     expect_backward(do, *inputs, dlse=dlse, **case.options).check(*found)
-    config = rawattn.cpu.Config(8, 17, 2)
+    config = rawattn.cpu.kernels.Config(8, 17, 2)
     other = call(*inputs, **case.options, config=config)
     expect(*inputs, **case.options).check(other)
 

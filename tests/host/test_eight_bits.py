@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import render
+from rawattn.kernel import render
 from rawattn.variant.element import FP8, Element
 from tests import emulator
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, reference
-from rawattn.device import TYPICAL
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel.render import FOLDER
 from rawattn.operation import Backward, from_json
-from rawattn.render import FOLDER
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.testing import Case
 from rawattn.trace.gradients import by_elements
 from rawattn.variant.element import BF16

@@ -13,16 +13,16 @@ import numpy.typing as npt
 import pytest
 
 from perf import sass
-from rawattn import compiler, render
-from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, render
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.program import Field, Fields
 from rawattn.variant import Option, launch, parts, rows, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
+from rawattn.variant.field import Field, Fields
 from rawattn.variant.mask import Both, Causal, Full, SplitMask, UsedQueriesMask, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator

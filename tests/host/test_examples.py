@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rawattn import trace
+from rawattn.variant.function import option_of
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,7 +175,7 @@ def test_a_picture_of_masks(tmp_path: pathlib.Path, capsys: pytest.CaptureFixtur
 def kept(mask: Any, n: int) -> Any:
     """The pairs that a mask keeps."""
     traced, arrays, numbers = trace.bind(mask, "mask")
-    option = traced.option([(str(x.dtype).rpartition(".")[2], tuple(x.shape)) for x in arrays], numbers, (1, 1, n, n))
+    option = option_of(traced, [(str(x.dtype).rpartition(".")[2], tuple(x.shape)) for x in arrays], numbers, (1, 1, n, n))
     q, kv = np.arange(n)[:, None], np.arange(n)
     if option.keep is None:
         begin, end = option.interval(np.arange(n), n, n)

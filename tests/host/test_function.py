@@ -13,12 +13,14 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn import api, compiler, functions, plans, reference
-from rawattn.device import TYPICAL
+from rawattn import reference
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel.attn_fwd import ATTN_FWD, smem_bytes
-from rawattn.operation import Backward, Forward, from_json
-from rawattn.select import select
+from rawattn.operation import Backward, Forward, from_json, functions
+from rawattn.runtime import explain, plans
+from rawattn.runtime.select import select
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
@@ -488,7 +490,7 @@ def test_selections_are_shared() -> None:
     a, b = operation(500, 500, 3), operation(510, 510, 9)
     assert a != b and a.kind == b.kind and a.selection_key == b.selection_key
     assert a.selection_key != operation(500, 500, 3, score=None).selection_key
-    assert api.explain_operation(a, H200).selection is api.explain_operation(b, H200).selection
+    assert explain.explain_operation(a, H200).selection is explain.explain_operation(b, H200).selection
 
 
 def test_zeros_of_either_sign_and_nan_in_keys() -> None:

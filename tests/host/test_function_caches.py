@@ -13,11 +13,11 @@ import pytest
 
 import rawattn
 from rawattn import reference
-from rawattn.device import TYPICAL
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.operation import AttentionKVCache, from_json
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.testing import _moved
 from tests.caches import Cached
 from tests.emulator.gpu import stand_in

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo.testing")
 
 import rawattn  # noqa: E402
-from rawattn import torch_op  # noqa: E402
-from rawattn.api import options_of  # noqa: E402
 from rawattn.errors import ProblemError  # noqa: E402
+from rawattn.runtime.request import options_of  # noqa: E402
+from rawattn.torch import operators  # noqa: E402
 from tests.captures import documents, head_bias  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "register_vmap"), reason="torch before 2.5")
@@ -199,14 +199,14 @@ def test_pickles() -> None:
 def test_the_operator() -> None:
     q, k, v = make()
     mask, score = documents(ids(50), 7), head_bias(SLOPES)
-    text = torch_op._text_of(options_of(mask=mask.function, score=score.function))
+    text = operators._text_of(options_of(mask=mask.function, score=score.function))
     given = (q, k, v, None, None, None, None, None, text, None, [ids(50), SLOPES])
     torch.library.opcheck(torch.ops.rawattn.attention.default, given)
     assert torch.equal(torch.ops.rawattn.attention(*given)[0], attention(q, k, v, mask, score))
     with pytest.raises(ProblemError, match="captured has 1 tensors; the functions in spec captured 2"):
-        torch_op._fake(*given[:-1], [SLOPES])
+        operators._fake(*given[:-1], [SLOPES])
     with pytest.raises(ProblemError, match=r"doc, which mask captured, is a torch torch\.complex64 array"):
-        torch_op._fake(*given[:-1], [ids(50).to(torch.complex64), SLOPES])
+        operators._fake(*given[:-1], [ids(50).to(torch.complex64), SLOPES])
 
 
 def test_export() -> None:
@@ -336,7 +336,7 @@ def test_gradients_of_captured_tensors_under_vmap() -> None:
 def test_the_operator_of_gradients() -> None:
     q, k, v = make()
     score, lse = head_bias(SLOPES), torch.zeros(2, 4, 50)
-    text = torch_op._text_of(options_of(score=score.function))
+    text = operators._text_of(options_of(score=score.function))
     lens = torch.tensor([50, 7], dtype=torch.int32)
     given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], lens, None, [0])
     torch.library.opcheck(torch.ops.rawattn.attention_backward_captured.default, given)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rawattn.device import TYPICAL
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
 from rawattn.kernel.attn_bwd import Config
+from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
-from rawattn.program import Buffer
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import FP32
 from rawattn.variant.mask import Causal, Full, Window
 from tests import operations

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, compiler
-from rawattn.device import TYPICAL
+from rawattn import ProblemError, UnsupportedError
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA, few_config
-from rawattn.operand import Layout
 from rawattn.operation import Forward
-from rawattn.select import select
+from rawattn.operation.operand import Layout
+from rawattn.operation.spec import Spec
+from rawattn.runtime.select import select
 from rawattn.serving import api
-from rawattn.spec import Spec
 from rawattn.variant.element import BF16, E4M3, ELEMENTS, FP32
 from tests.caches import Cached
 from tests.decode import Decode

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import ProblemError, arrays
+from rawattn import ProblemError
+from rawattn.array import arrays
 from rawattn.serving import api
 from tests.host.test_kvcache_plan import compilations
 
@@ -40,7 +41,7 @@ def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def forget() -> None:
-    for kept in (api._calls, api._doors, api._layouts, api._plans):
+    for kept in (api._calls, api._by_adapters, api._layouts, api._plans):
         kept.clear()
 
 
@@ -324,7 +325,7 @@ def test_options_of_other_types_are_wrong_when_warm() -> None:
 
 
 def over_a_cache() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
-    """Gives q, pools, what a door is given of a step (lengths, rows, first keys, pages), and options; most share memory."""
+    """Gives q, pools, what an adapter is given of a step (lengths, rows, first keys, pages), and options; most share memory."""
     lens, window = LENS.clone(), {"window_size": (64, 0)}
     few = (LENS[:2], None, None, TABLE[:2])
     return {
@@ -407,36 +408,36 @@ def test_a_kept_call_of_a_door(calls_of: Callable[[], dict[str, Any]], monkeypat
 
 def test_what_a_door_appends() -> None:
     """A kept call refuses what a new one refuses: rows in the cache, without memory, or rotated where they may not be."""
-    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
+    adapter = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
     angles, view = {"rotary_cos": torch.zeros(512, 16), "rotary_sin": torch.zeros(512, 16)}, rows(2, *NEW[0].shape)
     many, last = rows(2, BATCH, 300, 2, 64), view[1]
     for _ in range(2):
-        door(Q, *POOL, *NEW, cache_seqlens=LENS, block_table=TABLE)
-        door(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
-        door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE)
-        door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles, window_size=(9, 9))
+        adapter(Q, *POOL, *NEW, cache_seqlens=LENS, block_table=TABLE)
+        adapter(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
+        adapter(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE)
+        adapter(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles, window_size=(9, 9))
     LAUNCHED.clear()
-    door(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles)  # queries at other positions than their keys
+    adapter(MANY[0], *POOL, *many, cache_seqlens=LENS, block_table=TABLE, **angles)  # queries at other positions than their keys
     assert len(LAUNCHED) == 3
     LAUNCHED.clear()
     inside = POOL[0].view(-1)[: NEW[0].numel()].view(NEW[0].shape)
     with pytest.raises(ProblemError, match="v overlaps the cache's k"):
-        door(Q, *POOL, NEW[0], inside, cache_seqlens=LENS, block_table=TABLE)
+        adapter(Q, *POOL, NEW[0], inside, cache_seqlens=LENS, block_table=TABLE)
     view.untyped_storage().resize_(0)
     with pytest.raises(ProblemError, match=r"k is a Tensor .* that has no memory"):
-        door(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
+        adapter(Q, *POOL, last, NEW[1], cache_seqlens=LENS, block_table=TABLE)
     lens = LENS.clone()
     lens.untyped_storage().resize_(0)
     with pytest.raises(ProblemError, match=r"cache_seqlens is a Tensor .* that has no memory"):
-        door(Q, *POOL, *NEW, cache_seqlens=lens, block_table=TABLE)
+        adapter(Q, *POOL, *NEW, cache_seqlens=lens, block_table=TABLE)
     assert not LAUNCHED
 
 
 def test_what_a_door_was_given_goes_away() -> None:
-    """A door keeps no tensor, and looks at those that changed."""
-    door = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
+    """A adapter keeps no tensor, and looks at those that changed."""
+    adapter = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
     pools, views = [rows(PAGES, 16, 2, 64) for _ in range(2)], {"lens": ints(2, BATCH), "table": ints(2, BATCH, 8)}
-    call = lambda **options: door(Q, *pools, cache_seqlens=lens, block_table=table, **options)  # noqa: E731
+    call = lambda **options: adapter(Q, *pools, cache_seqlens=lens, block_table=table, **options)  # noqa: E731
     lens, table = views["lens"][1], views["table"][1]
     for _ in range(3):
         call(), call(causal=True)

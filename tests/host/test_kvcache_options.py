@@ -18,7 +18,7 @@ from tests.host.test_function_caches import CASE, IDS, MASK, SCORE, SLOPES, chec
 from tests.options import HeadWindow
 
 torch = pytest.importorskip("torch")
-torch_serving = pytest.importorskip("rawattn.torch_serving")
+torch_serving = pytest.importorskip("rawattn.torch.caches")
 ids, slopes, sinks = (torch.from_numpy(x) for x in (IDS, SLOPES, SLOPES * 9))
 EACH, BEGINS = (1, 0, 1, 0, 0), (9, 2, 1, 0, 30)
 

@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import ProblemError, arrays, compiler, driver, plans
-from rawattn.api import operations_of
-from rawattn.device import TYPICAL
-from rawattn.select import select
+from rawattn import ProblemError
+from rawattn.array import arrays
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL
+from rawattn.runtime import plans
+from rawattn.runtime.record import operations_of
+from rawattn.runtime.select import select
 from rawattn.serving import api
 from rawattn.serving import plan as planning
 from rawattn.testing import _moved
@@ -314,7 +318,7 @@ def test_a_bundle_takes_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
         serve([dataclasses.replace(case, lengths=lengths)])
     assert len(operations_of(log)) == 3, "attention, append, combine"
     compile_ = lambda source, on_compile: made.add(source.name) or compiler.Binary(b"", "", "", 0.0, "", source.key)  # noqa: E731
-    monkeypatch.setattr(rawattn.bundle.compiler, "compile", compile_)
+    monkeypatch.setattr(rawattn.runtime.bundle.compiler, "compile", compile_)
     assert rawattn.save_bundle(log, tmp_path / "kernels.zip", ["sm_90a"]) >= 3
     assert {name.partition(".")[0] for name in made} >= {"attn_decode", "append", "combine"}, made
 

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, arrays, plans, reference
-from rawattn.device import TYPICAL
+from rawattn import ProblemError, reference
+from rawattn.array import arrays
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Forward
-from rawattn.select import select
-from rawattn.spec import Spec
+from rawattn.operation.spec import Spec
+from rawattn.runtime import plans
+from rawattn.runtime.select import select
 from rawattn.testing import Case, cases, expect, expect_backward
 from tests.emulator import gpu
 from tests.operations import backward

@@ -20,9 +20,13 @@ import numpy as np
 import pytest
 
 from rawattn import __main__ as command_line
-from rawattn import api, compiler, demo, device, doctor, driver, errors
-from rawattn import cache as cache_module
-from rawattn.device import TYPICAL, Device
+from rawattn import errors
+from rawattn.api import attention
+from rawattn.command import demo, doctor
+from rawattn.compile import cache as cache_module
+from rawattn.compile import compiler
+from rawattn.driver import device, driver
+from rawattn.driver.device import TYPICAL, Device
 
 main = command_line.main
 SMALL = ["--head-dim", "64", "--length", "128"]
@@ -219,7 +223,7 @@ def test_show_without_nvdisasm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_show_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--arch", "cpu"]) == 1
-    assert "rawattn/lanes.py" in capsys.readouterr().err
+    assert "rawattn/cpu/lanes.py" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough() -> None:
@@ -553,7 +557,7 @@ def test_demo(small: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[st
 def test_demo_tells_of_a_wrong_result(
     fault: str, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = api.attention
+    right = attention.attention
 
     def wrong(*inputs: Any, out: Any = None, **options: Any) -> Any:
         o = right(*inputs, out=out, **options)
@@ -563,7 +567,7 @@ def test_demo_tells_of_a_wrong_result(
             o[:, -1] *= 1.01
         return o
 
-    monkeypatch.setattr(api, "attention", wrong)
+    monkeypatch.setattr(attention, "attention", wrong)
     assert main([]) == 1
     assert "the result is wrong" in capsys.readouterr().out
 

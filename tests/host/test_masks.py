@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.option_checks import MASK, TILES, Offsets, OnHost, check_mask
+from rawattn.testing.option_checks import MASK, TILES, Offsets, OnHost, check_mask
 from rawattn.variant.mask import ALIGNMENTS, Both, Causal, Full, Mask, Window
 from tests import native, options
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn import arrays, memory
-from rawattn.arrays import Array
+from rawattn.array import arrays, memory
+from rawattn.array.arrays import Array
 
 SIZES = {"fp32": 4, "bf16": 2, "fp64": 8, "uint8": 1}
 

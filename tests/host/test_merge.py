@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import ProblemError, UnsupportedError, arrays, compiler, reference
-from rawattn.device import TYPICAL
+from rawattn import ProblemError, UnsupportedError, reference
+from rawattn.array import arrays
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.combine import COMBINE, Config
 from rawattn.operation import Combine, from_json
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import ELEMENTS
 from tests.emulator.gpu import stand_in
 

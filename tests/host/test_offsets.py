@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import reference, select
-from rawattn.device import TYPICAL
+from rawattn import reference
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
 from rawattn.operation.forward import LONGEST
-from rawattn.spec import Spec
+from rawattn.operation.spec import Spec
+from rawattn.runtime import select
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window

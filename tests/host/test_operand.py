@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rawattn.arrays import CPU, Array
+from rawattn.array.arrays import CPU, Array
 from rawattn.errors import ProblemError
-from rawattn.operand import PLAIN, Layout, Operand, check_contiguous, check_output, check_whole, describe, layout_of
+from rawattn.operation.operand import PLAIN, Layout, Operand, check_contiguous, check_output, check_whole, describe, layout_of
 
 K = Operand("k", "bf16", (2, 7, 3, 8))
 

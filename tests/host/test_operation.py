@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.arrays import CPU, Array
-from rawattn.device import TYPICAL
-from rawattn.device import cpu as this_cpu
+from rawattn.array.arrays import CPU, Array
+from rawattn.driver.device import TYPICAL
+from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
-from rawattn.operand import Layout, Operand
 from rawattn.operation.base import FEW_ROWS
 from rawattn.operation.forward import LONGEST, Forward, check_has_seed, limits
-from rawattn.select import KERNELS, select
-from rawattn.spec import Spec
+from rawattn.operation.operand import Layout, Operand
+from rawattn.operation.spec import Spec
+from rawattn.runtime.select import KERNELS, select
 from rawattn.variant.element import BF16, FP32, FP64
 from rawattn.variant.mask import UNBOUNDED, Causal, Window
 from tests.operations import forward, replace

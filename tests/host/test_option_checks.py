@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rawattn import ProblemError, UnsupportedError, compiler, option_checks
-from rawattn.program import Field, Fields
-from rawattn.testing import check_option
+from rawattn import ProblemError, UnsupportedError
+from rawattn.compile import compiler
+from rawattn.testing import check_option, option_checks
 from rawattn.variant import Option
+from rawattn.variant.field import Field, Fields
 from rawattn.variant.mask import Both, Causal, Ints
 from tests import native
 from tests.lists import Checkerboard

@@ -13,17 +13,19 @@ import pytest
 import torch
 
 import rawattn
-from rawattn import ProblemError, compiler, functions, render, tma
-from rawattn.arrays import Array, contiguous_strides
-from rawattn.device import TYPICAL
-from rawattn.kernel import attn_bwd
+from rawattn import ProblemError
+from rawattn.array import tma
+from rawattn.array.arrays import Array, contiguous_strides
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import attn_bwd, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_captured import of_ds
-from rawattn.operand import Layout
-from rawattn.operation import Backward
-from rawattn.program import Program
-from rawattn.select import select
-from rawattn.spec import Spec
+from rawattn.kernel.program import Program
+from rawattn.operation import Backward, functions
+from rawattn.operation.operand import Layout
+from rawattn.operation.spec import Spec
+from rawattn.runtime.select import select
 from rawattn.trace.pair_axes import PairAxes
 from rawattn.variant.element import BF16, FP16
 from rawattn.variant.function import FunctionScore

@@ -22,12 +22,16 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import api, arrays, compiler, driver, plans, select
-from rawattn.device import TYPICAL
+from rawattn.array import arrays
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.kernel.attn_fwd_mma import Config
 from rawattn.operation import Forward
 from rawattn.operation.base import three_bits
+from rawattn.runtime import calls as kept_calls
+from rawattn.runtime import front_end, plans, record, request, select
 from rawattn.serving import api as serving
 from tests.emulator import gpu as stand_ins
 
@@ -69,7 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (api._plans, api._calls, api._layouts, api._families):
+    for cache in (kept_calls._plans, kept_calls._calls, kept_calls._layouts, kept_calls._families):
         cache.clear()
 
 
@@ -95,7 +99,7 @@ def variations() -> dict[str, dict[str, Any]]:
 def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of anybody's may be among it, and to destroy that would spoil the capture."""
     seen: list[bool] = []
-    for owner in (api, serving):
+    for owner in (kept_calls, serving):
         select = owner.select
         monkeypatch.setattr(owner, "select", lambda *given, select=select: seen.append(gc.isenabled()) or select(*given))
     for kept in ("_plans", "_merges"):
@@ -161,7 +165,7 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
     def launched(number: Any) -> Any:
         LAUNCHED.clear()
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
-        bound = list(api._calls.values())[-1]
+        bound = list(kept_calls._calls.values())[-1]
         sources = [(launch.source.key, launch.grid) for launch in bound._plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
         for args, late in zip(found, bound._late, strict=True):  # but for addresses of what is made anew
@@ -357,7 +361,7 @@ def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ProblemError, match="v has shape"):
             rawattn.attention(q, rows[:, :n], rows[:, : n + 1])
     rawattn.attention(q, rows[:, :1281], rows[:, :1281])
-    assert len(LAUNCHED) > 257 and len(api._layouts) == 2
+    assert len(LAUNCHED) > 257 and len(kept_calls._layouts) == 2
 
 
 def test_near_the_limit_each_length_is_looked_at() -> None:
@@ -371,7 +375,7 @@ def test_near_the_limit_each_length_is_looked_at() -> None:
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
-    (call_kept,) = api._calls.values()
+    (call_kept,) = kept_calls._calls.values()
     for _ in range(3):
         rawattn.attention(**call)
     STATE["stream"] = 7
@@ -386,7 +390,7 @@ def test_a_captured_launch_is_not_kept() -> None:
     call = variations()["out"]
     STATE.update(stream=7, capturing=True)
     rawattn.attention(**call)
-    (call_kept,) = api._calls.values()
+    (call_kept,) = kept_calls._calls.values()
     assert not call_kept._launches
     STATE["capturing"] = False
     rawattn.attention(**call)
@@ -496,7 +500,7 @@ def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -
     good = tensors()
     good["q"].requires_grad_()
     kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
-    monkeypatch.setattr(api, "_plan", lambda *_: pytest.fail("it was planned anew"))
+    monkeypatch.setattr(kept_calls, "_plan", lambda *_: pytest.fail("it was planned anew"))
     assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
 
 
@@ -510,11 +514,11 @@ def test_outputs_are_compared_with_inputs_that_moved() -> None:
 
 
 def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "KEPT_CALLS", 4)
+    monkeypatch.setattr(kept_calls, "KEPT_CALLS", 4)
     for length in (*range(80, 86), *[80] * 6):
         rawattn.attention(**tensors(length))
-        assert 0 < len(api._calls) <= 4 and 0 < len(api._layouts) <= 4
-    assert api._asked.cache_info().maxsize == api.KEPT_ASKED
+        assert 0 < len(kept_calls._calls) <= 4 and 0 < len(kept_calls._layouts) <= 4
+    assert request._asked.cache_info().maxsize == request.KEPT_ASKED
 
 
 def test_an_array_among_the_options_is_not_kept() -> None:
@@ -534,7 +538,7 @@ def test_an_array_among_the_options_is_not_kept() -> None:
 def test_torch_sees_a_call_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors()
     rawattn.attention(**call), rawattn.attention(**call)
-    monkeypatch.setattr(api._torch_op, "attention", lambda *_, **__: "seen")
+    monkeypatch.setattr(front_end.operators, "attention", lambda *_, **__: "seen")
     dispatch, function = torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode
     for mode in (type("Dispatch", (dispatch,), {})(), type("Function", (function,), {})(), torch.autocast("cpu", torch.float16)):
         with mode:
@@ -577,7 +581,7 @@ def test_a_window_may_be_a_list() -> None:
     call = tensors()
     for window in ((3, 0), [3, 0]):
         rawattn.attention(**call, window=window)
-    assert len(api._plans) == 1 and rawattn.plan(**call, window=[3, 0]) is rawattn.plan(**call, window=(3, 0))
+    assert len(kept_calls._plans) == 1 and rawattn.plan(**call, window=[3, 0]) is rawattn.plan(**call, window=(3, 0))
 
 
 def test_constant_time_is_a_plan_of_its_own() -> None:
@@ -639,12 +643,12 @@ def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
     compiles, at = len(compiled), []
     for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
         rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
-        (call,), layout = api._families.values(), next(iter(api._families.values()))._plan._loaded[0].layout
+        (call,), layout = kept_calls._families.values(), next(iter(kept_calls._families.values()))._plan._loaded[0].layout
         at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
         assert call.op.spec.offsets == (5000, 0)
-    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(api._plans) == 1
+    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(kept_calls._plans) == 1
     rawattn.attention(**given, causal=True, q_offset=6000)
-    assert len(api._families) == 2 and len(compiled) == compiles
+    assert len(kept_calls._families) == 2 and len(compiled) == compiles
     for wrong in (True, -1, 5000.0, torch.tensor(5000), 1 << 30):
         with pytest.raises(ProblemError, match=r"q_offset is .*it must be"):
             rawattn.attention(**given, causal=True, q_offset=wrong)
@@ -661,7 +665,7 @@ def test_another_kind_compiles(compiled: list[str]) -> None:
 def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of operations that a plan of the same family serves."""
     log, queries = tmp_path / "operations.jsonl", torch.randn(1, 200, 4, 64).bfloat16()
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     once = [(1, 1025, None), (1, 1026, None), (1, 1100, None), (1, 1025, 1030), (1, 1025, 1031)]
     once += [(160, 1025, None), (159, 1025, None), (159, 1026, None), (160, 1026, None), (161, 1025, None)]
@@ -669,12 +673,12 @@ def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch
         k = torch.randn(1, kv_len, 4, 64).bfloat16()
         rawattn.attention(queries[:, :q_len], k, k, causal=True, q_offset=q_offset)
     found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
-    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(api._families) == 4
+    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(kept_calls._families) == 4
 
 
 def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing goes on without it: what was not written is not taken for written."""
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(tmp_path))
     for _ in range(2):
         with pytest.raises(ProblemError, match=r"RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
@@ -696,7 +700,7 @@ def test_an_option_that_there_is_not(call: Any) -> None:
 def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "operations.jsonl"
     log.write_text("{}")
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     for causal in (False, True):
         rawattn.attention(**tensors(), causal=causal)
@@ -707,7 +711,7 @@ def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatc
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="has no device without an end")
 def test_a_log_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is there one byte is read: all of /dev/full, which gives zeros, fits into no memory."""
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", "/dev/full")
     with pytest.raises(ProblemError, match=r"RAWATTN_LOG is '/dev/full', where no operation can be written"):
         rawattn.attention(**tensors(), causal=True)
@@ -716,7 +720,7 @@ def test_a_log_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each new operation is written once, and a process that has read them compiles nothing."""
     log = tmp_path / "operations.jsonl"
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     packed, starts = torch.randn(80, 4, 64).bfloat16(), torch.tensor([0, 30, 80], dtype=torch.int32)
 
@@ -731,7 +735,7 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
     lines = log.read_text().splitlines()
     assert len(lines) == 4 == len(set(lines))
     operations = [Forward.from_json(json.loads(line)) for line in lines]
-    assert operations == [plan.op for plan in api._plans.values()]
+    assert operations == [plan.op for plan in kept_calls._plans.values()]
     forget()
     calls()
     assert log.read_text().splitlines() == lines
@@ -747,7 +751,7 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
             rawattn.attention(**tensors(length))
         other = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16)  # which gets another configuration
         rawattn.attention(other, other, other)
-        assert len({plan.config for plan in api._plans.values() if plan.op.kind == operations[0].kind}) > 1
+        assert len({plan.config for plan in kept_calls._plans.values() if plan.op.kind == operations[0].kind}) > 1
         assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
 
     elsewhere = tmp_path / "elsewhere.jsonl"

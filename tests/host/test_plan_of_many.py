@@ -11,15 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import api, plans, render, select
-from rawattn.arrays import Array
-from rawattn.compiler import Source
-from rawattn.device import Device
+import rawattn
+from rawattn.array import arrays
+from rawattn.array.arrays import Array
+from rawattn.compile.compiler import Source
+from rawattn.driver.device import Device
 from rawattn.errors import ProblemError, UnsupportedError
+from rawattn.kernel import render
 from rawattn.kernel.base import Kernel
-from rawattn.operand import PLAIN, Layout, Operand, layout_of
+from rawattn.kernel.program import Buffer, Launch, Program
 from rawattn.operation import OPERATIONS, Operation, from_json
-from rawattn.program import Buffer, Field, Launch, Pointer, Program, Scratch, View
+from rawattn.operation.operand import PLAIN, Layout, Operand, layout_of
+from rawattn.runtime import calls, explain, plans, request, select
+from rawattn.variant.field import Field, Pointer, Scratch, View
 from tests.host.test_plan import LAUNCHED, forget, gpu
 
 torch = pytest.importorskip("torch")
@@ -127,7 +131,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def extremes(*parts: Any, out: Any = None) -> Any:
-    return api.run(parts, {}, (), out=out, operation=Extremes)
+    return calls.run(parts, {}, (), out=out, operation=Extremes)
 
 
 def test_on_the_cpu() -> None:
@@ -156,7 +160,7 @@ def test_launches() -> None:
         for x, y in zip(out if isinstance(out, tuple) else (out, None), found, strict=True):
             assert x is None or x is y
     extremes(*parts[:2])
-    assert len(LAUNCHED) == 14 and len(api._plans) == 2, "another number of arrays is another operation"
+    assert len(LAUNCHED) == 14 and len(calls._plans) == 2, "another number of arrays is another operation"
 
 
 OUT = torch.empty(2, 3, 4, 8)
@@ -181,8 +185,8 @@ def test_wrong_outputs(out: Any, message: str) -> None:
 
 def test_plan() -> None:
     parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
-    found = {f"parts[{i}]": api.arrays.read(x, "x") for i, x in enumerate(parts)}
-    plan = api._plan(api.asked_of(Extremes, {}, ()), found)
+    found = {f"parts[{i}]": arrays.read(x, "x") for i, x in enumerate(parts)}
+    plan = calls._plan(request.asked_of(Extremes, {}, ()), found)
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
     assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
     for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):
@@ -191,7 +195,7 @@ def test_plan() -> None:
     with pytest.raises(ProblemError, match="parts is empty"):
         extremes()
     assert from_json(plan.op.to_json()) == plan.op and isinstance(plan, plans.Plan)
-    assert "Extremes" in str(api.explain_operation(plan.op, plan.device))
+    assert "Extremes" in str(explain.explain_operation(plan.op, plan.device))
 
 
 # ---- the backward
@@ -207,12 +211,12 @@ def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
 def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for the same addresses, whether the call, its plan or its family was met before."""
     memory = torch.empty(1 << 23, dtype=torch.uint8)
-    monkeypatch.setattr(api.arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
+    monkeypatch.setattr(plans.arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
     given = []
     for length in (80, 80, 79, 78):
         call = gradients(length, sinks)
         given.append({**call, "out": tuple(torch.empty_like(call[name]) for name in ("q", "k", "v", "sinks")[: 3 + sinks])})
-    plan = api.plan_backward(**{name: x for name, x in given[0].items() if name != "out"})
+    plan = rawattn.plan_backward(**{name: x for name, x in given[0].items() if name != "out"})
     names = ["attn_bwd_delta", "attn_bwd", "attn_bwd_dsinks"][: 2 + sinks]
     assert plan.program is not None and [launch.entry for launch in plan.program.launches] == names
 
@@ -225,22 +229,22 @@ def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest
     cold = []
     for call in given:
         forget()
-        cold.append(launched(api.attention_backward, call))
+        cold.append(launched(rawattn.attention_backward, call))
     assert len({args for launches in cold for args, _ in launches}) == len(given) * len(names)
     forget()
     for _ in range(2):
-        assert [launched(api.attention_backward, call) for call in given] == cold
+        assert [launched(rawattn.attention_backward, call) for call in given] == cold
     assert launched(plan.run, given[0]) == launched(plan.run, given[0]) == cold[0]
-    assert len(api._plans) == (1 if not sinks else 3), "a new length of the family makes no plan of its own"
+    assert len(calls._plans) == (1 if not sinks else 3), "a new length of the family makes no plan of its own"
 
 
 def test_what_the_backward_writes() -> None:
     """Without ``out`` each gradient is new, in the shape and dtype of its array."""
     call = gradients(sinks=True)
-    found = api.attention_backward(**call)
+    found = rawattn.attention_backward(**call)
     for x, name in zip(found, ("q", "k", "v", "sinks"), strict=True):
         assert (x.shape, x.dtype) == (call[name].shape, call[name].dtype)
-    (kept,) = api._calls.values()
+    (kept,) = calls._calls.values()
     dq = next(field for field in kept._plan.program.launches[1].fields if field.name == "dq")
     at = render.layout(kept._plan.program.launches[1].fields).offsets[dq.name]
     args = [args for args, _ in LAUNCHED[-3:]]
@@ -266,9 +270,13 @@ WRONG_GRADIENTS: dict[str, Any] = {
 def test_what_is_wrong_is_wrong_when_warm(wrong: Any) -> None:
     """A call's family is met, and its neighbours are; what is wrong with it is said all the same."""
     good = gradients()
-    api.attention_backward(**good), api.attention_backward(**gradients(79)), api.attention_backward(**gradients())
+    (
+        rawattn.attention_backward(**good),
+        rawattn.attention_backward(**gradients(79)),
+        rawattn.attention_backward(**gradients()),
+    )
     launched = len(LAUNCHED)
     for _ in range(2):
         with pytest.raises((ProblemError, UnsupportedError)):
-            api.attention_backward(**good | wrong(good))
+            rawattn.attention_backward(**good | wrong(good))
     assert len(LAUNCHED) == launched

@@ -12,41 +12,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn import render
-from rawattn.arrays import CPU, Array
-from rawattn.device import TYPICAL
+from rawattn.array.arrays import CPU, Array
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
-from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, tiling
+from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, render, tiling
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.kernel.program import Buffer, Launch, Program, offsets
 from rawattn.kernel.tiling import MOST_TILES
-from rawattn.operand import Layout
-from rawattn.plans import _addresses, _form, _map
-from rawattn.program import (
+from rawattn.operation.operand import Layout
+from rawattn.runtime.plans import _addresses, _form, _map
+from rawattn.runtime.select import select
+from rawattn.variant import softmax, store
+from rawattn.variant.element import BF16, FP32
+from rawattn.variant.field import (
     AxisStride,
-    Buffer,
     Counter,
     Dim,
     Field,
-    Launch,
     PackedHeads,
     PageBoxes,
     PageRows,
     Pages,
     Parts,
     Pointer,
-    Program,
     Scratch,
     Stride,
     TensorMap,
     Value,
     View,
-    offsets,
 )
-from rawattn.select import select
-from rawattn.variant import softmax, store
-from rawattn.variant.element import BF16, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
@@ -91,7 +87,7 @@ def test_addresses_in_a_field() -> None:
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an empty pool nothing is read: its map is another array's, and no page lies in it."""
-    monkeypatch.setattr("rawattn.driver.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
+    monkeypatch.setattr("rawattn.driver.driver.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
     q = Array("numpy", CPU, "bf16", (1, 9, 4, 64), (2304, 256, 64, 1), 64, None)
     pool = Array("numpy", CPU, "bf16", (7, 16, 2, 64), (4096, 128, 64, 1), 128, None)
     none = pool._replace(shape=(0, 16, 2, 64))

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import pyramid
-from rawattn.program import AxisStride, Value
+from rawattn.variant.field import AxisStride, Value
 from tests import emulator, lists
 
 DTYPES = {

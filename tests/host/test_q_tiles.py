@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.option_checks import MASK, TILES, OnHost, check_inverse
+from rawattn.testing.option_checks import MASK, TILES, OnHost, check_inverse
 from rawattn.variant.mask import Mask
 from tests import native
 from tests.host.test_masks import LENGTHS, masks

@@ -25,7 +25,7 @@ def repository(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathl
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "somebody@example.org")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     (tmp_path / "rawattn").mkdir()
-    (tmp_path / "rawattn" / "__init__.py").write_text('"""It."""\n\n__version__ = "0.1.0"\n__all__ = []\n')
+    (tmp_path / "rawattn" / "package.py").write_text('"""It."""\n\n__version__ = "0.1.0"\n__all__ = []\n')
     (tmp_path / "CHANGELOG.md").write_text(LOG.format("0.1.0 - unreleased").replace(" \n", "\n"))
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
@@ -56,7 +56,7 @@ def test_release(repository: pathlib.Path) -> None:
     assert "version is 0.0.8; here is 0.1.0" in release(repository, "0.0.8")
     assert "tag v0.1.0" in release(repository, "0.1.0")
     assert release(repository, "0.2.0") == ""
-    assert '__version__ = "0.2.0"\n__all__' in (repository / "rawattn" / "__init__.py").read_text()
+    assert '__version__ = "0.2.0"\n__all__' in (repository / "rawattn" / "package.py").read_text()
     assert f"## Unreleased\n\n## 0.2.0 - {today}\n\n### Fixed\n\n- it\n\n## 0.1.0" in (repository / "CHANGELOG.md").read_text()
 
 
@@ -73,7 +73,7 @@ def test_another_version_than_the_changelog_announces(repository: pathlib.Path) 
 def test_this_repository_can_be_released() -> None:
     log = (ROOT / "CHANGELOG.md").read_text()
     (heading,) = re.findall(r"^## (.*nreleased)$", log, re.MULTILINE)
-    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "rawattn" / "__init__.py").read_text(), re.MULTILINE)
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "rawattn" / "package.py").read_text(), re.MULTILINE)
     assert version is not None and heading in (f"{version[1]} - unreleased", "Unreleased")
 
 

@@ -8,13 +8,13 @@ import struct
 
 import pytest
 
-from rawattn import compiler, render
-from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import attn_fwd, render
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.operation import Forward
-from rawattn.program import Value
 from rawattn.variant.element import BF16, FP16, FP64, Element
+from rawattn.variant.field import Value
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.operations import forward, replace

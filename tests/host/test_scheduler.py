@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rawattn import render
-from rawattn.device import TYPICAL
-from rawattn.kernel import attn_fwd
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import attn_fwd, render
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.operation import Forward
-from rawattn.program import Field
 from rawattn.variant import rows, scheduler
 from rawattn.variant.element import BF16
+from rawattn.variant.field import Field
 from tests import native
 from tests.operations import forward
 

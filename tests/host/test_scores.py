@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.option_checks import check_score
+from rawattn.testing.option_checks import check_score
 from rawattn.variant.score import ConstantTimeSoftcap, Scale, Score, Softcap
 from tests import native, options
 

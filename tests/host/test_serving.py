@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, api, reference
-from rawattn.arrays import read
+from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, reference
+from rawattn.array.arrays import read
 from rawattn.operation import Append, AttentionKVCache
+from rawattn.runtime import record
 from rawattn.testing import expect
 from rawattn.variant.element import E4M3, E5M2, ELEMENTS, FP8, KV_ELEMENTS
 from tests.caches import Cached, caches
@@ -529,7 +530,7 @@ def test_torch_refuses() -> None:
 
 
 def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rawattn.device import TYPICAL
+    from rawattn.driver.device import TYPICAL
 
     monkeypatch.setattr("rawattn.serving.api.device_of", lambda array: TYPICAL["sm_90a"])
     with pytest.raises(UnsupportedError, match=r"(?s)AttentionKVCache fp32 batch 2.*it takes bf16 and fp16, not fp32"):
@@ -541,7 +542,7 @@ def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operations_as_values() -> None:
     spec = rawattn.Spec.of(causal=True, window=(9, 0), softcap=3.0, return_lse=True)
-    found = {"q": rawattn.arrays.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
+    found = {"q": rawattn.array.arrays.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
     op = AttentionKVCache.of(found, spec, max_kv_len=8, split_keys=256)
     assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.kv_element) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
     assert AttentionKVCache.from_json(op.to_json()) == op and hash(op) == hash(AttentionKVCache.from_json(op.to_json()))
@@ -560,7 +561,7 @@ def test_operations_as_values() -> None:
     assert eight.bytes == 2 * 12 * 2 * 16 + 4 * (64 + 2 + 6 + 64 + 8 + 4)
     kinds = {dataclasses.replace(eight, **{name: not getattr(eight, name)}).kind for name in ("k_scales", "v_scales")}
     assert eight.kind == dataclasses.replace(eight, k_scale=3.0).kind not in kinds and len(kinds) == 2
-    given = {"k": rawattn.arrays.read(NEW, "k"), "v": rawattn.arrays.read(NEW, "v"), **found}
+    given = {"k": rawattn.array.arrays.read(NEW, "k"), "v": rawattn.array.arrays.read(NEW, "v"), **found}
     stored = Append.of({name: x for name, x in given.items() if name != "q"} | SCALED.arrays_of(2))
     assert Append.from_json(stored.to_json()) == stored and str(stored).startswith("Append fp32 over e4m3 2 rows")
     assert stored.kind != dataclasses.replace(stored, k_scales=True).kind and [x.name for x in stored.inputs][-1] == "v_scale"
@@ -582,7 +583,7 @@ def test_operations_as_values() -> None:
 def test_operations_are_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RAWATTN_LOG gets those over caches too, each once, as a bundle reads them; also with a function as a mask."""
     log = tmp_path / "operations.jsonl"
-    monkeypatch.setattr(api, "_logged", set())
+    monkeypatch.setattr(record, "_logged", set())
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     pages, lens = np.zeros((2, 4, 8, 2, 16), np.float32), np.array([3, 8], np.int32)
     q, k = np.ones((2, 1, 4, 16), np.float32), np.ones((2, 1, 2, 16), np.float32)
@@ -591,6 +592,6 @@ def test_operations_are_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
         o = rawattn.attention_append(q, k, k, KVCache(*pages), step)
         rawattn.merge_states([(o, np.zeros((2, 4, 1), np.float32))] * 2)
         rawattn.attention_kvcache(q, KVCache(*pages), step, mask=lambda b, h, q, kv: kv > q - 3)
-    found = api.operations_of(log)
+    found = record.operations_of(log)
     assert [type(op).__name__ for op in found] == ["Append", "AttentionKVCache", "Combine", "AttentionKVCache"]
     assert [json.loads(line) for line in log.read_text().splitlines()] == [op.to_json() for op in found]

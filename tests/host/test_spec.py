@@ -14,7 +14,7 @@ from hypothesis import given
 
 import rawattn
 from rawattn.errors import ProblemError
-from rawattn.spec import Spec, is_int, make_offsets, option_from_json, option_to_json
+from rawattn.operation.spec import Spec, is_int, make_offsets, option_from_json, option_to_json
 from rawattn.testing import Case, cases
 from rawattn.variant import Option
 from rawattn.variant.mask import Both, Causal, Full, Window
@@ -259,7 +259,8 @@ def test_json_of_options(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["json:Strided", "nowhere:Strided", "rawattn.spec:Spec", "Strided", "", "os:system", f"{__name__}:test_json"]
+    "name",
+    ["json:Strided", "nowhere:Strided", "rawattn.operation.spec:Spec", "Strided", "", "os:system", f"{__name__}:test_json"],
 )
 def test_unknown_class(name: str) -> None:
     with pytest.raises(ProblemError, match=rf"class is '{name}'; it must be a mask or a score of a module that is imported"):

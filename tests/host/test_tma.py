@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn import tma
+from rawattn.array import tma
+from rawattn.array.tma import (
+    ALIGNMENT,
+    RAGGED_STRIDE_LIMIT,
+    STRIDE_LIMIT,
+    Geometry,
+    geometry,
+    tma_unsupported_reason,
+    unaligned_reason,
+)
 from rawattn.errors import ProblemError
-from rawattn.tma import ALIGNMENT, RAGGED_STRIDE_LIMIT, STRIDE_LIMIT, Geometry, geometry, tma_unsupported_reason, unaligned_reason
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WRAP = 1 << 64  # of the engine's addresses

@@ -14,7 +14,7 @@ from tests.versions import since
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
-pytest.importorskip("rawattn.torch_op")
+pytest.importorskip("rawattn.torch.operators")
 BOUND = 1e-12  # of a float64 loss or gradient, whose sums are taken in another order
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import api, plans
+from rawattn.api import attention
 from rawattn.errors import ProblemError
 from rawattn.operation import Backward
+from rawattn.runtime import calls, plans, request
 from tests.training import Model, gap, losses, sdpa
 from tests.versions import since
 
@@ -22,7 +23,7 @@ testing = pytest.importorskip("torch._dynamo.testing")
 checkpointing = pytest.importorskip("torch.utils.checkpoint")
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
-torch_op = pytest.importorskip("rawattn.torch_op")
+torch_op = pytest.importorskip("rawattn.torch.operators")
 
 OP, BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 CAUSAL = '{"mask": {"class": "rawattn.variant.mask:Causal"}}'
@@ -131,7 +132,7 @@ def test_every_way_gives_the_bits_of_attention_backward(dtype: Any, packed: bool
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
     with torch.no_grad():
-        wanted = api.attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, causal=True, **named)
+        wanted = attention.attention_backward(do, q, k, v, o, lse, dlse=dlse, sinks=sinks, causal=True, **named)
     assert same(torch.autograd.grad((o, lse), (q, k, v, sinks), (do, dlse)), wanted) and not operators
     results = OP(q, k, v, sinks, *(starts or (None, None)), None, None, CAUSAL)
     assert same(torch.autograd.grad(results, (q, k, v, sinks), (do, dlse)), wanted) and len(operators) == 2
@@ -220,14 +221,14 @@ def test_kernel_and_config_are_the_forward_s() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, compile_it: bool, deterministic: bool) -> None:
     """The kernel that gives the gradients may be chosen by it."""
-    seen, own = [], api._first
+    seen, own = [], calls._first
 
-    def first(given: Any, captured: Any, key: Any, asked: api.Asked, out: Any) -> Any:
+    def first(given: Any, captured: Any, key: Any, asked: request.Asked, out: Any) -> Any:
         seen.append((asked.operation is Backward, asked.options["deterministic"]))
         return own(given, captured, key, asked, out)
 
-    monkeypatch.setattr(api, "_first", first)
-    monkeypatch.setattr(api, "_calls", {})  # of arrays that lay where these lie
+    monkeypatch.setattr(calls, "_first", first)
+    monkeypatch.setattr(calls, "_calls", {})  # of arrays that lay where these lie
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
     assert seen == [(False, deterministic), (True, deterministic)]
@@ -265,7 +266,7 @@ def test_nothing_is_kept_after_the_backward() -> None:
 
 def test_gradients_are_taken_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = api.run
+    real = calls.run
 
     def run(*args: Any, **captured: Any) -> Any:
         found = real(*args, **captured)
@@ -273,7 +274,7 @@ def test_gradients_are_taken_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
             made.extend(x.data_ptr() for x in found)
         return found
 
-    monkeypatch.setattr(api, "run", run)
+    monkeypatch.setattr(calls, "run", run)
     given = make()
     rawattn.attention(*given).sum().backward()
     assert [x.grad.data_ptr() for x in given] == made

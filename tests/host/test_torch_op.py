@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import arrays, plans
+from rawattn.array import arrays
 from rawattn.errors import ProblemError
+from rawattn.runtime import plans
 from tests.versions import since
 
 torch = pytest.importorskip("torch")
@@ -27,7 +28,7 @@ checkpointing = pytest.importorskip("torch.utils.checkpoint")
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
-torch_op = pytest.importorskip("rawattn.torch_op")
+torch_op = pytest.importorskip("rawattn.torch.operators")
 
 OP = torch.ops.rawattn.attention.default
 CAUSAL = '{"mask": {"class": "rawattn.variant.mask:Causal"}}'

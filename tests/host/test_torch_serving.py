@@ -15,7 +15,7 @@ from tests.caches import Cached
 torch = pytest.importorskip("torch")
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 testing = pytest.importorskip("torch._dynamo.testing")
-torch_serving = pytest.importorskip("rawattn.torch_serving")
+torch_serving = pytest.importorskip("rawattn.torch.caches")
 
 ATTENTION, APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
 CASE = Cached(((2, 9), (2, 5)), heads=4, kv_heads=2)

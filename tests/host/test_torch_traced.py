@@ -14,7 +14,7 @@ from tests.versions import since
 
 torch = pytest.importorskip("torch")
 make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
-pytest.importorskip("rawattn.torch_serving")  # which is there with rawattn where torch was imported before
+pytest.importorskip("rawattn.torch.caches")  # which is there with rawattn where torch was imported before
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 
 torch.manual_seed(0)

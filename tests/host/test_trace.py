@@ -27,7 +27,7 @@ from rawattn.errors import ProblemError
 from rawattn.trace import gradients, proofs, tracing
 from rawattn.trace.canonical import Code
 from rawattn.trace.evaluation import evaluate
-from rawattn.variant.function import FunctionMask, FunctionScore
+from rawattn.variant.function import FunctionMask, FunctionScore, option_of
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.threads import at_once
@@ -40,7 +40,7 @@ AT = (1, 1, np.arange(8)[:, None], np.arange(8)[None], 8, 8)
 
 def option(f: Any, role: str = "mask", limits: tuple[int, ...] = LIMITS) -> Any:
     traced, arrays, numbers = trace.bind(f, role)
-    return traced.option([(e, x.shape) for (e, _), x in zip(traced.code.arrays, arrays, strict=True)], numbers, limits)
+    return option_of(traced, [(e, x.shape) for (e, _), x in zip(traced.code.arrays, arrays, strict=True)], numbers, limits)
 
 
 def pairs(f: Any) -> Any:
@@ -689,12 +689,13 @@ CODE = """
 import sys
 import numpy as np
 from rawattn import trace
+from rawattn.variant.function import option_of
 for i in range(int(sys.argv[1])):
     trace.trace(eval(f"lambda q, kv: (q // {i + 2} == kv // {i + 3}) | (kv < {i})"), "mask")
 doc, start, w = np.zeros(9, np.int32), np.zeros(9, np.int32), 4
 f = lambda b, h, q, kv: ((doc[q] == doc[kv]) & (q - kv <= w) | (kv < start[doc[q]])) & (kv % 3 + q % 5 != 2)
 t = trace.trace(f, "mask")
-o = t.option([("int32", (9,)), ("int32", (9,))], (4,), (1, 1, 9, 9))
+o = option_of(t, [("int32", (9,)), ("int32", (9,))], (4,), (1, 1, 9, 9))
 print(t.code, o.kind, list(o.texts.values()), [x[:2] for x in o.fields])
 """
 
@@ -835,9 +836,9 @@ def test_json() -> None:
     again = type(traced).from_text(traced.text)
     assert again == traced and hash(again) == hash(traced) and again.labels == ("doc",)
     forms = [("int32", DOC.shape)]
-    assert again.option(forms, numbers, LIMITS) == traced.option(forms, numbers, LIMITS)
-    fields = json.loads(json.dumps(dataclasses.asdict(traced.option(forms, numbers, LIMITS))))
-    assert FunctionMask(**fields) == traced.option(forms, numbers, LIMITS)
+    assert option_of(again, forms, numbers, LIMITS) == option_of(traced, forms, numbers, LIMITS)
+    fields = json.loads(json.dumps(dataclasses.asdict(option_of(traced, forms, numbers, LIMITS))))
+    assert FunctionMask(**fields) == option_of(traced, forms, numbers, LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import compiler
-from rawattn.compiler import Source
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.compile.compiler import Source
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Backward
-from rawattn.program import Field
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import ELEMENTS
+from rawattn.variant.field import Field
 from rawattn.variant.function import FunctionMask
 from tests import zoo
 from tests.operations import forward, replace
@@ -24,6 +24,7 @@ MAKERS = {maker.__name__: (role, maker) for role, makers in (("mask", zoo.MASKS)
 SIZE = 4096
 HEAD = """\
 #include "function/sequence.cuh"
+#include "variant/work_tile.cuh"
 #include "function/pyramid.cuh"
 struct Rows {
     i32 q_len, kv_len, q_offset, kv_offset;

@@ -11,8 +11,9 @@ import pytest
 
 import rawattn
 import rawattn.reference
-from rawattn import compiler, trace
-from rawattn.compiler import Source
+from rawattn import trace
+from rawattn.compile import compiler
+from rawattn.compile.compiler import Source
 from rawattn.trace.classes import EMPTY, FULL
 from rawattn.trace.evaluation import evaluate
 from rawattn.trace.gradients import gradients

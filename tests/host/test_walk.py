@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from perf.lib import sets
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import UnsupportedError
 from rawattn.kernel import attn_fwd
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.base import MOST_TRIED, without_spills
-from rawattn.select import config_set, select
+from rawattn.runtime.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists, traced, zoo

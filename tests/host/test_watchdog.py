@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Causal
 from tests import watchdog
@@ -71,7 +71,7 @@ def test_a_wait_that_it_does_not_know() -> None:
 
 def test_every_wait_is_edited() -> None:
     """A loop that waits for another thread is in one of the files that the watchdog knows."""
-    from rawattn.render import FOLDER
+    from rawattn.kernel.render import FOLDER
 
     waits = ("try_wait", "test_wait", "load_acquire(")
     found = {

@@ -20,13 +20,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def door() -> Iterator[Any]:
+def adapter() -> Iterator[Any]:
     pytest.importorskip("diffusers", reason="needs diffusers: pip install -e '.[diffusers]'")
-    from rawattn.integrations import diffusers as door
+    from rawattn.integrations import diffusers as adapter
 
-    door.enable()
-    door.enable()  # once more is harmless
-    yield door
+    adapter.enable()
+    adapter.enable()  # once more is harmless
+    yield adapter
 
 
 def flux() -> tuple[Any, dict[str, Any]]:
@@ -62,17 +62,17 @@ def qwen() -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("make", "count"), [(flux, 2), (wan, 4), (qwen, 2)], ids=["Flux", "Wan", "Qwen-Image"])
-def test_models(make: Any, count: int, door: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and gradients of all parameters; every layer went by the door."""
+def test_models(make: Any, count: int, adapter: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of all parameters; every layer went by the adapter."""
     calls: list[int] = []
-    original = door.api.attention
-    monkeypatch.setattr(door.api, "attention", lambda *given, **more: calls.append(1) or original(*given, **more))
+    original = adapter.api.attention
+    monkeypatch.setattr(adapter.api, "attention", lambda *given, **more: calls.append(1) or original(*given, **more))
     torch.manual_seed(0)
     model, given = make()
     model = model.to(device)
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     found = []
-    for backend in ("native", door.NAME):
+    for backend in ("native", adapter.NAME):
         model.set_attention_backend(backend)
         model.zero_grad()
         o = model(**given, return_dict=False)[0]
@@ -83,34 +83,34 @@ def test_models(make: Any, count: int, door: Any, device: str, monkeypatch: pyte
         assert (wanted - own).abs().max() < (2e-6 if device == "cpu" else 1e-3) * (1 + wanted.abs().max())
 
 
-def test_masks_and_refusals(door: Any) -> None:
+def test_masks_and_refusals(adapter: Any) -> None:
     q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 4, 16)
     rows = torch.ones(2, 7, dtype=torch.bool)
     rows[1, 4:] = False
     heads_first = [x.transpose(1, 2) for x in (q, k, k)]
     wanted = F.scaled_dot_product_attention(*heads_first, attn_mask=rows[:, None, None]).transpose(1, 2)
-    torch.testing.assert_close(door.attention(q, k, k, rows), wanted)
-    o, lse = door.attention(q, k, k, return_lse=True)
+    torch.testing.assert_close(adapter.attention(q, k, k, rows), wanted)
+    o, lse = adapter.attention(q, k, k, return_lse=True)
     assert o.shape == q.shape and lse.shape == (2, 4, 5)
     with pytest.raises(ProblemError, match="query has 4 heads but key has 2"):
-        door.attention(q, k[:, :, :2], k[:, :, :2])
+        adapter.attention(q, k[:, :, :2], k[:, :, :2])
     with pytest.raises(ProblemError, match=r"attn_mask is torch\.int64; it must be bool"):
-        door.attention(q, q, q, torch.ones(q.shape[:2], dtype=torch.int64))
+        adapter.attention(q, q, q, torch.ones(q.shape[:2], dtype=torch.int64))
     with pytest.raises(UnsupportedError, match="does not serve diffusers' context parallelism"):
-        door.attention(q, k, k, _parallel_config=object())
+        adapter.attention(q, k, k, _parallel_config=object())
 
 
-def test_compiled(door: Any) -> None:
+def test_compiled(adapter: Any) -> None:
     torch.manual_seed(0)
     model, given = flux()
-    model.set_attention_backend(door.NAME)
+    model.set_attention_backend(adapter.NAME)
     with torch.no_grad():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(**given, return_dict=False)[0], model(**given, return_dict=False)[0])
 
 
 def test_timm(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vision transformer calls torch's own function: the door in its place, on a GPU below it."""
+    """A vision transformer calls torch's own function: the adapter in its place, on a GPU below it."""
     timm = pytest.importorskip("timm", reason="needs timm")
     torch.manual_seed(0)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}

@@ -135,9 +135,9 @@ def test_grouped_qkvpacked() -> None:
     check([o], formula(qkv[:, :, :4], qkv[:, :, 4:6], qkv[:, :, 6:], causal=True)[:1])
     with pytest.raises(ProblemError, match=r"heads \+ 2 kv_heads"):
         fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=3)
-    for door in (fa2, fa3):
+    for adapter in (fa2, fa3):
         with pytest.raises(ProblemError, match=r"qkv is a Tensor of shape \(2, 20, 8, 32\); it must be a tensor, \(batch"):
-            door.flash_attn_qkvpacked_func(qkv)
+            adapter.flash_attn_qkvpacked_func(qkv)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -318,9 +318,9 @@ def test_refusals() -> None:
     for name, value in {"qv": q, "q_descale": torch.ones(1)}.items():
         with pytest.raises(UnsupportedError, match=f"{name} is .*rawattn does not have it yet"):
             fa3.flash_attn_func(q, q, q, **{name: value})
-    for door in (fa2, fa3):
+    for adapter in (fa2, fa3):
         with pytest.raises(ProblemError, match="window_size is None; it must be a pair"):
-            door.flash_attn_func(q, q, q, window_size=None)
+            adapter.flash_attn_func(q, q, q, window_size=None)
     with pytest.raises(ProblemError, match="k was given without cache_seqlens"):
         fa2.flash_attn_with_kvcache(q, q, q, q, q)
     with pytest.raises(ProblemError, match="cache_seqlens is '3'; it must be an int32 tensor"):

@@ -14,7 +14,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
 from rawattn import mask, score  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
-from rawattn.integrations import flex_attention as door  # noqa: E402
+from rawattn.integrations import flex_attention as adapter  # noqa: E402
 
 if not hasattr(flex, "AuxRequest"):
     pytest.skip("needs torch 2.9, whose flex_attention has return_aux", allow_module_level=True)
@@ -62,8 +62,8 @@ def masks(x: dict[str, Any]) -> dict[str, Any]:
     sliding = lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= 5  # noqa: E731
     document = lambda b, h, q_idx, kv_idx: x["doc"][q_idx] == x["doc"][kv_idx]  # noqa: E731
     return {
-        "causal": causal, "sliding": door.and_masks(causal, sliding), "documents": door.and_masks(document, causal),
-        "prefix": door.or_masks(lambda b, h, q_idx, kv_idx: kv_idx < x["prefix"][b], causal), "none": door.noop_mask,
+        "causal": causal, "sliding": adapter.and_masks(causal, sliding), "documents": adapter.and_masks(document, causal),
+        "prefix": adapter.or_masks(lambda b, h, q_idx, kv_idx: kv_idx < x["prefix"][b], causal), "none": adapter.noop_mask,
         "table": lambda b, h, q_idx, kv_idx: x["keep"][q_idx, kv_idx], "heads": lambda b, h, q, kv: (q - kv).abs() <= 3 * h,
         "no key": lambda b, h, q, kv: (kv > 9) & (q >= kv), "bound": functools.partial(lambda n, b, h, q, kv: q < kv + n, 9),
         "swapped": lambda b, h, kv, q: q >= kv,
@@ -89,7 +89,7 @@ def scores(x: dict[str, Any]) -> dict[str, Any]:
 def both(given: list[Any], wrt: list[Any], **options: Any) -> None:
     """The same of rawattn's and of torch's, with lse and with the gradients."""
     results = []
-    for f in (door.flex_attention, flex.flex_attention):
+    for f in (adapter.flex_attention, flex.flex_attention):
         o, aux = f(*given, return_aux=flex.AuxRequest(lse=True), **options)
         seen = torch.where(aux.lse.isfinite(), aux.lse, 0.0)
         results.append((o, aux.lse, *torch.autograd.grad((o.float() ** 2).sum() + seen.sin().sum(), wrt)))
@@ -107,9 +107,9 @@ def test_masks(name: str, device: str) -> None:
     block_mask = flex.create_block_mask(mod, 2, HEADS, N, N, device=device, BLOCK_SIZE=16)
     wanted, lse = flex.flex_attention(*given, block_mask=block_mask, return_lse=True)
     dwanted = torch.autograd.grad((wanted**2).sum(), given)
-    ours = door.create_block_mask(mod, None, None, N, N, device=device)
-    for each in (mod, block_mask, ours, mask.function(door.by_position(mod, "mask"))):
-        o, found = door.flex_attention(*given, block_mask=each, return_lse=True)
+    ours = adapter.create_block_mask(mod, None, None, N, N, device=device)
+    for each in (mod, block_mask, ours, mask.function(adapter.by_position(mod, "mask"))):
+        o, found = adapter.flex_attention(*given, block_mask=each, return_lse=True)
         near(o, wanted)
         near(found, lse)
     for x, y in zip(torch.autograd.grad((o**2).sum(), given), dwanted, strict=True):
@@ -134,7 +134,7 @@ def test_grouped_heads(device: str) -> None:
     given, slopes = make(device, kv_heads=2), x["slopes"].requires_grad_()
     both(given, [*given, slopes], score_mod=scores(x)["alibi"], enable_gqa=True)
     with pytest.raises(ProblemError, match="query has 4 heads but key has 2"):
-        door.flex_attention(*given)
+        adapter.flex_attention(*given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -160,13 +160,13 @@ def test_layout_of_the_result(order: tuple[int, ...], device: str) -> None:
     for options in ({"score_mod": alibi}, {}):
         for _ in range(2):  # a call that is kept, too
             for v in (key, value):
-                o = door.flex_attention(query, key, v, **options)
+                o = adapter.flex_attention(query, key, v, **options)
                 wanted = flex.flex_attention(query, key, v, **options)
                 near(o, wanted)
                 assert o.stride() == wanted.stride()
             query = query.clone()
     slopes = x["slopes"].requires_grad_()
-    (found,) = torch.autograd.grad(door.flex_attention(query, key, key, score_mod=alibi).square().sum(), slopes)
+    (found,) = torch.autograd.grad(adapter.flex_attention(query, key, key, score_mod=alibi).square().sum(), slopes)
     (wanted,) = torch.autograd.grad(flex.flex_attention(query, key, key, score_mod=alibi).square().sum(), slopes)
     near(found, wanted, 1e-4)
 
@@ -174,13 +174,13 @@ def test_layout_of_the_result(order: tuple[int, ...], device: str) -> None:
 def test_compiled() -> None:
     """Nothing changes if graphs may break; a whole graph needs functions that were made outside."""
     x, given = captured("cpu"), make()
-    mod, causal = scores(x)["alibi"], door.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N)
-    wanted = door.flex_attention(*given, score_mod=mod, block_mask=causal)
-    broken = torch.compile(door.flex_attention, backend="eager")
+    mod, causal = scores(x)["alibi"], adapter.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N)
+    wanted = adapter.flex_attention(*given, score_mod=mod, block_mask=causal)
+    broken = torch.compile(adapter.flex_attention, backend="eager")
     assert torch.equal(broken(*given, score_mod=mod, block_mask=causal), wanted)
     outside = score.function(mod)
     whole = torch.compile(
-        lambda *x: door.flex_attention(*x, score_mod=outside, block_mask=causal), backend="aot_eager", fullgraph=True
+        lambda *x: adapter.flex_attention(*x, score_mod=outside, block_mask=causal), backend="aot_eager", fullgraph=True
     )
     assert torch.equal(whole(*given), wanted)
 
@@ -189,25 +189,25 @@ def test_refusals() -> None:
     given = make()
     aux = flex.AuxRequest(lse=True, max_scores=True)
     with pytest.raises(UnsupportedError, match="return_aux asks for max_scores, which no kernel keeps"):
-        door.flex_attention(*given, return_aux=aux)
+        adapter.flex_attention(*given, return_aux=aux)
     with pytest.raises(ProblemError, match="return_lse was given beside return_aux"):
-        door.flex_attention(*given, return_lse=True, return_aux=flex.AuxRequest(lse=True))
+        adapter.flex_attention(*given, return_lse=True, return_aux=flex.AuxRequest(lse=True))
     with pytest.raises(ProblemError, match="query is a ndarray; it must be a torch tensor of 4 dimensions"):
-        door.flex_attention(*(x.detach().numpy() for x in given))
+        adapter.flex_attention(*(x.detach().numpy() for x in given))
     with pytest.raises(ProblemError, match=r"query has 3 dimensions, \(4, 40, 16\); it must have 4"):
-        door.flex_attention(*(x[0] for x in given))
+        adapter.flex_attention(*(x[0] for x in given))
     with pytest.raises(ProblemError, match=r"block_mask was made for \(1, 1, 40, 41\) .* have \(2, 4, 40, 40\)"):
-        door.flex_attention(*given, block_mask=door.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N + 1))
+        adapter.flex_attention(*given, block_mask=adapter.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N + 1))
     with pytest.raises(ProblemError, match="the BlockMask has shape"):
         longer = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N + 1, device="cpu")
-        door.flex_attention(*given, block_mask=longer)
+        adapter.flex_attention(*given, block_mask=longer)
     with pytest.raises(ProblemError, match="block_mask is a Tensor; it must be a BlockMask"):
-        door.flex_attention(*given, block_mask=torch.ones(N, N, dtype=torch.bool))
+        adapter.flex_attention(*given, block_mask=torch.ones(N, N, dtype=torch.bool))
     with pytest.raises(ProblemError, match="key has 3 sequences but query 2"):
-        door.flex_attention(given[0], *(torch.cat([x, x[:1]]) for x in given[1:]))
+        adapter.flex_attention(given[0], *(torch.cat([x, x[:1]]) for x in given[1:]))
     whole = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ProblemError, match="Cannot use mask_mod from a sliced BlockMask"):
-        door.flex_attention(given[0][:, :, :32], *given[1:], block_mask=whole[:, :, torch.tensor([0, 1])])
+        adapter.flex_attention(given[0][:, :, :32], *given[1:], block_mask=whole[:, :, torch.tensor([0, 1])])
     with pytest.warns(UserWarning, match="kernel_options are hints to torch's kernels; rawattn ignores them") as seen:
-        door.flex_attention(*given, kernel_options={"BLOCK_M": 64})
+        adapter.flex_attention(*given, kernel_options={"BLOCK_M": 64})
     assert seen[0].filename == __file__

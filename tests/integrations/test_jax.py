@@ -280,12 +280,12 @@ def test_nothing_else_is_imported() -> None:
 
 
 CAPTURED = """
-import jax, jax.numpy as jnp, numpy as np, rawattn.api, rawattn.jax
-calls, run = [], rawattn.api.run
+import jax, jax.numpy as jnp, numpy as np, rawattn.api.attention, rawattn.jax
+calls, run = [], rawattn.runtime.calls.run
 def counted(*given, **options):
     calls.append(1)
     return run(*given, **options)
-rawattn.api.run = counted
+rawattn.runtime.calls.run = counted
 @jax.jit
 def step(x):
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Errors of doors name the arguments that the caller gave, as the door calls them."""
+"""Errors of adapters name the arguments that the caller gave, as the adapter calls them."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ def test_errors_name_the_doors_arguments(call: Callable[[], Any], message: str) 
 
 
 def test_errors_name_the_arguments_of_transformers() -> None:
-    door = pytest.importorskip("rawattn.integrations.transformers")
+    adapter = pytest.importorskip("rawattn.integrations.transformers")
     for given, message in (
         ({"scaling": "x"}, "scaling is 'x'; it must be a finite number"),
         ({"position_bias": torch.ones(3, 3)}, "position_bias or attention_mask has shape (3, 3); it must be (8, 8)"),
         ({"key": TALL[..., :8]}, "key has head_dim 8 but query has 16; give key head_dim 16."),
     ):
         with pytest.raises(ProblemError) as error:
-            door.attention(torch.nn.Module(), **{"query": TALL, "key": TALL, "value": TALL, "attention_mask": None, **given})
+            adapter.attention(torch.nn.Module(), **{"query": TALL, "key": TALL, "value": TALL, "attention_mask": None, **given})
         assert str(error.value).startswith(message)

@@ -24,7 +24,7 @@ from rawattn.errors import UnsupportedError  # noqa: E402
 from tests.integrations import sglang_like as like  # noqa: E402
 from tests.versions import since  # noqa: E402
 
-DOOR = "rawattn.integrations.sglang_backend"
+ADAPTER = "rawattn.integrations.sglang_backend"
 HEADS, KV_HEADS, DIM, TOKENS = 4, 2, 32, 96
 
 
@@ -55,7 +55,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if not is_installed():
         for name, module in like.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, DOOR, raising=False)
+    monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
     rawattn_plugins.sglang()
     rawattn_plugins.sglang()
     choices = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -63,7 +63,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count("rawattn") == 1
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     yield registry.ATTENTION_BACKENDS["rawattn"]
-    sys.modules.pop(DOOR, None)
+    sys.modules.pop(ADAPTER, None)
 
 
 def modes() -> Any:
@@ -212,7 +212,7 @@ def test_deterministic_inference(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(options["invariant"])
         return q
 
-    monkeypatch.setattr(importlib.import_module(DOOR).caches, "attention_kvcache", attend)
+    monkeypatch.setattr(importlib.import_module(ADAPTER).caches, "attention_kvcache", attend)
     for found in (False, True):
         run.server_args.enable_deterministic_inference = found
         backend = make(run)
@@ -313,11 +313,11 @@ def test_e4m3_on_an_older_gpu(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_contract(make: Any) -> None:
     """Methods take what SGLang's own class says, read in its source where it is installed."""
-    door = importlib.import_module(DOOR)
+    adapter = importlib.import_module(ADAPTER)
     source = _source()
     for name in [each for each in vars(like.AttentionBackend) if each.startswith(("init_", "forward_d", "forward_e", "get_"))]:
         asked = [x for x in inspect.signature(getattr(like.AttentionBackend, name)).parameters if x != "kwargs"]
-        assert [*inspect.signature(getattr(door.RawattnBackend, name)).parameters][: len(asked)] == asked
+        assert [*inspect.signature(getattr(adapter.RawattnBackend, name)).parameters][: len(asked)] == asked
         if source:
             assert [x.arg for x in source[name].args.args][: len(asked)] == asked
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 from transformers import masking_utils  # noqa: E402
 
 from rawattn.errors import UnsupportedError  # noqa: E402
-from rawattn.integrations import transformers as door  # noqa: E402
+from rawattn.integrations import transformers as adapter  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 SMALL = {
@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def enabled() -> None:
-    door.enable()
+    adapter.enable()
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
     """Counts how often each way to compute was taken."""
     counted: collections.Counter[str] = collections.Counter()
     for name in ("_over_cache", "_end_to_end"):
-        original = getattr(door.Kept, name)
+        original = getattr(adapter.Kept, name)
 
         def call(self: Any, *given: Any, name: str = name, original: Any = original) -> Any:
             counted[name] += 1
             return original(self, *given)
 
-        monkeypatch.setattr(door.Kept, name, call)
+        monkeypatch.setattr(adapter.Kept, name, call)
     yield counted
 
 
@@ -247,7 +247,7 @@ def test_older_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         def __init__(self, block_size: int) -> None: ...
 
     monkeypatch.setattr(transformers, "ContinuousBatchingConfig", Config)
-    with pytest.raises(UnsupportedError, match=r"needs 5\.19"), door.continuous_batching(make("Llama")):
+    with pytest.raises(UnsupportedError, match=r"needs 5\.19"), adapter.continuous_batching(make("Llama")):
         pass
 
 
@@ -259,7 +259,7 @@ def serve(model: Any) -> list[list[int]]:
         pytest.skip("continuous batching needs transformers 5.19")
     batching = ContinuousBatchingConfig(page_size=8, num_blocks=40, max_batch_tokens=32)
     greedy = transformers.GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with door.continuous_batching(model):
+    with adapter.continuous_batching(model):
         found = model.generate_batch(PROMPTS, generation_config=greedy, continuous_batching_config=batching)
     return [each.generated_tokens for each in found.values()]
 
@@ -268,8 +268,8 @@ def serve(model: Any) -> list[list[int]]:
 def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of different lengths, in chunks of at most 32 tokens, over pages of 8: the tokens that each gets alone."""
     counted: collections.Counter[str] = collections.Counter()
-    paged = door.transformers_paged
-    for module, each in ((paged.caches, "attention_kvcache"), (paged.api, "attention_varlen")):
+    paged = adapter.transformers_paged
+    for module, each in ((paged.caches, "attention_kvcache"), (paged.attention, "attention_varlen")):
         original = getattr(module, each)
         call = lambda *given, each=each, original=original, **more: counted.update([each]) or original(*given, **more)  # noqa: E731
         monkeypatch.setattr(module, each, call)
@@ -291,22 +291,22 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_position_bias_beside_floats() -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="position_bias was given beside a mask"):
-        door.attention(torch.nn.Module(), q, q, q, q[..., :4], position_bias=q[..., :4])
+        adapter.attention(torch.nn.Module(), q, q, q, q[..., :4], position_bias=q[..., :4])
 
 
 @pytest.mark.skipif(not is_new(), reason="continuous batching needs transformers 5.19")
 def test_continuous_batching_refuses() -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="cache is None; rawattn_flash serves continuous batching alone"):
-        door.attention_paged(torch.nn.Module(), q, q, q, None)
+        adapter.attention_paged(torch.nn.Module(), q, q, q, None)
     with pytest.raises(UnsupportedError, match="cache is a list"):
         module = torch.nn.Module()
         module.layer_idx = 0
-        door.attention_paged(module, q, q, q, None, cache=[])
+        adapter.attention_paged(module, q, q, q, None, cache=[])
     with pytest.raises(UnsupportedError, match="attention_mask was given"):
-        door.attention_paged(torch.nn.Module(), q, q, q, q, cache=[])
+        adapter.attention_paged(torch.nn.Module(), q, q, q, q, cache=[])
     model = make("Llama")
-    with door.continuous_batching(model), pytest.raises(UnsupportedError, match="cache is None"):
+    with adapter.continuous_batching(model), pytest.raises(UnsupportedError, match="cache is None"):
         model(IDS)
 
 
@@ -330,28 +330,28 @@ def test_layers_share_what_is_made(ways: Any) -> None:
     made: list[Any] = []
     model = make("Llama")
     model.set_attn_implementation("rawattn")
-    original = door._starts
+    original = adapter._starts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "_starts", lambda *given: made.append(1) or original(*given))
+        patch.setattr(adapter, "_starts", lambda *given: made.append(1) or original(*given))
         model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
     assert len(made) == 3 and ways == {"_end_to_end": 12}
 
 
 def test_nothing_is_read_from_the_device() -> None:
     """A query whose position is on the device, as with a static cache, and no mask: its length stays there."""
-    kept = door.make_mask(2, 1, 64, q_offset=torch.tensor(20))
+    kept = adapter.make_mask(2, 1, 64, q_offset=torch.tensor(20))
     assert isinstance(kept.used, torch.Tensor)
     q, k, v = (torch.randn(2, n, 2, 16) for n in (1, 64, 64))
     found = kept.attend(q, k, v, {"scale": None})
-    assert torch.equal(found, door.caches.attention_kvcache(q, door.serving.KVCache(k, v), kept._step))
-    wanted = door.api.attention(q, k[:, :21], v[:, :21])
+    assert torch.equal(found, adapter.caches.attention_kvcache(q, adapter.serving.KVCache(k, v), kept._step))
+    wanted = adapter.api.attention(q, k[:, :21], v[:, :21])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    assert door.make_mask(2, 7, 64, q_offset=torch.tensor(0)).used == 7
+    assert adapter.make_mask(2, 7, 64, q_offset=torch.tensor(0)).used == 7
 
 
 def test_copies_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded rows are read where they are, in a cache too; gradients through a cache make copies, which are said once."""
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(adapter, "_warned", set())
     model = make("Llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -381,7 +381,7 @@ def test_padding(q_len: int, causal: bool, heads_first: bool) -> None:
     for x in (k, v):
         x[:, :20] = torch.randn(3, 20, 2, 16, generator=random).masked_fill(~rows[..., None, None], torch.nan)
     function = CAUSAL if causal else masking_utils.bidirectional_mask_function
-    kept = door.make_mask(3, q_len, 32 if causal else 20, 20 - q_len, mask_function=function, attention_mask=rows)
+    kept = adapter.make_mask(3, q_len, 32 if causal else 20, 20 - q_len, mask_function=function, attention_mask=rows)
     found = kept.attend(q, *((k, v) if causal else (k[:, :20], v[:, :20])), {})
     pairs = rows[:, None, None].expand(-1, -1, q_len, -1)
     if causal:
@@ -417,63 +417,63 @@ def test_bands() -> None:
     packed, positions = torch.zeros(2, 4), torch.arange(4).expand(2, -1)
     both = masking_utils.packed_sequence_compatibility_function
     window = masking_utils.sliding_window_causal_mask_function(5)
-    assert door._band(CAUSAL) == ((None, 0), None)
-    assert door._band(window) == ((4, 0), None)
-    assert door._band(masking_utils.bidirectional_mask_function) == ((None, None), None)
-    assert door._band(masking_utils.sliding_window_bidirectional_mask_function(5)) == ((5, 5), None)
-    band, found = door._band(both(window, positions, packed))
+    assert adapter._band(CAUSAL) == ((None, 0), None)
+    assert adapter._band(window) == ((4, 0), None)
+    assert adapter._band(masking_utils.bidirectional_mask_function) == ((None, None), None)
+    assert adapter._band(masking_utils.sliding_window_bidirectional_mask_function(5)) == ((5, 5), None)
+    band, found = adapter._band(both(window, positions, packed))
     assert band == (4, 0) and found is packed
     for function in (
         masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), masking_utils.or_masks(CAUSAL, CAUSAL),
         masking_utils.and_masks(CAUSAL, lambda b, h, q, kv: q != kv), lambda b, h, q, kv: kv <= q,
         both(both(CAUSAL, positions, packed), positions, packed),
     ):  # fmt: skip
-        assert door._band(function) is None
+        assert adapter._band(function) is None
 
 
 def test_masks_in_pieces() -> None:
     """Rows with holes in them, and packed rows through a cache, are left to functions."""
     holes = torch.ones(2, 10, dtype=torch.bool)
     holes[0, 4:6] = False
-    kept = door.make_mask(2, 10, 10, attention_mask=holes)
+    kept = adapter.make_mask(2, 10, 10, attention_mask=holes)
     assert kept.has_parts and kept.parts is None
-    assert door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).has_parts is False
-    late = door.make_mask(2, 4, 10, 6, attention_mask=torch.ones(2, 10, dtype=torch.bool))
+    assert adapter.make_mask(2, 10, 10, attention_mask=torch.ones(2, 10, dtype=torch.bool)).has_parts is False
+    late = adapter.make_mask(2, 4, 10, 6, attention_mask=torch.ones(2, 10, dtype=torch.bool))
     assert (late.used, late.has_parts, late.band) == (10, False, (None, 0))
-    early = door.make_mask(2, 4, 10, 2)
+    early = adapter.make_mask(2, 4, 10, 2)
     assert early.used == 6
-    assert door.make_mask(2, 4, 10, 20).band is None
-    short = door.make_mask(2, 10, 10, attention_mask=torch.ones(2, 8, dtype=torch.bool))
+    assert adapter.make_mask(2, 4, 10, 20).band is None
+    short = adapter.make_mask(2, 10, 10, attention_mask=torch.ones(2, 8, dtype=torch.bool))
     assert short.parts == [[(8, 8), (2, 2)]] * 2
     wide = masking_utils.sliding_window_bidirectional_mask_function(3)
-    assert door.make_mask(2, 4, 10, 2, mask_function=wide).band is None
-    assert door.make_mask(2, 1, 10, torch.tensor(2), mask_function=wide).band is None
-    assert door.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).parts is None
+    assert adapter.make_mask(2, 4, 10, 2, mask_function=wide).band is None
+    assert adapter.make_mask(2, 1, 10, torch.tensor(2), mask_function=wide).band is None
+    assert adapter.make_mask(2, 10, 10, mask_function=wide, attention_mask=holes.flip(1)).parts is None
 
 
 def test_parts() -> None:
     padding = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool).numpy()
-    causal, full = door.Band(right=0), door.Band()
-    assert door._parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
-    assert door._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
-    assert door._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
-    assert door._parts(padding & False, full, 3) == [[(3, 4)]] * 3
+    causal, full = adapter.Band(right=0), adapter.Band()
+    assert adapter._parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
+    assert adapter._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
+    assert adapter._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
+    assert adapter._parts(padding & False, full, 3) == [[(3, 4)]] * 3
     packed = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()
-    assert door._runs(packed, 4) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
-    assert door._runs(packed, 2) == [[(0, 2), (2, 2)], [(1, 3), (1, 1)]]
-    starts = door._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
+    assert adapter._runs(packed, 4) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    assert adapter._runs(packed, 2) == [[(0, 2), (2, 2)], [(1, 3), (1, 1)]]
+    starts = adapter._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
     assert [x.tolist() for x in starts[:2]] == [[0, 0, 1, 1, 2], [0, 2, 4, 10, 14]] and starts[2:] == (1, 4)
 
 
-@pytest.mark.parametrize("name", ["cache", "output_attentions", *door.CHOICES])
+@pytest.mark.parametrize("name", ["cache", "output_attentions", *adapter.CHOICES])
 def test_refusals(name: str) -> None:
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match=f"{name} was given"):
-        door.attention(torch.nn.Module(), q, q, q, None, **{name: q})
+        adapter.attention(torch.nn.Module(), q, q, q, None, **{name: q})
     if name != "cache":
         with pytest.raises(UnsupportedError, match=f"{name} was given"):
-            door.attention_paged(torch.nn.Module(), q, q, q, None, **{"cache": [], name: q})
-    door.attention(torch.nn.Module(), q, q, q, None, **{name: None})
+            adapter.attention_paged(torch.nn.Module(), q, q, q, None, **{"cache": [], name: q})
+    adapter.attention(torch.nn.Module(), q, q, q, None, **{name: None})
 
 
 def test_layers_that_make_masks_of_their_own() -> None:
@@ -486,12 +486,12 @@ def test_layers_that_make_masks_of_their_own() -> None:
 
 
 def test_masks_whose_rows_are_strided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(adapter, "_warned", set())
     q, pairs = torch.randn(1, 2, 4, 8), torch.randn(1, 4, 4, 2).permute(0, 3, 2, 1)
     for given in (pairs, pairs > 0):
-        wanted = door.attention(torch.nn.Module(), q, q, q, given.contiguous())[0]
-        assert torch.equal(door.attention(torch.nn.Module(), q, q, q, given)[0], wanted)
-    assert door._warned == {"attention_mask is copied in each layer, as its last dimension is not contiguous in memory."}
+        wanted = adapter.attention(torch.nn.Module(), q, q, q, given.contiguous())[0]
+        assert torch.equal(adapter.attention(torch.nn.Module(), q, q, q, given)[0], wanted)
+    assert adapter._warned == {"attention_mask is copied in each layer, as its last dimension is not contiguous in memory."}
 
 
 # Of flash attention, which say of sequences what the mask says; hints; and what models' own functions do not read beside a mask.
@@ -500,7 +500,7 @@ NO_MATTER = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "
 
 def test_arguments_of_models() -> None:
     """Each argument that a model of the installed transformers gives to its attention is served, refused, or of no matter."""
-    known = NO_MATTER | {*door.CHOICES, "output_attentions", *inspect.signature(door.attention).parameters}
+    known = NO_MATTER | {*adapter.CHOICES, "output_attentions", *inspect.signature(adapter.attention).parameters}
     found: dict[str, str] = {}
     for path in pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         for call in path.read_text().split("attention_interface(\n")[1:]:
@@ -532,10 +532,10 @@ def test_last_queries(function: Any, padding: Any, count: int) -> None:
     """A mask's last rows, as models take them for layers that give nothing to a cache."""
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 10, n, 16, generator=random) for n in (4, 2, 2))
-    kept = door.make_mask(2, 10, 10, mask_function=function, attention_mask=padding)
+    kept = adapter.make_mask(2, 10, 10, mask_function=function, attention_mask=padding)
     wanted = kept.attend(q, k, v, {})[:, -count:]
     last = kept[:, :, slice(-count, None), :]
-    assert isinstance(last, door.Kept) and last.shape == (2, 1, count, 10) and last.band == kept.band
+    assert isinstance(last, adapter.Kept) and last.shape == (2, 1, count, 10) and last.band == kept.band
     rows = torch.ones(2, 10, dtype=torch.bool) if padding is None else padding
     found = last.attend(q[:, -count:], k, v, {})
     torch.testing.assert_close(found[rows[:, -count:]], wanted[rows[:, -count:]], rtol=1e-5, atol=1e-5)
@@ -544,7 +544,7 @@ def test_last_queries(function: Any, padding: Any, count: int) -> None:
 
 @pytest.mark.parametrize("index", [0, (0, 0), (slice(None), slice(None), slice(3)), (slice(None), 0, slice(None), slice(None))])
 def test_other_parts_of_masks(index: Any) -> None:
-    kept = door.make_mask(2, 10, 10)
+    kept = adapter.make_mask(2, 10, 10)
     with pytest.raises(UnsupportedError, match=r"attention_mask\[.*\] was asked for"):
         kept[index]
     for rows in (slice(3), slice(0, 10, 2), slice(10, None), 3):
@@ -579,8 +579,8 @@ def test_continuous_batching_gives_implementations_back() -> None:
     model.config = transformers.Gemma3Config()
     model.config._attn_implementation = {"": "eager", "text_config": "rawattn", "vision_config": "sdpa"}
     parts = (model.config, model.config.text_config, model.config.vision_config)
-    with door.continuous_batching(model):
-        assert {x._attn_implementation for x in parts} == {door.transformers_paged.NAME}
+    with adapter.continuous_batching(model):
+        assert {x._attn_implementation for x in parts} == {adapter.transformers_paged.NAME}
     assert [x._attn_implementation for x in parts] == ["eager", "rawattn", "sdpa"]
 
 

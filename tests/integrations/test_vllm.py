@@ -24,7 +24,7 @@ from rawattn.errors import UnsupportedError  # noqa: E402
 from tests.integrations import vllm_like  # noqa: E402
 from tests.versions import since  # noqa: E402
 
-DOOR = "rawattn.integrations.vllm_backend"
+ADAPTER = "rawattn.integrations.vllm_backend"
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu("any"))])
@@ -40,11 +40,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     except ImportError:
         for name, module in vllm_like.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, DOOR, raising=False)
+    monkeypatch.delitem(sys.modules, ADAPTER, raising=False)
     rawattn_plugins.vllm()
     rawattn_plugins.vllm()
-    yield importlib.import_module("vllm.v1.attention.backend"), importlib.import_module(DOOR).RawattnBackend
-    sys.modules.pop(DOOR, None)
+    yield importlib.import_module("vllm.v1.attention.backend"), importlib.import_module(ADAPTER).RawattnBackend
+    sys.modules.pop(ADAPTER, None)
 
 
 LENGTHS = [(1, 30), (7, 7), (5, 21), (1, 1)]  # queries and keys of each sequence: decoding, a prompt, its next part
@@ -80,7 +80,7 @@ def expected(q: Any, keys: list[Any], values: list[Any], options: dict[str, Any]
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_a_step(options: dict[str, Any], backend: Any, device: str) -> None:
     """Old keys lie in the cache, new ones are written, and rows of padding are left alone."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" or "kv_cache_dtype" in options else torch.float32
     table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
     q = torch.randn(14 + 2, HEADS, DIM, generator=random).to(dtype)
@@ -99,11 +99,11 @@ def test_a_step(options: dict[str, Any], backend: Any, device: str) -> None:
         eight = [[x.to(torch.float8_e4m3fn).to(dtype) for x in each] for each in (keys, values)]
         wanted = expected(q, *eight, options)
     table, q, pool, (k, v) = table.to(device), q.to(device), pool.to(device), (x.to(device) for x in new)
-    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, **options)
+    impl = adapter.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, **options)
     output = torch.full_like(q, torch.nan)
     assert torch.equal(impl.forward(layer, q, k, v, pool, None, output), torch.zeros_like(q))
     output.fill_(5)
-    builder = door.get_builder_cls()(None, ["layer"], None, torch.device(device))
+    builder = adapter.get_builder_cls()(None, ["layer"], None, torch.device(device))
     for metadata in (
         builder.build(0, common(base, device, table, 2)),
         builder.build_for_cudagraph_capture(common(base, device, table, 2)),
@@ -115,16 +115,18 @@ def test_a_step(options: dict[str, Any], backend: Any, device: str) -> None:
 
 
 def test_sinks_and_shared_caches(backend: Any) -> None:
-    base, door = backend
+    base, adapter = backend
     table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
-    metadata = door.get_builder_cls()(None, [], None, None).build(0, common(base, "cpu", table))
+    metadata = adapter.get_builder_cls()(None, [], None, None).build(0, common(base, "cpu", table))
     q, pool = torch.randn(14, HEADS, DIM), torch.zeros(6, KV_HEADS, SIZE, 2 * DIM)
-    shares = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, kv_sharing_target_layer_name="0", sinks=torch.full((HEADS,), 50.0))
+    shares = adapter.get_impl_cls()(
+        HEADS, DIM, 0.25, KV_HEADS, kv_sharing_target_layer_name="0", sinks=torch.full((HEADS,), 50.0)
+    )
     output = shares.forward(None, q, q[:, :2], q[:, :2], pool, metadata, torch.empty_like(q))
     assert not pool.any() and output.abs().max() < 1e-6
     causal = torch.tensor([True, False, True, True])
     step = (
-        door.get_builder_cls()(None, [], None, None)
+        adapter.get_builder_cls()(None, [], None, None)
         .build(0, base.CommonAttentionMetadata(**{**vars(common(base, "cpu", table)), "causal": causal}))
         .step
     )
@@ -145,11 +147,11 @@ def attend(
     backend: Any, impl: Any, causal: Any = True, layer: Any = None, pool: Any = None, device: str = "cpu"
 ) -> tuple[Any, Any, Any]:
     """A prompt's q and keys, which are its values, and what the layer gives."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" else torch.float32
     q, k = (torch.randn(12, n, DIM, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS))
     pool = torch.zeros(2, KV_HEADS, SIZE, 2 * DIM, dtype=dtype, device=device) if pool is None else pool
-    metadata = door.get_builder_cls()(None, [], None, None).build(0, one(base, 12, causal, device))
+    metadata = adapter.get_builder_cls()(None, [], None, None).build(0, one(base, 12, causal, device))
     return q, k, impl.forward(layer, q, k, k, pool, metadata, torch.empty_like(q))
 
 
@@ -201,19 +203,19 @@ def test_scales_that_are_loaded_late(backend: Any) -> None:
 
 
 def test_batch_invariance(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = backend[1]
-    module, asked = importlib.import_module(DOOR), []
+    adapter = backend[1]
+    module, asked = importlib.import_module(ADAPTER), []
     monkeypatch.setattr(module.caches, "attention_kvcache", lambda *given, **options: asked.append(options["invariant"]))
     for found in (False, True):
         monkeypatch.setattr(module, "envs", types.SimpleNamespace(VLLM_BATCH_INVARIANT=found))
-        attend(backend, door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS))
-    assert asked == [False, True] and door.supports_batch_invariance()
+        attend(backend, adapter.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS))
+    assert asked == [False, True] and adapter.supports_batch_invariance()
 
 
 def test_drafts_are_read_where_they_are(backend: Any) -> None:
     """vLLM updates metadata within a graph and builds none: the step has to have vLLM's own arrays."""
-    base, door = backend
-    builder, batch = door.get_builder_cls()(None, [], None, None), one(base, 5)
+    base, adapter = backend
+    builder, batch = adapter.get_builder_cls()(None, [], None, None), one(base, 5)
     metadata = builder.build_for_cudagraph_capture(batch)
     for array in (batch.seq_lens, batch.query_start_loc, batch.block_table_tensor, batch.slot_mapping):
         array += 3
@@ -235,13 +237,13 @@ def test_graphs(backend: Any) -> None:
 @since(2, 5)
 def test_a_graph_of_a_mixed_batch(backend: Any, device: str) -> None:
     """A graph that was captured with a bound of all rows on one sequence, as vLLM's runners do, computes any batch of so many."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" else torch.float32
     table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
     batch = common(base, device, table.to(device))
     batch.max_query_len, batch.max_seq_len = 14, 32
-    captured = door.get_builder_cls()(None, [], None, None).build_for_cudagraph_capture(batch)
-    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS)
+    captured = adapter.get_builder_cls()(None, [], None, None).build_for_cudagraph_capture(batch)
+    impl = adapter.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS)
     pool = torch.randn(10, KV_HEADS, SIZE, 2 * DIM, generator=random).to(device, dtype)
     for lengths in ([(1, 9), (11, 11), (2, 20), (0, 0)], [(14, 30), (0, 0), (0, 0), (0, 0)], [(4, 4), (3, 9), (3, 32), (4, 12)]):
         starts = torch.tensor([0, *torch.tensor([q for q, _ in lengths]).cumsum(0)], dtype=torch.int32)
@@ -266,18 +268,18 @@ def test_a_graph_of_a_mixed_batch(backend: Any, device: str) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_encoders(window: int | None, kind: str, backend: Any, device: str) -> None:
     """Without a cache, in both directions."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" else torch.float32
     lengths, batch = [5, 1, 6], one(base, 14, False, device)  # and two rows of padding
     batch.query_start_loc = torch.tensor([0, 5, 6, 12], dtype=torch.int32, device=device)
     batch.seq_lens, batch.num_reqs = torch.tensor(lengths, dtype=torch.int32, device=device), 3
     batch.block_table_tensor = torch.zeros(3, 1, dtype=torch.int32, device=device)
-    impl = door.get_impl_cls()(
+    impl = adapter.get_impl_cls()(
         HEADS, DIM, 0.25, KV_HEADS, sliding_window=window, attn_type=getattr(base.AttentionType, kind)
     )  # fmt: skip
     q, k, v = (torch.randn(14, n, DIM, generator=random).to(device, dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
     output = torch.full_like(q, 5)
-    metadata = door.get_builder_cls()(None, [], None, None).build(0, batch)
+    metadata = adapter.get_builder_cls()(None, [], None, None).build(0, batch)
     impl.forward(None, q, k, v, torch.empty(0, dtype=dtype, device=device), metadata, output)
     first = 0
     for n in lengths:
@@ -293,13 +295,13 @@ def test_encoders(window: int | None, kind: str, backend: Any, device: str) -> N
 @since(2, 5)
 def test_queries_of_a_decoder_to_an_encoder(backend: Any) -> None:
     """vLLM writes other slots into the metadata: as many as the encoder gave keys, or none where they are in the cache."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     batch = one(base, 2, False)
     batch.seq_lens = torch.tensor([9], dtype=torch.int32)
     batch.max_seq_len = 9
-    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, attn_type=base.AttentionType.ENCODER_DECODER)
+    impl = adapter.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, attn_type=base.AttentionType.ENCODER_DECODER)
     q, k, v = (torch.randn(n, h, DIM, generator=random) for n, h in ((2, HEADS), (9, KV_HEADS), (9, KV_HEADS)))
-    metadata = door.get_builder_cls()(None, [], None, None).build(0, batch)
+    metadata = adapter.get_builder_cls()(None, [], None, None).build(0, batch)
     metadata.slot_mapping = torch.arange(SIZE, SIZE + 9)
     pool = torch.zeros(2, KV_HEADS, SIZE, 2 * DIM)
     given = (x.transpose(0, 1) for x in (q, k, v))
@@ -315,7 +317,7 @@ def test_queries_of_a_decoder_to_an_encoder(backend: Any) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 def test_ranges_of_images(window: int | None, clamps: bool, backend: Any, device: str) -> None:
     """Tokens of a range of positions see each other, those behind this step's rows too, where they are in the cache."""
-    (base, door), random = backend, torch.Generator().manual_seed(0)
+    (base, adapter), random = backend, torch.Generator().manual_seed(0)
     dtype = torch.float16 if device == "cuda" else torch.float32
     table = torch.tensor([[3, 1], [0, 9], [5, 2], [4, 9]], dtype=torch.int32)
     ranges = {0: [(2, 9)], 1: [(1, 3), (5, 6), (4, 4)], 2: [(2, 17), (19, 30)], 3: []}  # of which the last key counts
@@ -328,8 +330,8 @@ def test_ranges_of_images(window: int | None, clamps: bool, backend: Any, device
         for at in range(n):
             pool[table[i, at // SIZE], :, at % SIZE] = torch.cat([keys[i][at], values[i][at]], -1)
     new = [torch.cat([x[n - rows :] for x, (rows, n) in zip(each, LENGTHS, strict=True)]) for each in (keys, values)]
-    impl = door.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, sliding_window=window)
-    builder = door.get_builder_cls()(None, [], None, None)
+    impl = adapter.get_impl_cls()(HEADS, DIM, 0.25, KV_HEADS, sliding_window=window)
+    builder = adapter.get_builder_cls()(None, [], None, None)
     metadata, output = builder.build(0, batch), torch.full_like(q, torch.nan)
     impl.forward(layer, q, *(x.to(device) for x in new), pool.to(device), metadata, output)
     first = 0
@@ -352,9 +354,9 @@ def test_ranges_of_images(window: int | None, clamps: bool, backend: Any, device
 
 def test_capture_builds_as_a_subclass_does(backend: Any) -> None:
     """vLLM's classes override build, to show layers another batch; a graph's steps have no bound of keys."""
-    base, door = backend
+    base, adapter = backend
 
-    class Builder(door.get_builder_cls()):  # type: ignore[misc]
+    class Builder(adapter.get_builder_cls()):  # type: ignore[misc]
         def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
             longer = base.CommonAttentionMetadata(**{**vars(common), "seq_lens": common.seq_lens + 2})
             return super().build(common_prefix_len, longer, fast_build)
@@ -385,21 +387,21 @@ def test_a_vllm_without_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals(backend: Any) -> None:
-    door = backend[1]
-    impl = door.get_impl_cls()
+    adapter = backend[1]
+    impl = adapter.get_impl_cls()
     with pytest.raises(UnsupportedError, match="output_scale was given"):
         impl(HEADS, DIM, 0.25).forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
-    assert [door.supports_head_size(n) for n in (8, 16, 80, 256, 288, 72)] == [False, True, True, True, False, False]
+    assert [adapter.supports_head_size(n) for n in (8, 16, 80, 256, 288, 72)] == [False, True, True, True, False, False]
     more = (16, False, False, False, False, None)
     eight = (torch.float16, "fp8", *more)
-    assert door.supports_combination(80, *eight) and not door.supports_combination(96, *eight)
-    assert "computes in torch.bfloat16" in door.supports_combination(64, torch.bfloat16, "float16", *more)
-    assert not any(door.supports_combination(64, torch.bfloat16, name, *more) for name in ("auto", "bfloat16"))
-    assert not door.supports_compute_capability(types.SimpleNamespace(major=7))
+    assert adapter.supports_combination(80, *eight) and not adapter.supports_combination(96, *eight)
+    assert "computes in torch.bfloat16" in adapter.supports_combination(64, torch.bfloat16, "float16", *more)
+    assert not any(adapter.supports_combination(64, torch.bfloat16, name, *more) for name in ("auto", "bfloat16"))
+    assert not adapter.supports_compute_capability(types.SimpleNamespace(major=7))
     for major, minor, names in ((8, 6, ["fp8", "fp8_e4m3"]), (8, 9, []), (9, 0, [])):
         given = (*more[:-1], types.SimpleNamespace(major=major, minor=minor))
         kinds = "auto", "fp8", "fp8_e4m3", "fp8_e5m2"
-        assert [x for x in kinds if door.supports_combination(64, torch.float16, x, *given)] == names
+        assert [x for x in kinds if adapter.supports_combination(64, torch.float16, x, *given)] == names
 
 
 METHODS = {
@@ -410,8 +412,8 @@ METHODS = {
 
 def test_the_contract(backend: Any) -> None:
     """Methods take what vLLM's own classes say; where vLLM is, the classes of this test's form are as its own."""
-    base, door = backend
-    for ours, theirs in ((door.get_impl_cls(), "AttentionImpl"), (door.get_builder_cls(), "AttentionMetadataBuilder")):
+    base, adapter = backend
+    for ours, theirs in ((adapter.get_impl_cls(), "AttentionImpl"), (adapter.get_builder_cls(), "AttentionMetadataBuilder")):
         for source in (getattr(base, theirs), getattr(vllm_like, theirs)):
             for name in METHODS & {*dir(source)}:
                 own, asked = ([*inspect.signature(getattr(each, name)).parameters] for each in (ours, source))
@@ -419,11 +421,11 @@ def test_the_contract(backend: Any) -> None:
     if base.AttentionImpl is not vllm_like.AttentionImpl:
         from vllm.platforms.interface import DeviceCapability
 
-        names = inspect.signature(door.validate_configuration).parameters
+        names = inspect.signature(adapter.validate_configuration).parameters
         given = {"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "fp8", "block_size": 16, "attn_type": "decoder"}
         given |= {"device_capability": DeviceCapability(9, 0), "has_sink": True, "has_sliding_window": True}
         given |= {"use_batch_invariant": True, "use_mm_prefix": True, "use_adaptive_verification": True}
-        assert door.validate_configuration(**{name: given.get(name, False) for name in names}) == []
+        assert adapter.validate_configuration(**{name: given.get(name, False) for name in names}) == []
 
 
 def test_entry_point() -> None:
@@ -432,4 +434,4 @@ def test_entry_point() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).resolve().parents[2])
     text = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert re.search(r'\[project.entry-points."vllm.general_plugins"\]\nrawattn = "rawattn_plugins:vllm"', text)
-    assert rawattn_plugins.PATH.startswith(DOOR)
+    assert rawattn_plugins.PATH.startswith(ADAPTER)

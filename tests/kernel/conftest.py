@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rawattn import compiler, driver
+from rawattn.compile import compiler
+from rawattn.driver import driver
 from rawattn.errors import RawattnError
 from rawattn.operation import Backward
-from rawattn.select import KERNELS_OF, select
+from rawattn.runtime.select import KERNELS_OF, select
 from rawattn.testing import Case
 
 BY_NAME = {kernel.name: kernel for kernels in KERNELS_OF.values() for kernel in kernels}

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn.plans import KEPT_CALLS, KEPT_LAUNCHES
+from rawattn.runtime.plans import KEPT_CALLS, KEPT_LAUNCHES
 from rawattn.testing import Case, expect, expect_backward
 from tests.calls import attend
 

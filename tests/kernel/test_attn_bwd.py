@@ -14,8 +14,9 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import arrays, driver
-from rawattn.device import TYPICAL, Device
+from rawattn.array import arrays
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
 from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
@@ -23,11 +24,12 @@ from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.base import Kernel
 from rawattn.kernel.group import WALKS, divisors
+from rawattn.kernel.program import Program
 from rawattn.operation import Backward
-from rawattn.plans import Plan
-from rawattn.program import Counter, Program
-from rawattn.select import Selection
+from rawattn.runtime.plans import Plan
+from rawattn.runtime.select import Selection
 from rawattn.testing import Case, cases, expect_backward
+from rawattn.variant.field import Counter
 from rawattn.variant.mask import Both, Causal, Window
 from tests.calls import far, much_memory, poisoned_memory
 from tests.options import SCORES, run_time_values
@@ -395,7 +397,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
     """Turns that a launch left half way, sums, and statistics: what must be set is set by the backward itself, each time."""
     call = Call(case, dlse)
     wanted, made, original = call.run(kernel), [], arrays.scratch_maker
-    monkeypatch.setattr("rawattn.api._plans", {})  # a plan that a test before made has its maker
+    monkeypatch.setattr("rawattn.runtime.calls._plans", {})  # a plan that a test before made has its maker
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
 
     def maker(like: Any, size: int) -> Callable[[Any], Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.device import TYPICAL
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT

@@ -6,8 +6,9 @@ import importlib.util
 
 import pytest
 
-from rawattn import bench, driver
-from rawattn.model_config import Layer
+from rawattn.command import bench
+from rawattn.driver import driver
+from rawattn.runtime.model_config import Layer
 
 pytestmark = pytest.mark.gpu("any")
 LAYERS = [Layer("full", 16, 4, 128, 128), Layer("window 256", 16, 16, 64, 64, window=256)]

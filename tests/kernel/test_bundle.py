@@ -80,7 +80,7 @@ def run(bundle: str, spec: pathlib.Path, cache: pathlib.Path, **environment: str
 
 def test_a_bundle_computes_the_same(tmp_path: pathlib.Path) -> None:
     """Forward, backward, and decoding over a cache: the bits of the run that compiled, and no cache folder."""
-    from rawattn import driver
+    from rawattn.driver import driver
 
     spec, out, nowhere = tmp_path / "operations.jsonl", tmp_path / "kernels.zip", tmp_path / "nowhere"
     expected = run("", spec, tmp_path / "cache", RAWATTN_LOG=str(spec))

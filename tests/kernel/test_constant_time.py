@@ -15,7 +15,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.base import Kernel
-from rawattn.select import config_set
+from rawattn.runtime.select import config_set
 from rawattn.testing import Case, expect
 from tests.calls import attend, check
 from tests.kernel.test_attn_fwd import DEVICE, NON_FINITE, PROFILES, label

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import api, compiler, driver
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import BinaryError, DeviceError
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
-from rawattn.select import select
+from rawattn.runtime import calls
+from rawattn.runtime.select import select
 from rawattn.testing import Case
 
 torch = pytest.importorskip("torch")
@@ -72,10 +74,10 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
     monkeypatch.setattr(driver, "counters", lambda index, size: counters)
-    for cache in (api._plans, api._calls, api._layouts):
+    for cache in (calls._plans, calls._calls, calls._layouts):
         cache.clear()
     yield counters
-    for cache in (api._plans, api._calls, api._layouts):
+    for cache in (calls._plans, calls._calls, calls._layouts):
         cache.clear()
 
 
@@ -292,7 +294,7 @@ def test_a_dead_graph_does_not_spoil_a_first_call(monkeypatch: pytest.MonkeyPatc
     """Python's collector would find it while a kernel is chosen, and CUDA destroys no graph while another is captured."""
     inputs = Case("bf16", 1, 130, 130, 2, 2, 104, 40).inputs("torch", "cuda")
     graph, dead = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    select, before = api.select, gc.get_threshold()
+    select, before = calls.select, gc.get_threshold()
 
     def hurried(*given: Any) -> Any:
         gc.set_threshold(1, 1, 1)
@@ -303,7 +305,7 @@ def test_a_dead_graph_does_not_spoil_a_first_call(monkeypatch: pytest.MonkeyPatc
 
     with capturing(dead):
         pass
-    monkeypatch.setattr(api, "select", hurried)
+    monkeypatch.setattr(calls, "select", hurried)
     gc.set_threshold(0)
     try:
         ring = [dead]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import driver
+from rawattn.driver import driver
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR

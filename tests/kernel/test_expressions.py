@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rawattn import driver
+from rawattn.driver import driver
 from tests import programs
 
 torch = pytest.importorskip("torch")

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import compiler, driver
+from rawattn.compile import compiler
+from rawattn.driver import driver
 from rawattn.errors import UnsupportedError
-from rawattn.functions import taken
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.plans import Plan
-from rawattn.select import Selection
+from rawattn.operation.functions import taken
+from rawattn.runtime.plans import Plan
+from rawattn.runtime.select import Selection
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.ahead import DiagonalsAhead, NothingAhead
@@ -348,7 +349,7 @@ def test_ready_made_masks_and_shorthands() -> None:
     q, k, v = CASE.inputs("torch", "cuda")
     slopes, bias = torch.rand(2, device="cuda"), torch.randn(2, 1, 333, 470, device="cuda")
     o = rawattn.attention(q, k, v, alibi=slopes, bias=bias, softcap=9.0)
-    score = rawattn.functions.Biased(9.0, slopes, bias)
+    score = rawattn.operation.functions.Biased(9.0, slopes, bias)
     expect(q, k, v, score=score).check(o)
 
 

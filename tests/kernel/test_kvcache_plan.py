@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import compiler, plans
+from rawattn.compile import compiler
+from rawattn.runtime import plans
 from rawattn.serving import api
 from rawattn.testing import _moved
 from tests.caches import Cached

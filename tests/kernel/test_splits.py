@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import driver
+from rawattn.driver import driver
 from rawattn.kernel import tiling
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
-from rawattn.select import select
+from rawattn.runtime.select import select
 from rawattn.testing import Case
 from tests.calls import check, poisoned_memory
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn import compiler, driver, render
-from rawattn.kernel import pyramid
+from rawattn.compile import compiler
+from rawattn.driver import driver
+from rawattn.kernel import pyramid, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
@@ -19,8 +20,8 @@ from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
-from rawattn.program import AxisStride, Pointer, Scratch, Value
-from rawattn.select import select
+from rawattn.runtime.select import select
+from rawattn.variant.field import AxisStride, Pointer, Scratch, Value
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
 from tests.calls import poisoned_memory

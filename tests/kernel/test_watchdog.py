@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 SCRIPT = """
 import dataclasses, torch, rawattn
-from rawattn import render
+from rawattn.kernel import render
 from tests import watchdog
 
 watchdog.start(0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import driver
+from rawattn.driver import driver
 from rawattn.kernel import attn_decode
 from rawattn.testing import Case, _moved
 from tests.caches import Cached

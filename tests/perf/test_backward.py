@@ -17,10 +17,10 @@ from perf.lib import backward, expected, ours, report, sets
 from perf.lib.checking import failure
 from perf.lib.sets import BackwardCase
 from perf.lib.task import Task, Unserved
-from rawattn.device import TYPICAL
+from rawattn.command.timing import Call
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Backward, Forward
 from rawattn.testing import Case
-from rawattn.timing import Call
 
 torch = pytest.importorskip("torch")
 

@@ -21,15 +21,17 @@ from perf.lib import benchmark, machine, ours, peers, report, sets
 from perf.lib.benchmark import Settings
 from perf.lib.checking import Check, failure
 from perf.lib.task import Task, Unserved
-from rawattn import compiler, reference, timing
-from rawattn.device import TYPICAL
+from rawattn import reference
+from rawattn.command import timing
+from rawattn.command.timing import Call, Load
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.errors import CompileError
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.testing import Case
-from rawattn.timing import Call, Load
 from rawattn.variant import Option
 from rawattn.variant.mask import Full
 

@@ -11,8 +11,8 @@ import pytest
 import rawattn
 from perf.lib import backward, benchmark, checking, functions, ours, peers, report, sets
 from perf.lib.task import Task, Unserved
-from rawattn import timing
-from rawattn.device import TYPICAL
+from rawattn.command import timing
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Backward
 from rawattn.variant.mask import Causal
 

@@ -22,7 +22,8 @@ import json
 from perf.lib import stand_in
 stand_in.install()
 from perf.host import Host
-from rawattn import driver, plans
+from rawattn.driver import driver
+from rawattn.runtime import plans
 counts, host = {"maps": 0, "launches": 0, "issued": 0, "plans": 0}, Host(30, dry=True)
 
 def counting(owner, name, what):

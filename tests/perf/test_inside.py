@@ -20,14 +20,14 @@ import pytest
 from perf import ablate, counters, gate, occupancy, prove, sass
 from perf.lib import altered, benchmark, compiling, machine, machine_code, report, sets
 from perf.lib.report import Result, Run
-from rawattn import compiler
-from rawattn.device import TYPICAL
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
-from rawattn.operand import PLAIN
-from rawattn.program import Field
-from rawattn.select import select
+from rawattn.operation.operand import PLAIN
+from rawattn.runtime.select import select
+from rawattn.variant.field import Field
 
 CASE = sets.dense(4, 4096, 16, 128, True)
 OP = sets.operation(CASE)

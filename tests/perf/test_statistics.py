@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from perf.lib.statistics import Ratio, geometric_mean, mean_ratio, ratio, welch_t
-from rawattn.timing import median_of_rounds
+from rawattn.command.timing import median_of_rounds
 
 
 def rounds(rng: np.random.Generator, us: float, noise: float, drift: np.ndarray, count: int = 40) -> list[list[float]]:

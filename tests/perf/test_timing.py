@@ -1,4 +1,4 @@
-"""rawattn.timing's clock on a pretended CUDA device whose time is counted, so that every answer is known."""
+"""rawattn.command.timing's clock on a pretended CUDA device whose time is counted, so that every answer is known."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawattn import timing
-from rawattn.timing import Call, Load
+from rawattn.command import timing
+from rawattn.command.timing import Call, Load
 
 
 class Cuda:

@@ -14,8 +14,8 @@ import pytest
 import rawattn
 from perf import memory, train
 from perf.lib import differentiable, machine, sets
-from rawattn import timing
-from rawattn.device import TYPICAL
+from rawattn.command import timing
+from rawattn.driver.device import TYPICAL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")

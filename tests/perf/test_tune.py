@@ -18,10 +18,13 @@ from perf import tune
 from perf.lib import compiling, machine, sets
 from perf.lib.search import Search, genes
 from perf.lib.statistics import Ratio
-from rawattn import compiler, records, select, timing
-from rawattn.device import TYPICAL
+from rawattn.command import timing
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import records
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
-from rawattn.records import Kind
+from rawattn.kernel.records import Kind
+from rawattn.runtime import select
 from rawattn.testing import Case
 
 DEVICE = TYPICAL["sm_90a"]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import render
+from rawattn.kernel import render
 from rawattn.variant.element import BF16, FP16, Element
 from tests import snippet
 

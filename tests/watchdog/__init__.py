@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn import compiler, render
-from rawattn.compiler import Source
+from rawattn.compile import compiler
+from rawattn.compile.compiler import Source
+from rawattn.kernel import render
 
 PATIENCE = Path(__file__).with_name("patience.cuh")
 INCLUDE = ('#include "ptx/base.cuh"', '#include "ptx/patience.cuh"')

@@ -1,5 +1,6 @@
 #pragma once
 // Says whether a tile of dq has a sum; `place` is the tile's in scratch.
+#include "tile/range.cuh"
 #include "variant/interfaces_bwd.cuh"
 
 // Where the key tiles that its queries visit lie side by side: if they are any.

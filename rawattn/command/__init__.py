@@ -1,0 +1,1 @@
+"""What ``python -m rawattn`` runs."""

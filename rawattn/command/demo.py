@@ -1,0 +1,214 @@
+"""This module is ``python -m rawattn``: it shows attention on this machine, checked against the reference, timed beside torch's.
+
+torch and CuPy are imported by name, since either may be missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+
+from .. import mask, package, reference
+from ..api import attention
+from ..array import arrays
+from ..compile import compiler
+from ..cpu import kernels
+from ..driver import driver
+from ..driver.device import TYPICAL
+from ..errors import INSTALL_EITHER, DeviceError, UnsupportedError
+from ..operation import Forward
+from ..operation.spec import Spec
+from ..runtime import explain
+from ..runtime.select import select
+from ..variant.element import BF16, FP32, Element
+
+GPU_SHAPE, CPU_SHAPE = (2, 4096, 16, 128), (1, 2048, 8, 64)  # batch, length, heads, head_dim
+ROWS = 16  # queries of each batch and head that are compared with the reference
+MARGIN = 4  # a result may err this often as much as the plain formula that rounds logits and probabilities as a kernel does
+WARM_UP, ROUNDS = 5, 25
+WRONG = "the result is wrong; run `python -m rawattn clear` and try again, and if it stays, report it with what `doctor` prints"
+
+Array = npt.NDArray[Any]
+Calls = dict[str, Callable[[], Any]]
+
+
+def run(console: Console) -> int:
+    """The demonstration; gives the exit status."""
+    console.print(f"rawattn  {package.__version__}")
+    lack, fault = missing_gpu()
+    with console.status("importing torch"):
+        torch = imported("torch")
+    if lack is None:
+        gpu, (major, minor) = driver.device(0), driver.version()
+        console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
+        torch = torch if torch is not None and torch.cuda.is_available() else None
+        libraries = ["cupy"] if torch is None else ["cupy", "torch"]
+        return 0 if attend(console, libraries, GPU_SHAPE, BF16, torch) else 1
+    console.print(f"no GPU   {lack}")
+    right = attend(console, ["numpy"], CPU_SHAPE, FP32, torch)
+    return 0 if cross_compile(console) and right and not fault else 1
+
+
+def missing_gpu() -> tuple[str | None, bool]:
+    """Returns why no GPU can be used (None if one can), and whether that is a fault of this machine, not a lack."""
+    try:
+        driver.library()
+        gpu = driver.device(0)
+        select(_operation(GPU_SHAPE, BF16), gpu)
+    except (UnsupportedError, DeviceError) as error:
+        return str(error), isinstance(error, DeviceError)
+    if imported("cupy") is None:
+        return f"{gpu.name} needs CuPy and NVRTC; {INSTALL_EITHER}", True
+    return None, False
+
+
+def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], element: Element, torch: Any) -> bool:
+    """Causal attention of N(0,1) inputs in each library: explained, checked, timed. Says whether it was right."""
+    rows = np.linspace(0, shape[1] - 1, ROWS).astype(int).tolist()
+    with console.status("drawing inputs and computing the reference"):
+        normal = np.random.default_rng(0).standard_normal
+        host = [normal(shape, np.float32).astype(element.dtype) for _ in range(3)]
+        exact = reference.attention(*host, causal=True, rows=rows)
+        plain = reference.rounded(*host, causal=True, rows=rows)
+        allowed = MARGIN * _error(plain, exact) + 2 * float(ml_dtypes.finfo(element.dtype).eps)
+    calls: Calls = {}
+    right = True
+    for library in libraries:
+        *inputs, out = (_to(library, x) for x in (*host, np.full(shape, np.nan, element.dtype)))
+        if library == libraries[0]:
+            console.print(str(attention.explain(*inputs, causal=True)))
+            _compile(console, inputs, element)
+        with console.status("attention"):
+            attention.attention(*inputs, causal=True, out=out)
+            found = _to_host(out).astype(np.float64)
+        error = _error(found[:, rows], exact)
+        good = error <= allowed and bool(np.isfinite(found).all())
+        right &= good
+        console.print(f"error    {error:.2g} relative to each query's largest number, {allowed:.2g} allowed  ({library})")
+        if not good:
+            console.print(f"         {WRONG}", style="red")
+        calls[f"rawattn, {library}"] = functools.partial(attention.attention, *inputs, causal=True)
+    on_gpu = element is BF16
+    if torch is not None:
+        calls["torch SDPA"] = _sdpa(torch, [_to("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
+    with console.status("timing"):
+        seconds = _medians(calls, on_gpu)
+    _report(console, seconds, _operation(shape, element).flops)
+    return right
+
+
+def cross_compile(console: Console) -> bool:
+    """Compiles the Hopper kernel where there is no Hopper. Says whether that went well, or CuPy was left out on purpose."""
+    op, target = _operation(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
+    selection = select(op, target)
+    console.print(f"\nA GPU's kernel can be compiled all the same:\n{explain.explain_operation(op, target)}")
+    try:
+        with console.status("looking into the cache") as status:
+            source = selection.kernel.render(op, selection.config, target.arch)
+            binary = compiler.compile(source, lambda: status.update("NVRTC compiles"))
+    except UnsupportedError as error:
+        console.print(f"no NVRTC {error}", style="red")
+        return importlib.util.find_spec("cupy") is None
+    console.print(f"compiled {describe(binary)}")
+    return True
+
+
+def describe(binary: compiler.Binary) -> str:
+    """Says where a kernel came from, and its registers and spills."""
+    text = f"in {binary.seconds:.2f} s by NVRTC {binary.nvrtc}"
+    text = text if binary.origin == "compiled" else f"earlier, {text}, now found on {binary.origin}"
+    return f"{text}; {binary.registers} registers, {binary.spill_bytes} bytes spilled"
+
+
+def _operation(shape: tuple[int, ...], element: Element) -> Forward:
+    batch, length, heads, head_dim = shape
+    return Forward(element, batch, length, length, heads, heads, head_dim, head_dim, Spec(mask.Causal()))
+
+
+def _error(found: Array, exact: Array) -> float:
+    """The largest error at any query, relative to the largest number that a result has there."""
+    return float((np.abs(found - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
+
+
+def imported(name: str) -> Any:
+    """The module, or None."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError):  # not installed, or it misses a library of its own
+        return None
+
+
+def _to(library: str, x: Array) -> Any:
+    """A NumPy array in a library and on its GPU, copied as bytes: no kernel of the library's own has to be compiled."""
+    if library == "numpy":
+        return x
+    module = importlib.import_module(library)
+    return module.asarray(x) if library == "cupy" else module.from_numpy(x.view(np.int16)).view(module.bfloat16).cuda()
+
+
+def _to_host(x: Any) -> Array:
+    return arrays.as_numpy(arrays.read(x.get() if hasattr(x, "get") else x.cpu() if hasattr(x, "cpu") else x, "out"))
+
+
+def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
+    """Makes what the calls need, and says what it took."""
+    begin = time.perf_counter()
+    with console.status("looking into the cache") as status:
+        plan = attention.plan(*inputs, causal=True, on_compile=lambda: status.update("NVRTC compiles"))
+    if plan.binaries:
+        text = describe(plan.binaries[0])
+    else:  # this shows its own progress
+        text = "earlier by Numba, now found on disk" if kernels.load(element).cached else "by Numba"
+    console.print(f"compiled {text}; ready after {time.perf_counter() - begin:.2f} s")
+
+
+def _sdpa(torch: Any, inputs: Sequence[Any]) -> Callable[[], Any]:
+    """torch's own attention, on views of the same layout."""
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _medians(calls: Calls, on_gpu: bool) -> dict[str, float]:
+    """Median seconds of each call, the calls taking turns; on a GPU by its own clock."""
+    mark, elapsed = _gpu_clock() if on_gpu else (time.perf_counter, lambda begin, end: end - begin)
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    for _ in range(WARM_UP + ROUNDS):
+        for name, call in calls.items():
+            begin = mark()
+            call()
+            marks[name].append((begin, mark()))
+    return {name: statistics.median(elapsed(*pair) for pair in pairs[WARM_UP:]) for name, pairs in marks.items()}
+
+
+def _gpu_clock() -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """Records an event on the current stream; gives the seconds between two."""
+    cuda = importlib.import_module("cupy").cuda
+
+    def mark() -> Any:
+        event = cuda.Event()
+        event.record()
+        return event
+
+    def elapsed(begin: Any, end: Any) -> float:
+        end.synchronize()
+        return cuda.get_elapsed_time(begin, end) / 1e3
+
+    return mark, elapsed
+
+
+def _report(console: Console, seconds: dict[str, float], flops: int) -> None:
+    torch = seconds.get("torch SDPA")
+    for name, median in seconds.items():
+        ratio = f", {torch / median:.2f} of torch's speed" if torch and name != "torch SDPA" else ""
+        console.print(f"time     {median * 1e3:.3f} ms, {flops / median * 1e-12:.3g} TFLOP/s{ratio}  ({name})")
+    console.print(f"  medians of {ROUNDS}, in turns{'' if torch else '; torch is not here to compare with'}")

@@ -1,0 +1,180 @@
+"""This module is ``python -m rawattn doctor``: it says whether attention() has all it needs here, and what to do where not."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich.console import Console
+
+from ..compile import compiler
+from ..compile.cache import private_folder
+from ..driver import driver
+from ..errors import INSTALL, INSTALL_EITHER, DeviceError, UnsupportedError
+from ..operation import Forward
+from ..runtime.select import select
+from ..variant.element import BF16
+
+Version = tuple[int, ...]
+# Subject of a finding -> the newest version with which the tests passed.
+TESTED: dict[str, Version] = {
+    "NumPy": (2, 4), "Numba": (0, 68), "torch": (2, 15), "Bindings": (13, 5), "CuPy": (14, 2), "NVRTC": (13, 5)
+}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    subject: str
+    found: str
+    fix: str = ""  # what to do; empty where all is well
+    broken: bool = False  # whether attention() fails on this machine until that is done
+
+
+def run(console: Console) -> int:
+    """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
+    with console.status("looking"):
+        findings = [_beside_tested(finding) for finding in examine()]
+    for subject, found, fix, broken in findings:
+        mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
+        console.print(f"{mark:<5}", style=style, end="")
+        console.print(f"{subject:<8} {found}{f': {fix}' if fix else ''}")
+    return int(any(finding.broken for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that is looked at, in order."""
+    good = sys.version_info >= (3, 10)
+    yield Finding("Python", platform.python_version(), "" if good else "install Python 3.10 or newer", not good)
+    yield _package("NumPy", "numpy", (2, 0))
+    yield _package("Numba", "numba", (0, 60))
+    cuda, findings = _driver()
+    yield _torch(cuda)
+    yield _bindings(cuda)
+    yield _cupy(cuda)
+    yield _nvrtc(cuda)
+    yield from findings
+    yield _cache()
+
+
+def _beside_tested(finding: Finding) -> Finding:
+    """Adds the newest version that was tested, and makes a note of one that is newer."""
+    newest = TESTED.get(finding.subject)
+    if newest is None or finding.fix or not finding.found[:1].isdigit():
+        return finding
+    tested = ".".join(map(str, newest))
+    if _numbers(finding.found) > newest:
+        return finding._replace(
+            fix=f"newer than tested, which is up to {tested}; if something fails, report it, or take {tested}"
+        )
+    return finding._replace(found=f"{finding.found}, tested up to {tested}")
+
+
+def _numbers(text: str) -> Version:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _package(subject: str, module: str, least: Version, fix: str = "", needed: bool = True) -> Finding:
+    """A package, at least of a version."""
+    at_least = ".".join(map(str, least))
+    fix = fix or f"pip install --upgrade '{module}>={at_least}'"
+    try:
+        version: str = importlib.import_module(module).__version__
+    except Exception as error:  # a broken package raises anything
+        return Finding(subject, _first_line(error), fix, needed)
+    if _numbers(version) < least:
+        return Finding(subject, f"{version}, but {at_least} is needed", fix, needed)
+    return Finding(subject, version)
+
+
+def _torch(cuda: Version | None) -> Finding:
+    """torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "not installed; arrays of CuPy, JAX and NumPy need none")
+    found = _package("torch", "torch", (2, 4), needed=False)
+    if found.fix or cuda is None or importlib.import_module("torch").version.cuda:
+        return found
+    return Finding("torch", f"{found.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
+
+
+def _bindings(cuda: Version | None) -> Finding:
+    """NVIDIA's bindings, without which nobody knows whether there is a GPU."""
+    try:
+        version = importlib.metadata.version("cuda-bindings")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("Bindings", "cuda-bindings is not installed", f"to use a GPU, {INSTALL_EITHER}")
+    if _numbers(version) < (12, 9):
+        return Finding("Bindings", f"{version}, but 12.9 is needed", _pip_line(cuda), cuda is not None)
+    return Finding("Bindings", version)
+
+
+def _cupy(cuda: Version | None) -> Finding:
+    names = [d.name for d in importlib.metadata.distributions() if re.fullmatch(r"cupy(-cuda\d+x)?", d.name or "")]
+    if len(names) > 1:
+        fix = f"pip uninstall {' '.join(names)}, then {_pip_line(cuda)}"
+        return Finding("CuPy", f"{' and '.join(names)} overwrite each other", fix, cuda is not None)
+    return _package("CuPy", "cupy", (14, 0), _pip_line(cuda), cuda is not None)
+
+
+def _nvrtc(cuda: Version | None) -> Finding:
+    try:
+        version = compiler.nvrtc_version()
+    except UnsupportedError as error:
+        return Finding("NVRTC", _first_line(error.__cause__ or error), _pip_line(cuda), cuda is not None)
+    if _numbers(version) < (12, 8):
+        return Finding("NVRTC", f"{version}, but 12.8 is needed", _pip_line(cuda), cuda is not None)
+    if cuda is not None and _numbers(version)[0] > cuda[0]:
+        found = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
+        return Finding("NVRTC", found, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
+    return Finding("NVRTC", version)
+
+
+def _pip_line(cuda: Version | None) -> str:
+    """Returns what installs bindings, CuPy and NVRTC where the driver supports this CUDA version, which is None without a GPU."""
+    if cuda is None:
+        return f"to compile for a GPU, {INSTALL_EITHER}"
+    return INSTALL[13 if cuda >= (13, 0) else 12]
+
+
+def _driver() -> tuple[Version | None, list[Finding]]:
+    """The CUDA version that the driver supports, if there is a GPU, and the lines on driver and GPUs."""
+    try:
+        cuda = driver.version()
+        devices = [driver.device(index) for index in range(driver.device_count())]
+    except UnsupportedError as error:
+        return None, [Finding("GPU", f"none in use ({_first_line(error)})", "attention() runs on the CPU")]
+    except DeviceError as error:
+        return None, [Finding("Driver", _first_line(error), "reinstall the NVIDIA driver, or restart after its update", True)]
+    old = cuda < (12, 0)
+    findings = [Finding("Driver", f"for CUDA {cuda[0]}.{cuda[1]}", "install NVIDIA driver 580 or newer" if old else "", old)]
+    for device in devices:
+        found, fix = f"{device.name}, {device.arch}", ""
+        try:
+            kernel = select(Forward(BF16, 1, 4096, 4096, 16, 16, 128, 128), device).kernel
+            found = f"{found}, served by {kernel.name}"
+        except UnsupportedError:
+            fix = "no kernel serves it; arrays on the CPU work"
+        findings.append(Finding(f"GPU {device.index}", found, fix))
+    return cuda, findings
+
+
+def _cache() -> Finding:
+    try:
+        folder = private_folder()
+        sizes = [path.stat().st_size for path in folder.glob("*.cubin")]
+        with tempfile.TemporaryFile(dir=folder):
+            return Finding("Cache", f"{folder}, {len(sizes)} GPU kernels, {sum(sizes) / 1e6:.1f} MB")
+    except OSError as error:
+        fix = "let RAWATTN_CACHE name a folder of yours that can be written; until then each process compiles its own"
+        return Finding("Cache", f"cannot be used ({error})", fix)

@@ -1,0 +1,1 @@
+"""The CUDA driver: devices, launches, graphs, counters."""

@@ -1,0 +1,1 @@
+"""From a request to a launch: the choice of a kernel, and plans."""

@@ -1,0 +1,200 @@
+"""This module decides which kernel and which configuration serve an operation on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..cpu.kernels import CPU, CPU_BACKWARD
+from ..driver.device import Device
+from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
+from ..kernel import records
+from ..kernel.append import APPEND
+from ..kernel.attn_bwd import ATTN_BWD
+from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
+from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
+from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from ..kernel.attn_decode import ATTN_DECODE
+from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from ..kernel.attn_fwd import ATTN_FWD
+from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
+from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
+from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
+from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from ..kernel.base import without_spills
+from ..kernel.combine import COMBINE
+from ..kernel.program import Program
+from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
+from ..operation.operand import PLAIN
+
+KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
+KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
+    AttentionKVCache: (
+        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
+    ),
+}  # fmt: skip
+
+
+class Selection(NamedTuple):
+    """A kernel and its configuration, why, and why the others were passed over.
+
+    ``slow`` says so where a kernel that is made for the device was among these. ``compiled_with`` are the configurations that
+    other operations of this kind may get.
+    """
+
+    kernel: Any
+    config: Any
+    why: str
+    refusals: tuple[tuple[str, str], ...] = ()
+    slow: str | None = None
+    compiled_with: tuple[Any, ...] = ()
+
+    def programs(self, op: Operation, device: Device) -> Iterator[Program]:
+        """All that operations of this kind may need."""
+        for config in (self.config, *self.compiled_with):
+            yield from self.kernel.programs(op, config, device)
+
+
+def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
+    """The first kernel that supports the operation, in the configuration that serves the most similar of this kind's tuning
+    shapes best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
+    override.
+
+    Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
+    of the arrays; ProblemError for an override that does not fit.
+    """
+    kernels = KERNELS_OF[type(op)]
+    names = [k.name for k in kernels]
+    if kernel is not None and kernel not in names:
+        raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
+    if config is not None and not isinstance(config, tuple(k.config_type for k in kernels)):
+        classes = " or ".join(dict.fromkeys(_config_name(k) for k in kernels))
+        raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
+    key = (op.selection_key, device, kernel, config)
+    found = _selections.get(key)
+    if found is None:
+        try:
+            found = _select(op.rounded(), device, kernel, config)
+        except UnsupportedError:
+            return _select(op, device, kernel, config)  # its message has the sizes that were given
+        if len(_selections) >= KEPT_SELECTIONS:
+            _selections.clear()
+        _selections[key] = found
+    return found
+
+
+KEPT_SELECTIONS = 4096
+_selections: dict[Any, Selection] = {}
+
+
+def forget() -> None:
+    """Empties what is kept of earlier selections, as after a change of records."""
+    _selections.clear()
+    config_set.cache_clear()
+
+
+def _config_name(kernel: Any) -> str:
+    return f"{kernel.config_type.__module__}.{kernel.config_type.__name__}"
+
+
+def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selection:
+    refusals: list[tuple[str, str]] = []
+    slow: str | None = None
+    kernels = KERNELS_OF[type(op)]
+    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(kernels)}  # 1.5: behind the next one
+    ordered = sorted(kernels, key=places.__getitem__)
+    for candidate in (each for each in ordered if kernel in (None, each.name)):
+        reasons = candidate.supports(op, device)
+        if not reasons:
+            best, why, others = _configure(candidate, op, device, config)
+            slow = slow and f"{candidate.name} computes this, slowly; {slow}"
+            return Selection(candidate, best, why, tuple(refusals), slow, others)
+        reason = "; ".join(reasons)
+        refusals.append((candidate.name, reason))
+        if candidate.meant_for(op, device):
+            slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
+            lies_wrong = not candidate.supports(dataclasses.replace(op, layout=PLAIN), device)
+            if kernel is None and lies_wrong and candidate.asks_for_copies(op):
+                slower = [repr(k.name) for k in ordered if not k.supports(op, device)]
+                way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
+                raise UnsupportedError(f"{candidate.name}: {reason}{way}.")
+    refusals.sort(key=lambda each: (each[0] == "cpu") != device.is_cpu)  # the device's own first
+    lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
+    raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
+
+
+def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
+    if config is not None:
+        if not isinstance(config, kernel.config_type):
+            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {_config_name(kernel)}.")
+        reason = kernel.legal(config, op, device)
+        if reason is not None:
+            raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
+        return config, "given by the caller", ()
+    members = config_set(kernel, kernel.tuning_shapes(op), device)
+    if not members:
+        raise UnsupportedError(f"{kernel.name} has no configuration that fits {op} on {device.name}.")
+    best, seconds = nearest(kernel, members, op, device)
+    why = f"cheapest of {len(members)} by the cost model, which expects {seconds * 1e6:,.0f} us"
+    if best.date:
+        why = f"record of {best.date} for operations like {records.Kind.of(kernel, best.like).size}"
+    others = dict.fromkeys(member.config for member in members if member.config != best.config)
+    return best.config, why, tuple(others)
+
+
+class Tuned(NamedTuple):
+    """The configuration that serves those operations of a kind that are most like one of its tuning shapes."""
+
+    like: Any
+    modelled: Any  # the cheapest configuration by the cost model
+    config: Any  # the recorded one where there is one, else the modelled
+    date: str  # of the record; empty for none
+
+
+@functools.lru_cache(maxsize=256)
+def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tuned, ...]:
+    """All that operations of a kind may run in: one for each of the kind's tuning shapes, but for those that the cost model tells
+    not apart."""
+    found: dict[Any, Tuned] = {}
+    ordered: list[tuple[Any, list[Any]]] = []
+    for op in shapes:
+        costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
+        ordered.append((op, sorted(costs, key=costs.__getitem__)))
+    if any(map(kernel.is_tried, shapes)):
+        best = without_spills(kernel, ordered, device)
+    else:
+        best = [next(iter(configs), None) for _, configs in ordered]
+    for op, modelled in zip(shapes, best, strict=True):
+        if modelled is not None and modelled not in found:
+            has_record = kernel.has_records and isinstance(op, Forward)
+            record = records.find(kernel.recorded, op, device) if has_record else None
+            found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
+    return tuple(found.values())
+
+
+def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) -> tuple[Tuned, float]:
+    """Returns the member that serves an operation, and the seconds that the cost model expects of its own configuration for it.
+    That one finds the member, so that a record changes what a kind runs in, not which operations are of that kind."""
+    costs = [kernel.cost(member.modelled, op, device) for member in members]
+    best = min(range(len(members)), key=costs.__getitem__)
+    return members[best], costs[best]
+
+
+warned: set[Any] = set()
+
+
+def warn_once(message: str, category: type[Warning] = SlowKernelWarning, key: Any = None) -> None:
+    """Warns at the line that called rawattn, once for each key, which is the message by default."""
+    if (key or message) in warned:
+        return
+    frame, level = sys._getframe(), 1
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(("rawattn.", "torch._dynamo.")):
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=level)
+    warned.add(key or message)

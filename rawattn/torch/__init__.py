@@ -1,0 +1,1 @@
+"""torch's operators, their gradients, transforms and sharding."""
