@@ -2,9 +2,10 @@
 //
 // Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work. Blocks are persistent: each takes an equal
 // share of all key tiles, which it finds from the lengths on the device. Warp 0 loads the tiles of its share, first ones first, into
-// a ring; where it copies them row by row, others copy a part of each with it, and find their way by themselves. Every 16 rows have four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4.
-// At the end of a split the four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they
-// are folded, follow from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
+// a ring; where it copies them row by row, others copy a part of each with it, and find their way by themselves. Every 16 rows have
+// four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4. At the end of a split the
+// four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they are folded, follow
+// from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
 //
 //   barrier               arrives                       waits               protects
 //   k_full[b], v_full[b]  TMA (bytes), or copies        the tile's warps    K, V of a stage until read

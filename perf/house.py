@@ -49,7 +49,7 @@ def imported(module: Module) -> Iterator[str]:
 
 
 def rooms(found: Sequence[Module]) -> dict[str, set[str]]:
-    """What each room imports of the others."""
+    """Finds which other rooms each room imports from."""
     graph: dict[str, set[str]] = {module.room: set() for module in found}
     for module in found:
         graph[module.room] |= {room for room in imported(module) if room in graph and room != module.room}

@@ -1,4 +1,4 @@
-"""Which (query, key) pairs count: built-in masks, ready-made ones, and ``function`` for a mask of one's own."""
+"""A mask says which (query, key) pairs count: one of these, or ``function`` of a Python function."""
 
 from __future__ import annotations
 

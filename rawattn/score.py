@@ -1,4 +1,4 @@
-"""What a logit is made of: built-in scores, and ``function`` for a score of one's own."""
+"""A score makes a logit of a scaled dot product: one of these, or ``function`` of a Python function."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 #pragma once
 // The Tensor Memory Accelerator (TMA): https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 // A box of a tensor map goes to shared memory; elements outside the tensor become zero, their bytes count on the barrier. Of swizzled panels
-// it begins at a multiple of 16 bytes along the first dimension: elsewhere the copy is an illegal instruction (rawattn/tma.py).
+// it begins at a multiple of 16 bytes along the first dimension: elsewhere the copy is an illegal instruction (rawattn/array/tma.py).
 #include "ptx/mbarrier.cuh"
 
 struct alignas(64) TensorMap { u64 opaque[16]; };

@@ -1,1 +1,1 @@
-"""The functions that people call."""
+"""This package has the functions that people call."""

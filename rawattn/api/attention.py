@@ -11,10 +11,10 @@ from ..operation import Backward, Forward, Operation, arguments, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime import front_end
-from ..runtime.calls import _plan, forward, run
+from ..runtime.calls import forward, plan_of, run
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.plans import Plan, device_of
-from ..runtime.request import NO_LENGTHS, _named, _seed, _stand_in, asked_of, given_of
+from ..runtime.request import NO_LENGTHS, arrays_and_options, asked_of, given_of, seed_array, stand_in_seed
 
 
 def attention(
@@ -72,7 +72,7 @@ def attention(
         arguments.refuse(attention, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    seed, given = _seed(q, dropout, seed), (q, k, v)
+    seed, given = seed_array(q, dropout, seed), (q, k, v)
     if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
         given = given_of(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
     return forward(given, (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset,
@@ -113,7 +113,7 @@ def attention_varlen(
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
                dropout, invariant)  # fmt: skip
-    given = given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _seed(q, dropout, seed))
+    given = given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
@@ -177,7 +177,7 @@ def attention_backward(
         "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
         "kv_offset": kv_offset, "dropout": dropout, "invariant": False,
     }  # fmt: skip
-    seed = _seed(q, dropout, seed, "give that of the forward")
+    seed = seed_array(q, dropout, seed, "give that of the forward")
     given = (do, q, k, v, o, lse, *given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed))
     return backward(given, options, (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
 
@@ -206,9 +206,9 @@ def plan_backward(
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named(plan_backward, Backward, given, options, wrt)
-    return _plan(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
+    found, asked = arrays_and_options(plan_backward, Backward, given, options, wrt)
+    return plan_of(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain_backward(
@@ -217,7 +217,7 @@ def explain_backward(
     kv_lens: Any = None, seed: Any = None, wrt: Any = (), kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
+    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
     dense = Backward.dense(given)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
     copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
@@ -239,9 +239,9 @@ def plan(
     never called. With ``dropout`` the last input of ``run`` is the seed, an array, before those that functions captured; here it
     may be left out.
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
-    found, asked = _named(plan, Forward, given, options)
-    return _plan(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
+    found, asked = arrays_and_options(plan, Forward, given, options)
+    return plan_of(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
 
 
 def explain(
@@ -253,7 +253,7 @@ def explain(
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, _stand_in(q, options, seed))
+    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
     lengths = (max_seqlen_q, max_seqlen_kv)
     return _explain(Forward, given, options, lengths, kernel, config)
 
@@ -263,7 +263,7 @@ def _explain(
     kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
     caller = explain if operation is Forward else explain_backward
-    found, options = _named(caller, operation, given, dict(options), wrt)
+    found, options = arrays_and_options(caller, operation, given, dict(options), wrt)
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:

@@ -1,1 +1,1 @@
-"""Arrays of all libraries: what a call reads of them, how results are made, tensor maps."""
+"""This package reads and makes arrays of all libraries, and knows tensor maps."""

@@ -1,1 +1,1 @@
-"""What ``python -m rawattn`` runs."""
+"""This package holds the commands of ``python -m rawattn``."""

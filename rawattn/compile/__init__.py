@@ -1,1 +1,1 @@
-"""From CUDA C to a binary: NVRTC, and the cache of what it gave."""
+"""This package makes a binary of CUDA C by NVRTC, and keeps it in memory and on disk."""

@@ -1,1 +1,1 @@
-"""Kernels on a CPU."""
+"""This package has the kernels of a CPU."""

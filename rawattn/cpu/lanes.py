@@ -5,7 +5,7 @@ lane is a row of q, so nothing is reduced across lanes, and a row's result does 
 broadcast numbers of k or v against vectors of lanes, ``BLOCK`` sums at a time in registers: the register tile of BLIS (Van Zee
 and van de Geijn, ACM TOMS 41(3), 2015).
 
-Numba is imported here, so only ``cpu.py`` imports this file, and only for a call.
+Numba is imported here, so only ``kernels.load_lanes`` imports this file, and only for a call.
 """
 # mypy: ignore-errors
 # The types here are Numba's, inferred and checked by it.

@@ -1,1 +1,1 @@
-"""The CUDA driver: devices, launches, graphs, counters."""
+"""This package calls the CUDA driver: devices, launches, graphs, counters."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from ..compile.compiler import Source
 from ..variant.field import Fields
-
-if TYPE_CHECKING:
-    from ..compile.compiler import Source
 
 
 class Tiles(Protocol):

@@ -1,1 +1,1 @@
-"""From a request to a launch: the choice of a kernel, and plans."""
+"""This package leads from a request to a launch: it chooses kernels, makes plans and keeps calls."""

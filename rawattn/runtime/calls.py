@@ -1,4 +1,4 @@
-"""Calls on arrays, and those that are kept: a call like one before is found by its key and launched."""
+"""This module computes calls on arrays, and keeps them: a call like one before is found by its key and launched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..operation.forward import layout_doubt
 from . import front_end
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, cache_put, device_of, one_or_all, spared_capture
 from .record import is_logging, log_operation
-from .request import _MASK, _SCORE, OPTIONS, Asked, _whole, asked_of
+from .request import MASK, OPTIONS, SCORE, Asked, asked_of, with_numbers
 from .select import select, warn_once
 
 KEPT_PLANS, KEPT_CALLS = 4096, 1024
@@ -31,9 +31,9 @@ def forward(
     Function where autograd follows. Dynamo passes over it where a graph broke."""
     captured: tuple[Any, ...] = ()
     key = asked = numbers = None
-    if values[_MASK] is not None or values[_SCORE] is not None:
-        mask, score, captured, numbers = functions.parted(values[_MASK], values[_SCORE])
-        values = (*values[:_MASK], mask, score, *values[_SCORE + 1 :])
+    if values[MASK] is not None or values[SCORE] is not None:
+        mask, score, captured, numbers = functions.parted(values[MASK], values[SCORE])
+        values = (*values[:MASK], mask, score, *values[SCORE + 1 :])
     if front_end.load_torch():
         is_plain = front_end.operators.is_plain()
         if is_plain and (key := _key(given, captured)) is not None:
@@ -44,14 +44,14 @@ def forward(
             if call is not None and (own := call.numbered(numbers)) is not None:
                 return one_or_all(call(given[0], out, captured, (), own))
         if numbers is not None:
-            values, asked = _whole(values, numbers), None
+            values, asked = with_numbers(values, numbers), None
         compute = (front_end.operators.way_of_tensors if is_plain else front_end.operators.way)(given + captured)
         if compute is not None:
             if compute is front_end.operators.differentiable:
                 return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
             return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
-        values = _whole(values, numbers)
+        values = with_numbers(values, numbers)
     asked = asked or asked_of(Forward, values, lengths, kernel, config)
     return _first(given, captured, key if key is not None else _key(given, captured), asked, out)
 
@@ -91,7 +91,7 @@ def _first(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
             call, numbers = _known(given, captured, key, asked)
     if call is None:
         found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
-        plan = _plan(asked, found)
+        plan = plan_of(asked, found)
         call = plan.bind(found)
         captured = tuple([found[each.name].object for each in plan.op.captured])
         if isinstance(call, GpuCall) and key is not None:
@@ -201,7 +201,7 @@ def _known(given: tuple[Any, ...], captured: tuple[Any, ...], key: Any, asked: A
     return call, None
 
 
-def _plan(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> Plan:
+def plan_of(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> Plan:
     """The plan for these arrays, found or made."""
     if arrays.requires_grad(*(array.object for array in found.values())):
         raise ProblemError(NO_GRAD)

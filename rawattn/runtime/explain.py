@@ -1,4 +1,4 @@
-"""What a call would run, and why."""
+"""This module says what a call would run, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of operations: what calls computed, a line each, and the warm-up that compiles them before the first call."""
+"""This module records the operations that calls compute, a line each, and compiles them before the first call of a later run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call asks for beside its arrays: options, lengths, kernel and configuration."""
+"""A request is all that a call asks for beside its arrays: options, lengths, kernel and configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = (
     "causal", "window", "softcap", "scale", "mask", "score", "return_lse", "constant_time", "deterministic", "q_offset",
     "kv_offset", "dropout", "invariant",
 )  # fmt: skip
-_WINDOW, _MASK, _SCORE = map(OPTIONS.index, ("window", "mask", "score"))  # a call's options are a tuple: it is its key
+_WINDOW, MASK, SCORE = map(OPTIONS.index, ("window", "mask", "score"))  # a call's options are a tuple: it is its key
 NO_LENGTHS = (None, None)
 
 
@@ -38,7 +38,7 @@ def options_of(
 
 class Asked:
     """This is what a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared
-    quickly. ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch_op`` makes of it where autograd
+    quickly. ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch/`` makes of it where autograd
     follows, by the captured arrays to which it does."""
 
     def __init__(
@@ -110,7 +110,7 @@ def given_of(*arrays: Any) -> tuple[Any, ...]:
     return arrays[:count]
 
 
-def _seed(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
+def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
     """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
     ``missing`` says what to do where there is none and none may be drawn."""
     if seed is not None:
@@ -135,17 +135,17 @@ def _check_seed(seed: Any) -> None:
         )
 
 
-def _stand_in(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
+def stand_in_seed(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
     """A seed for a plan or an explanation, which read none."""
-    return _seed(q, options.get("dropout", 0.0), 0 if seed is None else seed)
+    return seed_array(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
-def _whole(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.Numbers]) -> tuple[Any, ...]:
+def with_numbers(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.Numbers]) -> tuple[Any, ...]:
     """The options of which ``functions.parted`` took these numbers."""
-    return (*values[:_MASK], *map(functions.whole, values[_MASK : _SCORE + 1], numbers), *values[_SCORE + 1 :])
+    return (*values[:MASK], *map(functions.whole, values[MASK : SCORE + 1], numbers), *values[SCORE + 1 :])
 
 
-def _named(
+def arrays_and_options(
     caller: Callable[..., Any], operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that

@@ -27,13 +27,12 @@ from ..operation.spec import Spec
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.element import ELEMENTS
+from ..variant.mask import Mask
+from ..variant.score import Score
 from .option_checks import check_option as check_option
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
-
-    from ..variant.mask import Mask
-    from ..variant.score import Score
 
 Array = npt.NDArray[Any]
 LAYOUTS = ("contiguous", "heads_first", "packed", "padded", "expanded", "reversed")

@@ -1,1 +1,1 @@
-"""torch's operators, their gradients, transforms and sharding."""
+"""This package has the operators of torch, their gradients, transforms and sharding."""

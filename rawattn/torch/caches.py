@@ -1,5 +1,5 @@
 """rawattn's operators over caches in torch: ``torch.ops.rawattn.attention_kvcache`` and ``append``, which says that it writes the
-cache. As for ``torch_op``, a plain eager tensor goes past them."""
+cache. As in operators.py, a plain eager tensor goes past them."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad
 
 
 def way(given: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
-    """Returns the function that computes a call on these tensors: None where ``api.run`` does; ``differentiable`` where autograd
+    """The function that computes a call on these tensors: None where ``calls.run`` does; ``differentiable`` where autograd
     follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where autocast
     would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
@@ -204,7 +204,7 @@ def attention(
     given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Computes ``api.attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
+    """Computes ``attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
     _check_has_not("attention", out=out, kernel=kernel, config=config)
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
@@ -228,7 +228,7 @@ def attention_backward(
     given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Computes ``api.attention_backward`` by way of the operator. Dynamo traces this function, too."""
+    """Computes ``attention_backward`` by way of the operator. Dynamo traces this function, too."""
     _check_has_not("attention_backward", out=out, kernel=kernel, config=config)
     options, wrt = {**options}, options.get("wrt", ())
     options.pop("wrt", None)
@@ -576,7 +576,7 @@ def _followed(apply: Any, *args: Any) -> Any:
 
 
 def differentiable(given: tuple[Any, ...], asked: request.Asked, out: Any, captured: tuple[Any, ...]) -> Any:
-    """Computes ``api.attention`` so that autograd can follow."""
+    """Computes ``attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "

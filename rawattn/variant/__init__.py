@@ -15,7 +15,7 @@ from .field import Fields
 
 
 class Pairwise:
-    """What is asked of masks and scores, and the answers of one that says nothing of it: None for a method that it lacks."""
+    """A base of masks and scores, which answers what they are asked: None stands for a method that one lacks."""
 
     @property
     def is_function(self) -> bool:

@@ -1,12 +1,11 @@
-"""The fields of a kernel's arguments, and what fills each of them."""
+"""This module names the fields of a kernel's arguments, and what fills each of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from ..trace.pair_axes import PairAxes
+from ..trace.pair_axes import PairAxes
 
 # Fills are dataclasses: tuples of different types are equal where their parts are, as Value() and Counter() would be.
 

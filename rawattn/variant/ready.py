@@ -1,4 +1,4 @@
-"""What masks and scores that are functions say of their arrays, and two that stand for options of other libraries."""
+"""Functions that are objects say here which sizes their arrays have; two of them stand for options of other libraries."""
 
 from __future__ import annotations
 

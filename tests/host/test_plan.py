@@ -500,7 +500,7 @@ def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -
     good = tensors()
     good["q"].requires_grad_()
     kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
-    monkeypatch.setattr(kept_calls, "_plan", lambda *_: pytest.fail("it was planned anew"))
+    monkeypatch.setattr(kept_calls, "plan_of", lambda *_: pytest.fail("it was planned anew"))
     assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
 
 

@@ -171,7 +171,7 @@ def of_rawattn(path: pathlib.Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def climbs(path: pathlib.Path, text: str) -> list[str]:
-    """What a file imports from its own floor or one above it, or in a function that is no loader."""
+    """Finds what a file imports from its own floor or one above it, or in a function that is no loader."""
     floors = {each: floor for floor, packages in enumerate(FLOORS) for each in packages}
     found = []
     for package, function in of_rawattn(path, text):

@@ -1,5 +1,5 @@
 #pragma once
-// The same where key tiles are a list. One warp does both, since asking the mask takes more instructions than all else in this pass.
+// Rows and turns of dq where key tiles are a list, as clear_turns_and_rows.cuh clears them elsewhere. One warp does both, since asking the mask takes more instructions than all else in this pass.
 #include "variant/dq/clear_rows.cuh"
 #include "variant/dq/clear_turns.cuh"
 

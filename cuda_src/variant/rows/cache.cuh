@@ -15,7 +15,8 @@ struct QuerySpan {
 
 template <class Queries, class Lengths>
 struct CacheRows {
-    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
+    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr bool is_cut = false;
     using Keys = KeysBefore;
     struct Seen { i32 kv_len, q_len; };  // what a schedule follows from
     QuerySpan q;

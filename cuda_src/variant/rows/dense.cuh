@@ -3,7 +3,8 @@
 #include "tile/sequence.cuh"
 
 struct Dense {
-    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
+    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr bool is_cut = false;
     i32 q_len, kv_len, batch;
     BatchEntry q, kv;
 

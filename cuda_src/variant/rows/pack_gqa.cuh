@@ -18,7 +18,8 @@ __device__ inline PackGqaMatrix matrix_of(const StridedTensor& tensor, PackGqaEn
 }
 
 struct PackGqa {
-    static constexpr i32 q_offset = 0, kv_offset = 0, is_cut = false;
+    static constexpr i32 q_offset = 0, kv_offset = 0;
+    static constexpr bool is_cut = false;
     i32 q_len, kv_len, heads, queries;  // q_len: rows
     PackGqaEntry q;
     BatchEntry kv;
