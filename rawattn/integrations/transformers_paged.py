@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from .. import serving
 from ..api import attention
@@ -44,9 +45,11 @@ def continuous_batching(model: Any) -> Iterator[Any]:
         raise UnsupportedError(f"transformers is {transformers.__version__}; continuous batching by rawattn needs 5.19 or newer.")
     before = [(config, config._attn_implementation) for config in _configs(model.config)]
     model.config._attn_implementation = NAME  # of all parts
+    hook = model.register_forward_pre_hook(_hand_on, with_kwargs=True)
     try:
         yield model
     finally:
+        hook.remove()
         for config, implementation in before:  # the whole before its parts, which it sets, too
             config._attn_implementation = implementation
 
@@ -58,6 +61,26 @@ def _configs(config: Any) -> Iterator[Any]:
         part = getattr(config, name, None)
         if part is not None:
             yield from _configs(part)
+
+
+class HandedOn(PagedAttentionCache):
+    """A paged cache, the same one, which a layer hands on to its attention.
+
+    Since transformers 5.24 a layer updates the cache before attention: keys and values would be copied out of their pages.
+    """
+
+    def __init__(self, cache: PagedAttentionCache) -> None:
+        self.__dict__ = cache.__dict__
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        kwargs["cache"] = self
+        return key_states, value_states
+
+
+def _hand_on(model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a pass of the model."""
+    cache = named.get("cache")
+    return given, {**named, "cache": HandedOn(cache)} if isinstance(cache, PagedAttentionCache) else named
 
 
 class Pages:
@@ -128,5 +151,5 @@ def _gathered(cache: Any, k: Any, v: Any, layer: int, given: dict[str, Any]) -> 
         text = "keys and values of layers with a sliding window are copied out of transformers' cache, which is a ring."
         warnings.warn(text, stacklevel=2)
     heads_first = (x.transpose(0, 1)[None] for x in (k, v))
-    found = cache.update(*heads_first, layer_idx=layer, kwargs=dict(given))
+    found = PagedAttentionCache.update(cache, *heads_first, layer_idx=layer, kwargs=dict(given))
     return tuple(x[0].transpose(0, 1) for x in found)

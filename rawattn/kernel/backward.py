@@ -15,12 +15,11 @@ from ..driver.device import Device
 from ..operation import Backward, Forward
 from ..variant import Option, launch, rows, scheduler
 from ..variant.clear import ClearNothing
-from ..variant.dlse import GivenDlse, ZeroDlse
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.group import DK_DV, PartOfGroup, WholeGroup
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
-from ..variant.statistics import StatisticsByRows
+from ..variant.statistics import GivenDlse, StatisticsByRows, ZeroDlse
 from ..variant.store import DQ, DQ_SUM, StoreRows16, StoreRows32
 from ..variant.unused import BehindLast, BehindUsed
 from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists

@@ -1,4 +1,4 @@
-"""This module says how the statistics of a tile's queries, ``lse_log2`` and ``delta``, lie in scratch."""
+"""Statistics of a tile's queries: how ``lse_log2`` and ``delta`` lie in scratch, and what the gradient of lse is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option
+from .field import Field, Fields, Pointer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,3 +23,23 @@ class StatisticsByQuads(Option):
 
     type: ClassVar[str] = "StatisticsByQuads"
     source: ClassVar[str] = "variant/statistics/by_quads.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroDlse(Option):
+    """The loss does not depend on lse."""
+
+    type: ClassVar[str] = "ZeroDlse"
+    source: ClassVar[str] = "variant/statistics/dlse.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenDlse(Option):
+    """An array that lies like lse."""
+
+    type: ClassVar[str] = "GivenDlse"
+    source: ClassVar[str] = "variant/statistics/dlse.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("dlse", "const Number*", Pointer("dlse")),)
