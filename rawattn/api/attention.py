@@ -11,7 +11,7 @@ from ..operation import Backward, Forward, Operation, arguments, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime import front_end
-from ..runtime.calls import forward, plan_of, run
+from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.plans import Plan, device_of
 from ..runtime.request import NO_LENGTHS, arrays_and_options, asked_of, given_of, seed_array, stand_in_seed
@@ -208,7 +208,7 @@ def plan_backward(
     """
     given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
     found, asked = arrays_and_options(plan_backward, Backward, given, options, wrt)
-    return plan_of(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
+    return call_on(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
 def explain_backward(
@@ -241,7 +241,7 @@ def plan(
     """
     given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
     found, asked = arrays_and_options(plan, Forward, given, options)
-    return plan_of(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile)
+    return call_on(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
 def explain(

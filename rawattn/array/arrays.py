@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -233,20 +233,6 @@ def read(x: Any, name: str) -> Array:
 _tensor: Any = ()  # torch.Tensor, from the first tensor on
 
 
-def signature(x: Any) -> tuple[Any, ...] | None:
-    """All of a torch tensor that a call on a GPU depends on: a tensor with the signature of one that passed every check passes
-    them. Read at half the price of ``read``. None for a tensor that autograd would follow or that has no plain memory, and for
-    other arrays; () for None.
-    """
-    if type(x) not in _plain_tensors or (x.requires_grad and _grad_enabled()) or x.is_neg():
-        return () if x is None else None
-    try:
-        pointer = x.data_ptr()
-        return (pointer, x.dtype, x.size(), x.stride(), x.get_device(), x.is_cuda) if pointer else None
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
 def named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
     """The arrays of a call by name, without those that are None."""
     return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
@@ -282,58 +268,64 @@ def _tracer() -> str:
     return "FakeTensorMode" if is_fake else ""
 
 
-def signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
-    """The signature of each array; None where one of them has none. Raises ProblemError as ``check_untraced``."""
-    check_untraced(given)
-    return plain_signatures(given)
-
-
-def plain_signatures(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...] | None:
-    """``signatures`` of a call that is known not to be traced."""
+def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]] | None:
+    """The form of each torch tensor, () for None, and the addresses of those that are not None. A form is all that a plan depends
+    on: the address modulo 16, dtype, shape, strides and device. Tensors whose storages hold their elements pass every check that
+    others of these forms passed. Returns None where one is of another library, has no plain memory, or autograd would follow.
+    """
     if _forward_ad is not None and _forward_ad._current_level >= 0:  # each is read whole, which finds tangents
         return None
-    found: list[tuple[Any, ...]] = []
-    for x in given:
-        each = signature(x)
-        if each is None:
-            return None
-        found.append(each)
-    return tuple(found)
-
-
-def forms(captured: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The signature of each array with its address modulo 16, of arrays that functions captured; None where one has none."""
-    found = plain_signatures(captured)
-    return None if found is None else tuple([(x[0] % 16, x[1:]) if x else x for x in found])
-
-
-def forms_and_places(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """The signature of each array with its address modulo 16, and the addresses of those that are not None; None where one has no
-    signature."""
-    found = signatures(given)
-    if found is None:
+    forms: list[tuple[Any, ...]] = []
+    addresses = []
+    try:
+        for x in given:
+            if type(x) in _plain_tensors and not (x.requires_grad and _grad_enabled()) and not x.is_neg():
+                address = x.data_ptr()
+                if not address:
+                    return None
+                forms.append((address % 16, x.dtype, x.size(), x.stride(), x.get_device(), x.is_cuda))
+                addresses.append(address)
+            elif x is None:
+                forms.append(())
+            else:
+                return None
+    except (RuntimeError, NotImplementedError):
         return None
-    return tuple([(x[0] % 16, x[1:]) if x else x for x in found]), tuple([x[0] for x in found if x])
+    return tuple(forms), tuple(addresses)
 
 
-def facts(array: Array) -> tuple[Any, ...]:
-    """All that a plan depends on of an array that was read, wherever it lies."""
+def forms_of_any(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]] | None:
+    """``forms_of``, of arrays of other libraries, too. None where one cannot be read, and where autograd would follow."""
+    if (found := forms_of(given)) is not None or requires_grad(*given):
+        return found
+    try:
+        each = [None if x is None else read(x, "array") for x in given]
+    except ProblemError:
+        return None
+    return tuple([form_of(x) if x else () for x in each]), tuple([x.pointer for x in each if x])
+
+
+def form_of(array: Array) -> tuple[Any, ...]:
+    """The form of an array that was read: all that a plan depends on."""
     return (*array[:5], array.pointer % 16)
 
 
 @functools.lru_cache(maxsize=4096)
-def alike(*facts: Any) -> object:
-    """An object that stands for these facts, to be hashed and compared quickly."""
+def unique(*values: Any) -> object:
+    """One object for all that gives these values: it is hashed and compared quickly."""
     return object()
 
 
 class Held:
-    """Arrays by name that an object holds, and where they lay when it was made. Torch can give a tensor other memory later."""
+    """Arrays by name that an object holds, and their addresses when it was made. Torch can give a tensor other memory later.
+
+    Attributes: ``addresses``; ``forms``, one object for all whose arrays have these names and forms.
+    """
 
     def __init__(self, found: Mapping[str, Array], *beside: Any) -> None:
-        """``beside`` is what a call depends on besides. ``alike`` is one object for all whose arrays lie so."""
-        self.places = tuple([array.pointer for array in found.values()])
-        self.alike = alike(tuple(found), *[facts(array) for array in found.values()], *beside)
+        """``beside`` is what a call depends on besides."""
+        self.addresses = tuple([array.pointer for array in found.values()])
+        self.forms = unique(tuple(found), *[form_of(array) for array in found.values()], *beside)
         tensors = {name: array for name, array in found.items() if array.library == "torch"}
         self._names, self._tensors = tuple(tensors), [array.object for array in tensors.values()]
         self._there = [array.pointer for array in tensors.values()]
@@ -370,14 +362,9 @@ def _remade(cls: type, given: dict[str, Any]) -> Any:
     return cls(**given)
 
 
-def have_memory(given: tuple[Any, ...], signatures: tuple[tuple[Any, ...], ...]) -> bool:
-    """Says whether the storages of torch tensors hold their elements. A signature does not say: in a storage that was freed, as
-    FSDP does, the address is the offset."""
-    return all(_fits(x, each[2], each[3]) for x, each in zip(given, signatures, strict=True) if each)
-
-
-def are_held(given: tuple[Any, ...]) -> bool:
-    """``have_memory`` of torch tensors without their signatures."""
+def are_held(given: Sequence[Any]) -> bool:
+    """Says whether the storages of torch tensors hold their elements. In a storage that was freed, as FSDP does, the address of a
+    tensor is its offset, which its form does not say."""
     return all(x is None or _fits(x, x.size(), x.stride()) for x in given)
 
 
@@ -447,12 +434,12 @@ def made(shape: tuple[int, ...], dtype: str) -> Array:
     return Array("", CPU, dtype, shape, contiguous_strides(shape), 0, None)
 
 
-def of_signatures(signatures: tuple[tuple[Any, ...], ...]) -> list[Array]:
-    """The arrays that signatures are of, without those of None."""
+def of_forms(forms: Iterable[tuple[Any, ...]]) -> list[Array]:
+    """Arrays of these forms, at no address, without those of None."""
     names = _torch_names()
     return [
-        Array("torch", device, names[dtype], shape, strides, pointer, None)
-        for pointer, dtype, shape, strides, device, _ in filter(None, signatures)
+        Array("torch", device, names[dtype], shape, strides, alignment, None)
+        for alignment, dtype, shape, strides, device, _ in filter(None, forms)
     ]
 
 
@@ -552,6 +539,12 @@ def to_library(result: Any, original: Any) -> Any:
         if home is not None and hasattr(home, "from_dlpack"):
             return home.from_dlpack(result)
     return result
+
+
+def view_at(array: Array, address: int) -> npt.NDArray[Any]:
+    """A NumPy view of memory of this machine with the array's dtype, shape and strides. It keeps nothing alive."""
+    dtype, found = DTYPES[array.dtype], np.asarray(_Memory(array._replace(pointer=address, object=None)))
+    return found if found.dtype == dtype else found.view(dtype)
 
 
 def as_numpy(array: Array) -> npt.NDArray[Any]:

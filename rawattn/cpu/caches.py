@@ -5,6 +5,7 @@ Lengths can be seen here, so a wrong one raises before anything is written.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..driver.device import cpu as this_cpu
-from ..errors import ProblemError, UnsupportedError
+from ..driver.device import Device
+from ..errors import ProblemError
 from ..operation import Append, AttentionKVCache, Combine, functions
 from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
@@ -92,9 +93,8 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
         raise ProblemError(f"{name} is {used[j]}; it must be a page of the cache, from 0 to {op.pages - 1}.")
 
 
-def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array | None) -> None:
+def attend(op: AttentionKVCache, config: Config, views: Views, o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
-    check(op)
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
@@ -118,29 +118,12 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
         found = kernels.Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
-    threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * kernels.SECONDS_PER_THREAD)))
-    config = kernels.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
-    kernels.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config, invariant=op.spec.invariant)
+    threads = min(config.threads, 1 + int(seconds / (4 * kernels.SECONDS_PER_THREAD)))
+    loops = kernels.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    kernels.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
-
-
-def check(op: AttentionKVCache) -> None:
-    """Raises UnsupportedError where the CPU path does not compute the operation."""
-    reason = _refusal(op)
-    if reason is not None:
-        raise UnsupportedError(f"the CPU path does not compute {op}: {reason}.")
-
-
-def _refusal(op: AttentionKVCache) -> str | None:
-    if op.widest > 1024:
-        return f"head_dim is {op.widest}; it takes up to 1024"
-    if op.score.logit is None:
-        return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if (reason := kernels.undefined(op.mask)) is not None:
-        return reason
-    return None
 
 
 def _widened(op: AttentionKVCache, views: Views, sequence: kernels.Sequence) -> kernels.Sequence:
@@ -239,3 +222,70 @@ def combine(op: Combine, views: Views) -> None:
         divisor = np.swapaxes(np.where(total == 0, 1, total), -1, -2)[..., None]
         views["lse"][...] = np.where(total == 0, -np.inf, top + np.log(total))
     o[...] = found / divisor
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The most threads that compute."""
+
+    threads: int = 1
+
+
+class CpuCache(kernels.Cpu):
+    """What the kernels have in common that compute on the CPU over caches."""
+
+    config_type = Config  # type: ignore[assignment]
+
+    def supports(self, op: Any, device: Device) -> list[str]:
+        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
+        return [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
+
+    def candidates(self, op: Any, device: Device) -> list[Any]:
+        """One thread."""
+        return [Config()]
+
+    def cost(self, config: Any, op: Any, device: Device) -> float:
+        """Estimated seconds."""
+        return op.bytes * 1e-9 + op.flops * 1e-10 / config.threads
+
+
+class CpuAttentionKVCache(CpuCache):
+    """Attention over caches. Threads are as many as the lengths are worth, up to those of the configuration."""
+
+    def supports(self, op: Any, device: Device) -> list[str]:
+        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
+        found = super().supports(op, device)
+        if op.widest > 1024:
+            found.append(f"head_dim is {op.widest}; it takes up to 1024")
+        if op.score.logit is None:
+            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
+        if (reason := kernels.undefined(op.mask)) is not None:
+            found.append(reason)
+        return found
+
+    def candidates(self, op: Any, device: Device) -> list[Any]:
+        """All threads."""
+        return [Config(device.sm_count)]
+
+    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
+        """Computes the operation on NumPy arrays, by name."""
+        attend(op, config, views, views["o"], views.get("lse"))
+
+
+class CpuAppend(CpuCache):
+    """New keys and values."""
+
+    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
+        """Computes the operation on NumPy arrays, by name."""
+        append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
+
+
+class CpuCombine(CpuCache):
+    """Results over different keys merged."""
+
+    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
+        """Computes the operation on NumPy arrays, by name."""
+        combine(op, views)
+
+
+CPU_KVCACHE, CPU_APPEND, CPU_COMBINE = CpuAttentionKVCache(), CpuAppend(), CpuCombine()

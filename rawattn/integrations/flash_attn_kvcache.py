@@ -10,7 +10,7 @@ from .. import serving
 from ..api.naming import naming
 from ..array import arrays, eager
 from ..errors import ProblemError, brief
-from ..runtime.plans import one_or_all
+from ..runtime.plans import find, keep, one_or_all
 from ..serving import api as caches
 from ..torch import operators
 
@@ -45,13 +45,14 @@ def with_kvcache(
             q = _append(q, pools, scales, new, rotary[:3], step_of, beside, asked is not None)
         else:
             q = _append_apart(q, _cache(pools, scales), new, rotary, step_of, new_starts, lens, moves)
-    place = None if asked is None else caches.kept_for(asked.key, pools, (q, *step_of), beside)
-    if place is not None and (call := caches.call_for(place, (q, *step_of))) is not None:
-        return one_or_all(call(q, None, (), place[1]))
+    tensors = (q, *pools, *step_of)
+    read = None if asked is None else arrays.forms_of(tensors)
+    if asked is not None and read is not None and (call := find((asked.key, read[0], beside))) is not None:
+        return one_or_all(call(tensors, read[1]))
     cache, step = _cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
     found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
-    if asked is not None:
-        caches.keep_for(place, q, cache, step, asked)
+    if asked is not None and read is not None and (own := caches.read_call(q, cache, step, None, ())) is not None:
+        keep((asked.key, read[0], beside), find((asked.key, *own[0])))
     return found
 
 
@@ -148,17 +149,20 @@ def _append(
 ) -> Any:  # fmt: skip
     """Writes new rows, and gives q, which has as many and is rotated beside them if they are."""
     (k, v), (cos, sin, interleaved) = new, angles
-    own, style, into = None if cos is None else q, None if cos is None else interleaved, None
+    own, style, read = None if cos is None else q, None if cos is None else interleaved, None
     if is_plain and type(style) in (bool, type(None)):
-        given = (k, v, own, *step_of, cos, sin)
-        into = caches.kept_for("append", pools, given, (*beside, style))
-        results = caches.write_for(into, pools, given)
-        if results is not None:
+        tensors = (k, v, own, *step_of, cos, sin, *pools)
+        read = arrays.forms_of(tensors)
+        if read is not None and (call := find(("append", read[0], beside, style))) is not None:
+            results = call(tensors, read[1])
+            for pool in pools:
+                arrays.written(pool)
             return results[0] if results else q
     cache, step = _cache(pools, scales), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
     rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)
     rotated = caches.append(cache, step, k, v, rotary=rotary, q=own)
-    caches.keep_write_for(into, cache, [x.held for x in (step, rotary) if x is not None], (k, v, None, own))
+    if read is not None and (made := caches.read_append(cache, step, rotary, (k, v, None, own), None)) is not None:
+        keep(("append", read[0], beside, style), find(made[0]))
     return q if rotated is None else rotated
 
 

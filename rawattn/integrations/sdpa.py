@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from typing import Any
@@ -21,9 +20,6 @@ from ..api import attention
 from ..api.naming import naming
 from ..array import arrays
 from ..errors import ProblemError, UnsupportedError
-from ..operation import Forward
-from ..runtime import calls, request
-from ..runtime.plans import GpuCall
 from ..torch import operators
 
 NAME = "RAWATTN"
@@ -156,91 +152,7 @@ def _nested(
 def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     """o and lse of ``rawattn.attention`` of tensors (batch, heads, length, head_dim); lse is None where it was not asked for. o
     is such a tensor, in memory that lies as query does where it may."""
-    place = _place(query, key, value, options)
-    call = None if place is None else calls.kept_at(place) or _moved((query, key, value), place)
-    if call is not None:
-        results = call(query)
-        return results[0], results[1] if len(results) > 1 else None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    o, lse = _first((q, k, v), query, options)
-    if place is not None and (found := calls.call_of((q, k, v), place[0])) is not None:
-        call = _giving(found, query, o)
-        calls.keep_at(place, call)
-        calls.keep_at(_layout(place[0], _transposed(place[1])), call)
-    return o, lse
-
-
-def _place(query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-    """A key of all that a call depends on; None where that must be looked at."""
-    if not operators.is_plain() or not options.keys() <= _PLAIN or options.get("mask", _CAUSAL) is not _CAUSAL:
-        return None
-    signatures = arrays.plain_signatures((query, key, value))
-    try:
-        return None if signatures is None else (_asked(**options), signatures, _HEADS_FIRST)
-    except TypeError:  # what cannot be hashed is wrong
-        return None
-
-
-_HEADS_FIRST = "heads first"  # tells keys of such tensors from those of transposed ones
-_PLAIN = frozenset(("causal", "mask", "scale", "return_lse"))
-
-
-@functools.lru_cache(maxsize=256, typed=True)
-def _asked(**options: Any) -> request.Asked:
-    """Returns what ``rawattn.attention`` makes of these options. Raises TypeError for one that is not kept, an array."""
-    asked = request.asked_of(Forward, request.options_of(dropout=0, **options))
-    if not asked.is_kept:
-        raise TypeError
-    return asked
-
-
-def _transposed(signatures: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The signatures of the tensors, transposed."""
-    return tuple(
-        [(at, dtype, (b, n, h, d), (sb, sn, sh, sd), *rest) for at, dtype, (b, h, n, d), (sb, sh, sn, sd), *rest in signatures]
-    )
-
-
-def _layout(asked: request.Asked, transposed: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A key of tensors that lie so, wherever, with as many queries: ``_giving`` says how their result lies."""
-    return (asked, Forward.layout_key(transposed, asked.options), transposed[0][2], _HEADS_FIRST, "anywhere")
-
-
-def _moved(given: tuple[Any, ...], place: Any) -> GpuCall | None:
-    """The call of tensors that lie so in other places; None where there is none."""
-    if any(x.dim() != 4 for x in given):
-        return None
-    asked, signatures, _ = place
-    transposed = _transposed(signatures)
-    like = calls.kept_at(_layout(asked, transposed))
-    if like is None or not arrays.have_memory(given, signatures):
-        return None
-    call = calls.moved(like, transposed, asked)
-    calls.keep_at(place, call)
-    return call
-
-
-def _giving(call: GpuCall, query: Any, o: Any) -> GpuCall:
-    """The call on the same tensors, whose result is made as ``o`` was, (batch, heads, length, head_dim)."""
-    made, head_dim = call.maker, o.shape[-1]
-    make = torch.empty_like if head_dim == query.shape[-1] else functools.partial(_lying_as, head_dim=head_dim)
-    if make(query).stride() != o.stride():
-        make = lambda beside: made(beside).transpose(1, 2)  # noqa: E731
-    return call.giving(make, o.transpose(1, 2).stride())
-
-
-def _lying_as(query: Any, head_dim: int) -> Any:
-    """A new tensor of query's shape but for head_dim that lies in memory as query does."""
-    if head_dim == query.shape[-1]:
-        return torch.empty_like(query)
-    order = sorted(range(3), key=query.stride().__getitem__, reverse=True)
-    made = query.new_empty([*(query.shape[i] for i in order), head_dim])
-    return made.permute(*map(order.index, range(3)), 3)
-
-
-def _first(given: tuple[Any, ...], query: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """o and lse of tensors that were transposed, of which ``query`` is the first as it was."""
-    q, k, v = given
     batches, heads, rows, _ = query.stride()
     own = None
     if not 0 < heads <= rows <= batches and operators.way((q, k, v)) is None:
@@ -253,6 +165,15 @@ def _first(given: tuple[Any, ...], query: Any, options: dict[str, Any]) -> tuple
     found = attention.attention(q, k, v, **options)
     o, lse = found if options.get("return_lse") else (found, None)
     return (o.transpose(1, 2) if own is None else own), lse
+
+
+def _lying_as(query: Any, head_dim: int) -> Any:
+    """A new tensor of query's shape but for head_dim that lies in memory as query does."""
+    if head_dim == query.shape[-1]:
+        return torch.empty_like(query)
+    order = sorted(range(3), key=query.stride().__getitem__, reverse=True)
+    made = query.new_empty([*(query.shape[i] for i in order), head_dim])
+    return made.permute(*map(order.index, range(3)), 3)
 
 
 def check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..array.arrays import Array
+from ..array.memory import overlap
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
 from . import kvcache
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_like, check_whole
+from .operand import PLAIN, Layout, Operand, check_like, check_output, check_whole
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")
@@ -111,6 +112,15 @@ class Append(Operation):
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Append:
         return cls.of(arrays, options["rotary"], *lengths)
+
+    def check_apart(self, arrays: Mapping[str, Array]) -> None:
+        """Raises ProblemError where the cache, or q that is rotated in place, shares memory with what is read."""
+        for name in ("k", "v") if self.k else ():
+            for other in ("k", "v", "q", "k_scale", "v_scale"):
+                if other in arrays and overlap(arrays[f"{name}_cache"], arrays[other]):
+                    raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
+        if self.in_place:
+            check_output("q_out", arrays["q"], 1, [(name, x) for name, x in arrays.items() if name != "q"])
 
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:

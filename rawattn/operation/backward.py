@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..array.arrays import Array, contiguous_strides, dense
-from ..array.tma import ALIGNMENT, readable
+from ..array.tma import readable
 from ..errors import ProblemError
 from . import functions
 from .base import Operation
@@ -159,17 +159,17 @@ class Backward(Operation):
         return Forward.coarse(options)
 
     @classmethod
-    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of do, q, k, v, o and lse that lie plainly."""
-        if len(signatures) != 6 or not all(signatures):
+        if len(forms) != 6 or not all(forms):
             return None
-        do, q, k, v, o, lse = signatures
+        do, q, k, v, o, lse = forms
         forward = Forward.family((q, k, v), options)
         if forward is None:
             return None
         (_, dtype, q_shape, _, *place), shape = q, (*q[2][:3], v[2][3])
-        for pointer, dtype_each, shape_each, strides, *place_each in (do, o):
-            if dtype_each != dtype or tuple(shape_each) != shape or place_each != place or pointer % ALIGNMENT or strides[3] != 1:
+        for alignment, dtype_each, shape_each, strides, *place_each in (do, o):
+            if dtype_each != dtype or tuple(shape_each) != shape or place_each != place or alignment or strides[3] != 1:
                 return None
             if not readable(shape, strides, dtype.itemsize, 0):
                 return None

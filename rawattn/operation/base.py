@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..array.arrays import DTYPES, Array
-from ..array.tma import ALIGNMENT
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Score
@@ -117,6 +116,10 @@ class Operation(abc.ABC):
         without waiting."""
         return
 
+    def check_apart(self, arrays: Mapping[str, Array]) -> None:
+        """Raises ProblemError where an input that is written in place shares memory with another one."""
+        return
+
     @classmethod
     def dense(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arrays of a call, in order, where some that do not lie as is needed are copied; ``given`` itself where none are."""
@@ -139,10 +142,9 @@ class Operation(abc.ABC):
         return self
 
     @classmethod
-    def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """A key that torch tensors share, by their signatures, which lie alike in whatever places, and for which the same kernels
-        are launched: how they are aligned is all of their addresses that a plan depends on."""
-        return tuple([(x[0] % ALIGNMENT, *x[1:]) if x else x for x in signatures])
+    def layout_key(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """A key that torch tensors share, by their forms (``arrays.forms_of``), for which the same kernels are launched."""
+        return forms
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +152,9 @@ class Operation(abc.ABC):
         return options
 
     @classmethod
-    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """A key that torch tensors share, by their signatures, whose calls one plan serves with other places and lengths; None
-        where they must be looked at."""
+    def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A key that torch tensors share, by their forms, whose calls one plan serves with other lengths; None where there is
+        none."""
         return None
 
     def at_lengths_of(self, arrays: Mapping[str, Array]) -> Any:

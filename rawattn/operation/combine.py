@@ -12,7 +12,7 @@ from ..array.arrays import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, Element
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_output, check_sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Combine(Operation):
         of_sum, to_sum = o.dtype != element.name, dtype not in (None, element.name)
         forms = {"sum": of_sum, "to_sum": to_sum, "in_place": options.get("in_place", False)}
         return cls(element, count, *sizes, packed, "sinks" in arrays, width, **forms)
+
+    def check_apart(self, arrays: Mapping[str, Array]) -> None:
+        """Raises ProblemError where o of the first part, if the result goes there, shares memory with another array."""
+        if self.in_place:
+            check_output("out", arrays["o_0"], 1, [(name, x) for name, x in arrays.items() if name != "o_0"])
 
     @property
     def o_element(self) -> Element:

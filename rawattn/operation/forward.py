@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..array.arrays import Array
-from ..array.tma import ALIGNMENT, readable
+from ..array.tma import readable
 from ..errors import ProblemError, brief
 from ..trace.canonical import number_keys
 from ..trace.proofs import Limits
@@ -238,18 +238,18 @@ class Forward(OverKeys):
         return self.resized(self.batch, q_len, in_steps(self.kv_len), self.spec.offsets)
 
     @classmethod
-    def layout_key(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    def layout_key(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """As of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
         sequences may lie one after the other at any distance that follows from these."""
-        q, k, v, *others = signatures
+        q, k, v, *others = forms
         if not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
-            return super().layout_key(signatures, options)
+            return super().layout_key(forms, options)
         if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
-            return super().layout_key(signatures, options)
+            return super().layout_key(forms, options)
         (batch, q_len, heads, _), (_, kv_len, kv_heads, _) = q[2], k[2]
         lengths = queries_in_steps(batch, q_len, heads, kv_heads), (keys := in_steps(kv_len)), keys
         qkv = [
-            (at % ALIGNMENT, dtype, batch, length, heads, dim, strides[strides[0] == rows * strides[1] :], device, is_cuda)
+            (at, dtype, batch, length, heads, dim, strides[strides[0] == rows * strides[1] :], device, is_cuda)
             for length, (at, dtype, (batch, rows, heads, dim), strides, device, is_cuda) in zip(lengths, (q, k, v), strict=True)
         ]
         return (*(super().layout_key(tuple(others), options) if others else ()), *qkv)
@@ -264,17 +264,17 @@ class Forward(OverKeys):
         return {**found, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
 
     @classmethod
-    def family(cls, signatures: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        if len(signatures) != 3 or not all(signatures):
+        if len(forms) != 3 or not all(forms):
             return None
-        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = signatures
+        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = forms
         size = dtype.itemsize
-        for pointer, dtype_each, shape, strides, *place_each in signatures:
+        for alignment, dtype_each, shape, strides, *place_each in forms:
             if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each is not dtype or place_each != place:
                 return None
-            if not readable(shape, strides, size, pointer):
+            if not readable(shape, strides, size, alignment):
                 return None
         (batch, q_len, heads, head_dim), (kv_batch, kv_len, kv_heads, k_dim) = q_shape, k_shape
         if k_shape[:3] != v_shape[:3] or kv_batch != batch or k_dim != head_dim or batch * q_len * heads >= FEW_ROWS:

@@ -118,9 +118,9 @@ def _prepared(
     if method not in METHODS:
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
-        forms = arrays.forms((q, k, v, sinks, *captured))
+        read = arrays.forms_of((q, k, v, sinks, *captured))
     asked = request.asked_of(Forward, request.options_of(**options))
-    key, kept = (asked, forms, layout, method), _kept.setdefault(group, {})
+    key, kept = (asked, read and read[0], layout, method), _kept.setdefault(group, {})
     found: tuple[Spec, Schedule, Parts] | None = kept.get(key)
     if found is not None:
         return found
@@ -131,7 +131,7 @@ def _prepared(
         return None
     spec, own = of_parts(q, k, v, options, captured, count, q_len=q.shape[1] * count, kv_len=k.shape[1] * count)
     found = spec, _schedule(q, k, v, spec, group, layout, method), own
-    if forms is not None and asked.is_kept:
+    if read is not None and asked.is_kept:
         cache_put(kept, key, found, KEPT)
     return found
 

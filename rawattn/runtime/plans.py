@@ -45,8 +45,8 @@ from ..variant.field import (
 )
 from .select import Selection
 
-KEPT_CALLS = 512  # sets of arrays for which a plan is kept bound
-KEPT_LAUNCHES = 16  # prepared launches of each, one for each output and stream
+KEPT_CALLS = 2048
+KEPT_LAUNCHES = 256  # of each call, by addresses and stream
 NO_GRAD = (
     "an input requires grad, and plans, calls over caches and merges have no backward; call rawattn.attention, or make and run "
     "this under torch.no_grad(), or detach the inputs yourself. Nothing is detached silently."
@@ -71,8 +71,7 @@ class Plan:
         self.kernel: str = selection.kernel.name
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
-        self._calls: dict[Any, GpuCall] = {}
-        self._captured, self._loaded, self._tiled = len(op.captured), list[_Loaded](), frozenset[str]()
+        self._loaded, self._tiled = list[_Loaded](), frozenset[str]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op.to_lower, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
@@ -80,9 +79,11 @@ class Plan:
 
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
-        assert self.program is not None
-        found, program = object.__new__(Plan), self._kernel.lower(op.to_lower, self.config, self.device)
-        found.__dict__.update(self.__dict__, op=op, program=program, _calls={})
+        found = object.__new__(Plan)
+        found.__dict__.update(self.__dict__, op=op)
+        if self.program is None:
+            return found
+        found.program = program = self._kernel.lower(op.to_lower, self.config, self.device)
         if not _same_kernels(program, self.program):
             found._loaded = [_load(launch, op, self._selection, self.device, None) for launch in program.launches]
         return found
@@ -100,34 +101,20 @@ class Plan:
         """
         if named:
             given = self._in_order(given, named)
-        captured: tuple[Any, ...] = ()
-        if self._captured:
-            own = len(self.op.inputs) - self._captured
-            given, captured = given[:own], given[own:]
-        signatures, forms = arrays.signatures(given), arrays.forms(captured) if captured else ()
-        call = self._calls.get((signatures, forms))
-        if call is None:
-            found = self._read((*given, *captured))
-            bound = self.bind(found)
-            if isinstance(bound, GpuCall) and signatures is not None and forms is not None:
-                cache_put(self._calls, (signatures, forms), bound, KEPT_CALLS)
-            return one_or_all(bound(given[0], out, tuple([found[each.name].object for each in self.op.captured])))
-        return one_or_all(call(given[0], out, captured))
+        arrays.check_untraced(given)
+        read = arrays.forms_of_any(given)
+        call = None if read is None else find((self, read[0]))
+        if call is not None and read is not None:
+            return one_or_all(call(given, read[1], out))
+        found = self._read(given)
+        call = self.bind(found)
+        if read is not None:
+            keep((self, read[0]), call)
+        return one_or_all(call(given, addresses_of(found), out))
 
-    def bind(self, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> GpuCall | CpuCall:
-        """The plan on arrays that were checked, by name; ``loose`` as of ``GpuCall``, the same in all calls of one operation."""
-        if self.device.is_cpu:
-            return CpuCall(self, given)
-        if self.library == "torch":  # whose calls are kept by the tensors' signatures
-            return GpuCall(self, given, loose)
-        places = [array._replace(object=None) for array in given.values()]
-        own = len(places) - len(self.op.captured)
-        key = (*places[:own], *(place._replace(pointer=0) for place in places[own:]))
-        call = self._calls.get(key)
-        if call is None:
-            call = GpuCall(self, given, loose)
-            cache_put(self._calls, key, call, KEPT_CALLS)
-        return call
+    def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
+        """The plan on arrays of these forms, by name, which were checked."""
+        return CpuCall(self, given) if self.device.is_cpu else GpuCall(self, given)
 
     def _in_order(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         names = [operand.name for operand in self.op.inputs]
@@ -203,8 +190,8 @@ _Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, 
 
 class _Loaded(NamedTuple):
     """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: what was lowered alone,
-    the strides of inputs and how outputs lie, the lengths of inputs, or addresses. ``late`` addresses, of outputs, scratch memory
-    and captured arrays, are known when a launch is issued, as counters are."""
+    the strides of inputs and how outputs lie, the lengths of inputs, or addresses, which are known when a launch is issued, as
+    counters are."""
 
     binary: compiler.Binary
     function: driver.Function
@@ -217,7 +204,6 @@ class _Loaded(NamedTuple):
     outputs: tuple[Form, ...]
     maps: tuple[tuple[Any, int], ...]
     places: tuple[Place, ...]
-    late: tuple[Place, ...]
     counters: tuple[tuple[int, int], ...]  # bytes, offset
 
     def written(self, values: Mapping[str, Any]) -> tuple[tuple[int, bytes], ...]:
@@ -234,7 +220,6 @@ class _Loaded(NamedTuple):
     @classmethod
     def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
-        later = outputs | {operand.name for operand in op.captured}
         at = [(field.fill, layout.offsets[field.name]) for field in launch.fields]
         names = tuple(field.name for field in launch.fields if type(field.fill) is Value)
         forms = [
@@ -242,15 +227,13 @@ class _Loaded(NamedTuple):
             for field in launch.fields
             if type(field.fill) not in (Value, Counter, Scratch, Pointer) and not _is_map(field.fill)
         ]
-        places = [(name, offset + more) for fill, offset in at for name, more in _addresses(fill)]
         return cls(
             binary, function, launch.fields, layout, _taker(names), layout.only(names),
             tuple(form for form in forms if not _is_length(form[0]) and getattr(form[0], "operand", None) not in outputs),
             tuple(form for form in forms if _is_length(form[0])),
             tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
             tuple((fill, offset) for fill, offset in at if _is_map(fill)),
-            tuple(place for place in places if not _is_late(place[0], later)),
-            tuple(place for place in places if _is_late(place[0], later)),
+            tuple((name, offset + more) for fill, offset in at for name, more in _addresses(fill)),
             tuple((fill.bytes, offset) for fill, offset in at if isinstance(fill, Counter)),
         )  # fmt: skip
 
@@ -269,11 +252,6 @@ def _taker(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, .
 
 
 _SCRATCH = "scratch "  # before the name of a buffer, where it stands among operands
-
-
-def _is_late(name: str, later: set[str]) -> bool:
-    """Says whether an address is not known before a launch."""
-    return name in later or name.startswith(_SCRATCH)
 
 
 def _is_map(fill: Any) -> bool:
@@ -353,11 +331,15 @@ def _as_float32(x: Any) -> Any:
 
 
 class _Call:
-    """A plan on arrays."""
+    """A plan on arrays of one form each, wherever these are."""
 
     _plan: Plan
     _op: Operation
     _given: Mapping[str, Array]
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
 
     @property
     def op(self) -> Operation:
@@ -366,38 +348,39 @@ class _Call:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arrays that it was made for, in order."""
+        """The names of the inputs, in the order of addresses."""
         return tuple(self._given)
+
+    def _inputs(self, addresses: Sequence[int]) -> dict[str, Array]:
+        """The inputs by name, at these addresses."""
+        each = zip(self._given.items(), addresses, strict=True)
+        return {name: array._replace(pointer=address) for (name, array), address in each}
 
 
 class GpuCall(_Call):
-    """A plan on arrays of a GPU: all is known but where the results go, and the stream.
+    """A plan on arrays of a GPU: all is known but addresses, the stream, and numbers that functions captured.
 
-    It may be kept, and called from several threads at once, for any arrays that lie as these did. Captured arrays, and those with
-    a name in ``loose``, may lie anywhere: every call says where. ``moved`` gives the call for others that lie elsewhere.
+    It may be kept, and called from several threads at once.
     """
 
-    def __init__(self, plan: Plan, given: Mapping[str, Array], loose: tuple[str, ...] = ()) -> None:
+    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         assert plan.program is not None
-        self._device, library, op = next(iter(given.values())).device, plan.library, plan.op
-        self._loose = (*loose, *[operand.name for operand in op.captured])
+        self._device, library = next(iter(given.values())).device, plan.library
         self._parts = tuple([buffer.name for buffer in plan.program.scratch])
-        late = (*[operand.name for operand in op.outputs], *self._loose, *[_SCRATCH + name for name in self._parts])
-        self._numbers = {name: i for i, name in enumerate(late)}
-        self._late = [
-            [(self._numbers[name], offset) for name, offset in (*loaded.late, *loaded.places) if name in self._numbers]
-            for loaded in plan._loaded
+        every = (*given, *[operand.name for operand in plan.op.outputs], *[_SCRATCH + name for name in self._parts])
+        self._numbers = {name: i for i, name in enumerate(every)}
+        self._places = [
+            [(self._numbers[name], offset) for name, offset in loaded.places if name in self._numbers] for loaded in plan._loaded
         ]
         self._stream = arrays.stream_of(library)
         self._is_torch = library == "torch"
-        self.there: tuple[int, ...] = ()  # addresses of arrays that lie anywhere, as whoever keeps the call last looked at them
         self._bind(plan, plan.program, given)
 
     def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
-        """Makes all that follows from lengths, numbers and addresses."""
+        """Makes all that follows from lengths and strides."""
         self._plan, self._op = plan, plan.op
-        self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
-        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
+        self._given = {name: array.without_memory() for name, array in given.items()}
+        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
         self._numbered: dict[Any, Numbered] = {}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
@@ -407,37 +390,29 @@ class GpuCall(_Call):
         self._take_strides()
         self._open()
         self._take_lengths()
-        self._take_addresses()
 
     def _open(self) -> None:
         """Makes what makes the results, and fills in how these will lie."""
-        like, outputs = next(iter(self._given.values())), self._op.outputs
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in outputs])
-        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in outputs}
-        self._lay_results()
-
-    def _lay_results(self) -> None:
+        like, self._outputs = next(iter(self._given.values())), self._op.outputs
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in self._outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in self._outputs}
         for args, loaded in zip(self._args, self._plan._loaded, strict=True):
             for fill, write, offset in loaded.outputs:
                 write(args, offset, _form(fill, self._made[fill.operand]))
 
-    def moved(self, given: Mapping[str, Array]) -> GpuCall:
-        """The call for arrays in other places that lie as these did, by name. Those that functions captured are not among them.
-        Lengths may be others for which the same kernels are launched (``Operation.layout_key``)."""
+    def at_lengths_of(self, given: Mapping[str, Array]) -> GpuCall:
+        """The call for arrays, by name, for whose lengths the same kernels are launched (``Operation.layout_key``). Those that
+        functions captured are not among them."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
         found._given, found._launches, found._args = {**self._given, **given}, {}, [bytearray(args) for args in self._args]
-        pairs = [(array, self._given[name]) for name, array in given.items()]
-        if [array for array, own in pairs if array.shape != own.shape]:
-            op = self._op.at_lengths_of(given)
-            if op is not self._op:
-                if not self._has_tiles:
-                    return self.resized(op, found._given)
-                found._take_queries(op)
-            if [array for array, own in pairs if array.strides != own.strides]:
-                found._take_strides()
-            found._take_lengths()
-        found._take_addresses()
+        op = self._op.at_lengths_of(given)
+        if op is not self._op:
+            if not self._has_tiles:
+                return self.resized(op, found._given)
+            found._take_queries(op)
+        found._take_strides()
+        found._take_lengths()
         return found
 
     @property
@@ -471,21 +446,6 @@ class GpuCall(_Call):
         found._bind(plan, plan.program, given)
         return found
 
-    def giving(self, make: Callable[[Any], Any], strides: tuple[int, ...]) -> GpuCall:
-        """The call whose first result ``make`` makes of ``like``, in whatever shape, and lies so."""
-        found = object.__new__(GpuCall)
-        found.__dict__ |= self.__dict__
-        name, found._launches = self._op.outputs[0].name, {}
-        found._makers, found._made = (make, *self._makers[1:]), {**self._made, name: self._made[name]._replace(strides=strides)}
-        found._args = [bytearray(args) for args in self._args]
-        found._lay_results()
-        return found
-
-    @property
-    def maker(self) -> Callable[[Any], Any]:
-        """The function that makes its first result of a tensor that lies there."""
-        return self._makers[0]
-
     def numbered(self, numbers: Any) -> Numbered | None:
         """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
         they must be looked at."""
@@ -501,95 +461,83 @@ class GpuCall(_Call):
             cache_put(self._numbered, key, found, KEPT_LAUNCHES)
         return found
 
-    def has_lengths_of(self, other: Any) -> bool:
-        """Says whether it was moved from the other one to arrays of the same lengths."""
-        return bool(self._maps is other._maps)
-
     def __call__(
-        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = (),
-        numbers: Numbered | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of ``like``'s library.
-        ``captured`` are all arrays that functions captured, ``loose`` the addresses of those that lie anywhere, ``numbers`` those
-        that functions captured, where they are not the operation's."""
-        given: tuple[Any, ...] = ()
+        self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None, numbers: Numbered | None = None
+    ) -> tuple[Any, ...]:
+        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of the library of
+        ``tensors``. These are the first of the inputs, at least one, and ``addresses`` those of all. ``numbers`` are those that
+        functions captured, where they are not the operation's."""
+        like = tensors[0]
         if out is None:
+            given: tuple[Any, ...] = ()
+            forms: tuple[Any, ...] = ()
             results = tuple([make(like) for make in self._makers])
             places = [x.data_ptr() for x in results] if self._is_torch else [*map(arrays.address, results)]
-        elif len(self._makers) == 1 and not isinstance(out, tuple):
-            results = given = (out,)
-            places = [self._place(out)]
         else:
-            given = given_outputs(out, self._op.outputs)
+            given = given_outputs(out, self._outputs)
             results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
-            places = [arrays.address(x) if y is None else self._place(y) for x, y in zip(results, given, strict=True)]
+            forms = tuple([None if x is None else self._form_of(x) for x in given])
+            places = [*map(arrays.address, results)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
         scratch = None
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
             places.append(arrays.address(scratch))
-        addresses = (*loose, *map(arrays.address, captured)) if captured else loose
-        key = (stream_id, *places) if numbers is None else (stream_id, *places, numbers.key)
-        launches, of = self._launches.get(key, (None, ()))
-        if launches is None or capturing or of != addresses:
-            if captured:
-                self._check_memory(captured)
-            beside = (stream_id, "its own" if numbers is None else "others")  # numbers of any launches whose results were made
-            if launches is None and not given:
-                launches, _ = self._launches.get(beside, (None, ()))
-            if launches is None or capturing or given:
-                launches = self._prepare(results, given, addresses, numbers, scratch, stream, stream_id, capturing)
+        key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
+        launches = self._launches.get(key)
+        if launches is None or capturing:
+            self._check_memory(tensors)
+            inputs = self._inputs(addresses)
+            self._op.check_apart(inputs)
+            found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids)) if given else {}
+            alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
+            launches = None if capturing else self._launches.get(alike)
+            every = [*addresses, *places[: len(results)], *[places[-1] + begin for begin in self._scratch]]
+            if launches is None:
+                launches = self._prepare(found, every, numbers, stream, stream_id, capturing)
             else:
-                launches = self._moved(launches, results, addresses, numbers, scratch)
-            if None not in places and not capturing:
-                cache_put(self._launches, key, (launches, addresses), KEPT_LAUNCHES)
-                if not given and beside not in self._launches:
-                    cache_put(self._launches, beside, (launches, addresses), KEPT_LAUNCHES)
+                launches = self._moved(launches, every, numbers)
+            if capturing:
+                if scratch is not None and not self._is_torch:
+                    driver.retain(stream, scratch)
+            else:
+                cache_put(self._launches, key, launches, KEPT_LAUNCHES)
+                self._launches.setdefault(alike, launches)
         for launch in launches:
             launch()
         for x in given:
             arrays.written(x)
         return results if self._is_torch else to_libraries(results, given, like)
 
-    def _check_memory(self, captured: tuple[Any, ...]) -> None:
-        """Raises ProblemError where a captured tensor's storage was freed: kept calls know how such arrays lie, not where."""
-        if self._is_torch and not arrays.are_held(captured):
-            for operand, x in zip(self._plan.op.captured, captured, strict=True):
-                arrays.read(x, operand.label)
+    def _check_memory(self, tensors: Sequence[Any]) -> None:
+        """Raises ProblemError where a tensor's storage was freed."""
+        if self._is_torch and not arrays.are_held(tensors):
+            labels = {operand.name: operand.label for operand in self._plan.op.captured}
+            for name, x in zip(self._given, [x for x in tensors if x is not None], strict=False):
+                arrays.read(x, labels.get(name, name))
 
-    def _place(self, out: Any) -> Any:
-        """A key that tells outputs apart; None for one that requires grad, which is allowed at times."""
-        return arrays.signature(out) if self._is_torch else (type(out), *arrays.read(out, "out")[:-1])
-
-    def _places(self, results: Sequence[Any], loose: Sequence[int], scratch: Any) -> list[int]:
-        """The addresses that are known now, in the order of ``_late``'s numbers."""
-        first = None if scratch is None else arrays.address(scratch)  # None: nothing is there to be written
-        return [*map(arrays.address, results), *loose, *[0 if first is None else first + begin for begin in self._scratch]]
+    def _form_of(self, out: Any) -> Any:
+        """The form of an array that receives a result, with its class."""
+        read = arrays.forms_of((out,)) if self._is_torch else None
+        return read[0] if read else (type(out), *arrays.form_of(arrays.read(out, "out")))
 
     def _prepare(
-        self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], numbers: Numbered | None, scratch: Any,
-        stream: int, stream_id: int, capturing: bool,
+        self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
+        capturing: bool,
     ) -> tuple[driver.Launch, ...]:  # fmt: skip
-        """The launches on a stream, with all that was open filled in. ``loose`` are the addresses of arrays that lie anywhere."""
-        places = self._places(results, loose, scratch)
-        found: dict[str, Array] = {}
-        if given:
-            pairs = [(name, x) for name, x in zip(self._loose, loose, strict=True) if name in self._given]
-            inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
-            found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids))
-        if capturing and scratch is not None and not self._is_torch:
-            driver.retain(stream, scratch)
-        own = numbers.texts if numbers else [()] * len(self._args)
-        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._maps, own)
-        for grid, loaded, args, late, maps, texts in zip(*parts, strict=True):
+        """The launches on a stream, with all that was open filled in. ``addresses`` are those of inputs, outputs and scratch
+        memory, ``outputs`` those arrays that were given."""
+        texts_of = numbers.texts if numbers else [()] * len(self._args)
+        launches, parts = [], (self._grids, self._plan._loaded, self._args, self._places, self._maps, texts_of)
+        for grid, loaded, args, places, maps, texts in zip(*parts, strict=True):
             memory = bytearray(args)
-            for fill, write, offset in loaded.outputs if found else ():
-                if fill.operand in found:
-                    write(memory, offset, _form(fill, found[fill.operand]))
-            for number, offset in late:
-                _address(memory, offset, places[number])
-            for offset, text in (*self._encoded(maps, places), *texts):
+            for fill, write, offset in loaded.outputs if outputs else ():
+                if fill.operand in outputs:
+                    write(memory, offset, _form(fill, outputs[fill.operand]))
+            for number, offset in places:
+                _address(memory, offset, addresses[number])
+            for offset, text in (*self._encoded(maps, addresses), *texts):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
@@ -597,24 +545,24 @@ class GpuCall(_Call):
         return tuple(launches)
 
     def _moved(
-        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], numbers: Numbered | None,
-        scratch: Any,
-    ) -> tuple[driver.Launch, ...]:  # fmt: skip
-        """The launches with results, arrays that lie anywhere and scratch memory at other addresses, and with other numbers."""
-        places, found = self._places(results, loose, scratch), []
-        own = numbers.texts if numbers else [()] * len(launches)
-        for launch, late, maps, its in zip(launches, self._late, self._maps, own, strict=True):
-            texts = (*self._encoded(maps, places), *its)
-            found.append(launch.moved(late, places, texts) if late or texts else launch)
-        return tuple(found)
+        self, launches: tuple[driver.Launch, ...], addresses: Sequence[int], numbers: Numbered | None
+    ) -> tuple[driver.Launch, ...]:
+        """The launches with other addresses, and with other numbers."""
+        texts_of = numbers.texts if numbers else [()] * len(launches)
+        parts = (launches, self._places, self._maps, texts_of)
+        return tuple(
+            [
+                launch.moved(places, addresses, (*self._encoded(maps, addresses), *texts))
+                for launch, places, maps, texts in zip(*parts, strict=True)
+            ]
+        )
 
-    def _encoded(self, maps: Sequence[_Map], places: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Those tensor maps of a launch that are of arrays which lie anywhere, with their offsets."""
-        loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
-        if not loose:
+    def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int]) -> list[tuple[int, bytes]]:
+        """The tensor maps of a launch, with their offsets."""
+        if not maps:
             return []
         with driver.current(self._device):  # which the driver wants
-            return [(offset, encode(place)) for offset, encode, place in loose]
+            return [(offset, encode(addresses[self._numbers[name]])) for name, offset, encode in maps]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch with nothing but values in them."""
@@ -631,7 +579,7 @@ class GpuCall(_Call):
                 write(args, offset, self._of_input(fill))
 
     def _take_lengths(self) -> None:
-        """Fills in the inputs' lengths, and finds what makes tensor maps, also those of results."""
+        """Fills in the inputs' lengths, and finds what makes tensor maps."""
         self._maps: list[list[_Map]] = []
         every = {**self._given, **self._made}
         for args, loaded in zip(self._args, self._plan._loaded, strict=True):
@@ -643,18 +591,6 @@ class GpuCall(_Call):
                 args[offset + 128 : offset + 128 + len(rest)] = rest
                 maps.append((name, offset, encode))
             self._maps.append(maps)
-
-    def _take_addresses(self) -> None:
-        """Fills in the inputs' addresses. An input that is not given has none."""
-        for args, maps, loaded in zip(self._args, self._maps, self._plan._loaded, strict=True):
-            for name, offset in loaded.places:
-                if name in self._given:
-                    _address(args, offset, self._given[name].pointer)
-            if maps:
-                with driver.current(self._device):  # which the driver wants
-                    for name, offset, encode in maps:
-                        if name in self._given:
-                            args[offset : offset + 128] = encode(self._given[name].pointer)
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
@@ -726,49 +662,29 @@ def _part(o: Array, lse: Array) -> bytes:
 
 
 class CpuCall(_Call):
-    """A plan on arrays in this machine's memory. One of torch tensors holds none of them, and may be kept."""
+    """A plan on arrays in this machine's memory."""
 
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
-        self._plan, self._op, self._library = plan, plan.op, like.library
-        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in plan.op.outputs)
-        self._viewers = tuple(arrays.viewer(operand.shape, operand.element) for operand in plan.op.outputs)
-        self._lay(given)
+        self._plan, self._op, self._outputs = plan, plan.op, plan.op.outputs
+        self._given = {name: array.without_memory() for name, array in given.items()}
+        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in self._outputs)
 
-    def _lay(self, given: Mapping[str, Array]) -> None:
-        held = {each.name for each in self._plan.op.captured} if self._library == "torch" else given.keys()
-        self._given = {name: array if name in held else array.without_memory() for name, array in given.items()}
-        self._views = {name: arrays.as_numpy(array) for name, array in self._given.items()}
-
-    def moved(self, given: Mapping[str, Array]) -> CpuCall:
-        """The call for arrays in other places that lie as these did."""
-        found = object.__new__(CpuCall)
-        found.__dict__ |= self.__dict__
-        found._lay({**self._given, **given})
-        return found
-
-    def has_lengths_of(self, other: Any) -> bool:
-        """True: calls are moved to arrays of the same lengths."""
-        return True
-
-    def __call__(self, like: Any, out: Any = None, captured: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """Computes; as ``GpuCall``. The arrays that it was made with have the captured ones among them."""
-        op = self._plan.op
-        given = () if out is None else given_outputs(out, op.outputs)
-        wanted = given or (None,) * len(self._makers)
-        results = [make(like) if x is None else x for make, x in zip(self._makers, wanted, strict=True)]
-        found = read_outputs(given, op, self._plan, arrays.CPU, self._given.items())
-        views = dict(self._views)
-        for each, x, view in zip(op.outputs, results, self._viewers, strict=True):
-            if each.name in found:
-                views[each.name] = arrays.as_numpy(found[each.name])
-            else:
-                views[each.name] = view(x) if self._library == "torch" else x
+    def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
+        """Computes; as ``GpuCall``, but that ``tensors`` keep all inputs alive."""
+        op, like, inputs = self._op, tensors[0], self._inputs(addresses)
+        op.check_apart(inputs)
+        given = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
+        results = [make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)]
+        read_outputs(given, op, self._plan, arrays.CPU, inputs.items())
+        every = {each.name: inputs[each.name] for each in op.inputs}
+        every |= {each.name: arrays.read(x, each.name) for each, x in zip(self._outputs, results, strict=True)}
+        views = {name: arrays.view_at(array, array.pointer) for name, array in every.items()}
         op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:
             arrays.written(x)
-        return tuple(results) if self._library == "torch" else to_libraries(results, given, like)
+        return tuple(results) if self._plan.library == "torch" else to_libraries(results, given, like)
 
 
 def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
@@ -821,6 +737,24 @@ def to_libraries(results: Sequence[Any], given: Sequence[Any], like: Any) -> tup
 def one_or_all(results: tuple[Any, ...]) -> Any:
     """The only result, or all of them."""
     return results[0] if len(results) == 1 else results
+
+
+_calls: dict[Any, GpuCall | CpuCall] = {}
+
+
+def find(key: Any) -> Any:
+    """The call that is kept under a key, what is asked for and the forms of arrays; None where there is none."""
+    return _calls.get(key)
+
+
+def keep(key: Any, call: GpuCall | CpuCall) -> None:
+    """Keeps a call under a key."""
+    cache_put(_calls, key, call, KEPT_CALLS)
+
+
+def addresses_of(given: Mapping[str, Array]) -> tuple[int, ...]:
+    """The addresses of arrays, as a call takes them."""
+    return tuple([array.pointer for array in given.values()])
 
 
 def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ..cpu.caches import CPU_APPEND, CPU_COMBINE, CPU_KVCACHE
 from ..cpu.kernels import CPU, CPU_BACKWARD
 from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
@@ -34,9 +35,10 @@ from ..operation.operand import PLAIN
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
-    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND,), Combine: (COMBINE,),
+    Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
+    Combine: (COMBINE, CPU_COMBINE),
     AttentionKVCache: (
-        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
+        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE, CPU_KVCACHE,
     ),
 }  # fmt: skip
 

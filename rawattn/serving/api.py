@@ -6,16 +6,13 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..array import arrays, memory
-from ..array.arrays import Array, Held
-from ..cpu import caches
-from ..cpu.kernels import CPU
+from ..array.arrays import Array
 from ..driver import driver
-from ..driver.device import Device
-from ..errors import ProblemError, UnsupportedError, brief
+from ..errors import ProblemError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
 from ..operation import Append, AttentionKVCache, Combine, arguments, functions
@@ -26,15 +23,26 @@ from ..operation.operand import check_output
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..runtime import front_end
 from ..runtime.explain import Explanation, explain_operation
-from ..runtime.plans import GpuCall, Plan, cache_put, device_of, given_outputs, one_or_all, spared_capture, to_libraries
+from ..runtime.plans import (
+    CpuCall,
+    GpuCall,
+    Plan,
+    addresses_of,
+    device_of,
+    find,
+    keep,
+    one_or_all,
+    spared_capture,
+    to_libraries,
+)
 from ..runtime.record import log_operation
 from ..runtime.request import KEPT_ASKED
-from ..runtime.select import Selection, select
+from ..runtime.select import select
 from ..trace.proofs import Limits
 from ..variant.element import ELEMENTS
 from ..variant.mask import causal_and
 from ..variant.parts import MOST_ARRAYS
-from .cache import LAYOUTS, KVCache
+from .cache import KVCache
 from .rotary import Rotary
 from .step import Step
 
@@ -189,109 +197,25 @@ def attend(
 ) -> tuple[Any, ...]:
     """Computes attention over a cache on arrays that have memory."""
     check_lse(lse, asked.spec.return_lse)
-    captured, (like, places) = asked.captured, like_of(q, cache, step, sinks, asked.captured)
-    key = None if like is None else (asked.key, like)
-    call: GpuCall | CpuCall | None = kept_of(_calls, key, (q, sinks), places)
-    if call is None:
-        call, captured, places = _first(q, cache, step, asked, sinks)
-        if key is not None and isinstance(call, GpuCall):
-            cache_put(_calls, key, call, KEPT_CALLS)
-    wanted = (out, lse) if asked.spec.return_lse and (out is not None or lse is not None) else out
-    return call(q, wanted, captured, places + step.held.places)
+    tensors, read = (q, sinks, *asked.captured), read_call(q, cache, step, sinks, asked.captured)
+    call = None if read is None else find((asked.key, *read[0]))
+    if call is not None and read is not None:
+        addresses = read[1]
+    else:
+        op, found = attention_of(q, cache, step, asked, sinks)
+        call = call_of(op, found, asked.kernel, asked.config)
+        addresses = addresses_of(found)
+        if read is not None:
+            keep((asked.key, *read[0]), call)
+    return call(tensors, addresses, (out, lse) if asked.spec.return_lse and (out is not None or lse is not None) else out)
 
 
-def like_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
-    """A key of all torch tensors that lie so, in this cache, and where q and the sinks lie; (None, ()) where they must be looked
-    at, or others were given."""
-    if cache.held.requires_grad:
-        return None, ()
-    like = arrays.forms_and_places((q,) if sinks is None else (q, sinks))
-    forms = arrays.forms(captured) if captured else ()
-    if like is None or forms is None:
-        return None, ()
-    return (like[0], cache.held.alike, cache.held.places, step.held.alike, forms), like[1]
-
-
-def kept_of(calls: Mapping[Any, Any], key: Any, given: tuple[Any, ...], places: tuple[int, ...]) -> Any:
-    """The call that is kept for tensors that lie so, at these places; None where there is none, and where a storage has no room
-    for its tensor, which the address of a view does not say."""
-    call = None if key is None else calls.get(key)
-    if call is not None and call.there != places:
-        if not arrays.are_held(given):
-            return None
-        call.there = places
-    return call
-
-
-def kept_for(what: Any, pools: tuple[Any, Any], given: tuple[Any, ...], beside: Any) -> Any:
-    """A key of a call over these pools without a ``KVCache`` and a ``Step``, and the places of the other arrays, which ``given``
-    has as calls have them: q, or the rows to append and q, then a step's and those of a rotary. None where tensors must be looked
-    at. ``what`` is asked for, and ``beside`` what else the step says."""
-    signatures, like = arrays.signatures(pools), arrays.forms_and_places(given)
-    return None if signatures is None or like is None else ((what, signatures, like[0], beside), like[1])
-
-
-def call_for(place: Any, given: tuple[Any, ...]) -> GpuCall | None:
-    """The call that is kept under a key of ``kept_for``."""
-    found: GpuCall | None = None if place is None else kept_of(_by_adapters, place[0], given, place[1])
-    return found
-
-
-def write_for(place: Any, pools: tuple[Any, Any], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Does the append that is kept under a key of ``kept_for``. Gives the rotated q, if any; None where none is kept."""
-    kept = None if place is None else _by_adapters.get(place[0])
-    if kept is None or not arrays.are_held(pools) or not kept.is_apart(place[1], given):
+def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
+    """The forms of all arrays of a call, and their addresses; None where one cannot be read, or autograd would follow."""
+    read = None if cache.held.requires_grad else arrays.forms_of_any((q, sinks, *captured))
+    if read is None:
         return None
-    results: tuple[Any, ...] = kept.call(given[0], None, (), place[1])
-    for pool in pools:
-        arrays.written(pool)
-    return results
-
-
-def keep_for(place: Any, q: Any, cache: KVCache, step: Step, asked: Asked) -> None:
-    """Keeps the call that was made for the same tensors under a key of ``kept_for``, too."""
-    like, _ = (None, ()) if place is None else like_of(q, cache, step, None, ())
-    _keep(place, None if like is None else (asked.key, like))
-
-
-def keep_write_for(place: Any, cache: KVCache, held: list[Held], own: tuple[Any, ...]) -> None:
-    """Keeps the append of these rows, likewise."""
-    _keep(place, None if place is None else _like_of_write(cache, held, own, None, False)[0])
-
-
-def _keep(place: Any, key: Any) -> None:
-    call = None if key is None else _calls.get(key)
-    if call is not None:
-        cache_put(_by_adapters, place[0], call, KEPT_CALLS)
-
-
-def loose_of(step: Step, sinks: Any) -> tuple[str, ...]:
-    """The names of the arrays of a call that may lie anywhere: all but those of the cache."""
-    return ("q", *step.arrays) if sinks is None else ("q", "sinks", *step.arrays)
-
-
-def _first(
-    q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any
-) -> tuple[GpuCall | CpuCall, tuple[Any, ...], tuple[int, ...]]:
-    """The call on arrays for which it was not made yet, what functions captured, and where q and the sinks lie. The call is that
-    of another cache which lies so, moved to this one, or one of its own."""
-    found = arrays_of(q, cache, step, sinks, asked.captured)
-    places = tuple([found[name].pointer for name in ("q", "sinks") if name in found])
-    layout = (layout_of(found, cache, step), asked.key)
-    like = None if asked.own else _layouts.get(layout)
-    if like is not None:
-        return like.moved({name: array.without_memory() for name, array in found.items()}), (), places
-    op, found = attention_of(q, cache, step, asked, sinks)
-    call = _call_of(op, found, cache.layout, asked.kernel, asked.config, loose_of(step, sinks))
-    if isinstance(call, GpuCall) and not asked.own:
-        cache_put(_layouts, layout, call, KEPT_CALLS)
-    return call, tuple([found[each.name].object for each in op.captured]), places
-
-
-def layout_of(found: dict[str, Array], cache: KVCache, step: Step) -> tuple[Any, ...]:
-    """All that a plan depends on, of the arrays of a call: how they lie and are aligned, and the numbers beside them."""
-    own = [arrays.facts(found[name]) for name in ("q", "sinks") if name in found]
-    return (*own, cache.held.alike, step.held.alike)
+    return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses
 
 
 def check_lse(lse: Any, return_lse: bool) -> None:
@@ -300,29 +224,27 @@ def check_lse(lse: Any, return_lse: bool) -> None:
         raise ProblemError("lse was given without return_lse=True.")
 
 
-def arrays_of(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...] = ()) -> dict[str, Array]:
-    """The arrays of a call by name, but for those ``captured`` ones. Raises ProblemError for one that autograd would follow."""
-    found = {"q": arrays.read(q, "q"), **cache.arrays_of(step.batch), **step.arrays}
-    if sinks is not None:
-        found["sinks"] = arrays.read(sinks, "sinks")
-    if cache.requires_grad or arrays.requires_grad(q, sinks, *captured):
+def arrays_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -> dict[str, Array]:
+    """The arrays of a call by name. Raises ProblemError for one that autograd would follow."""
+    found = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
+    found |= functions.read(dict(asked.own), asked.captured) | cache.arrays_of(step.batch) | step.arrays
+    if cache.requires_grad or arrays.requires_grad(q, sinks, *asked.captured):
         raise ProblemError(NO_GRADIENT)
     return found
 
 
 def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -> tuple[AttentionKVCache, dict[str, Array]]:
-    """The operation and its arrays. Raises ProblemError for a wrong argument."""
-    found = arrays_of(q, cache, step, sinks, asked.captured)
-    spec, own = asked.spec, dict(asked.own)
+    """The operation and the arrays of a call, in the order of ``read_call``. Raises ProblemError for a wrong argument."""
+    found = arrays_of(q, cache, step, asked, sinks)
+    spec, own, read = asked.spec, dict(asked.own), dict(found)
     if own:
-        found |= functions.read(own, asked.captured)
         if "mask" in own:  # which has in it what the step says
-            found.pop("causal", None)
+            read.pop("causal", None)
         *_, rows, heads, _ = found["q"].shape
         room = Limits(step.batch, heads, *(max_kv_len(found, step),) * 2, q_below=max(1, rows))  # of a sequence without keys, too
-        made = functions.resolved(own, found, room)
+        made = functions.resolved(own, read, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(found, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
+    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
 
 
 def max_kv_len(found: dict[str, Array], step: Step) -> int:
@@ -348,10 +270,7 @@ def explain_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
     op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
-    device = device_of(found["q"])
-    if device.is_cpu:
-        return Explanation(op, device, selected(op, device, kernel, config), None)
-    return explain_operation(op, device, kernel, config)
+    return explain_operation(op, device_of(found["q"]), kernel, config)
 
 
 def append(
@@ -402,65 +321,31 @@ def write(
 ) -> Any:  # fmt: skip
     """Computes ``append`` on arrays that have memory."""
     check_objects(cache, step, rotary, optional=True)
-    given = {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out}
-    own, in_place = (k, v, slots, q), q is not None and q_out is q
-    beside = [x.held for x in (step, rotary) if x is not None]
-    key, places = _like_of_write(cache, beside, own, None if in_place else q_out, in_place)
-    kept = None if key is None else _calls.get(key)
-    call: GpuCall | CpuCall | None = kept.call if kept is not None and kept.is_apart(places, own) else None
-    if call is None:
-        op, found = _append_of(cache, step, rotary, given)
-        names = tuple([name for name in ("k", "v", "slots", "q") if name in found])
-        places = sum([x.places for x in beside], tuple([found[name].pointer for name in names]))
-        loose = (*names, *({} if step is None else step.arrays), *({} if rotary is None else rotary.arrays))
-        call = _call_of(op, found, cache.layout, loose=loose)
-        if isinstance(call, GpuCall) and key is not None:
-            cache_put(_calls, key, _Write(call, found, loose, in_place), KEPT_CALLS)
-    results = call(q if k is None else k, None if in_place else q_out, (), places)
+    read = read_append(cache, step, rotary, (k, v, slots, q), q_out)
+    call = None if read is None else find(read[0])
+    if call is not None and read is not None:
+        addresses = read[1]
+    else:
+        op, found = _append_of(cache, step, rotary, {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out})
+        call, addresses = call_of(op, found), addresses_of(found)
+        if read is not None:
+            keep(read[0], call)
+    in_place = q is not None and q_out is q
+    results = call([x for x in (k, v, slots, q) if x is not None], addresses, None if in_place else q_out)
     for pool in () if k is None else (cache.k, cache.v):
         arrays.written(pool)
     return q_out if in_place else results[0] if results else None
 
 
-def _like_of_write(
-    cache: KVCache, beside: list[Held], own: tuple[Any, ...], q_out: Any, in_place: bool
-) -> tuple[Any, tuple[int, ...]]:
-    """A key of all appends of torch tensors that lie so, and the places of all that is read; (None, ()) where tensors must be
-    looked at."""
-    like = arrays.forms_and_places(own if q_out is None else (*own, q_out))
-    if like is None or [x for x in (cache.held, *beside) if x.requires_grad]:
-        return None, ()
-    key = (like[0], in_place, cache.held.alike, cache.held.places, *[x.alike for x in beside])
-    return key, sum([x.places for x in beside], like[1] if q_out is None else like[1][:-1])
-
-
-class _Write:
-    """An append to a cache of arrays that lie alike, anywhere but in what is written: the cache, and q where it is rotated in
-    place."""
-
-    def __init__(self, call: GpuCall, found: dict[str, Array], names: tuple[str, ...], in_place: bool) -> None:
-        self.call = call
-        self._pools = [memory.extent(found[name]) for name in ("k_cache", "v_cache")]
-        read = [found.get(name) for name in names]  # but for those of the step that nothing reads
-        self._sizes = [[x - array.pointer for x in memory.extent(array)] if array else [0, 0] for array in read]
-        self._q = names.index("q") if in_place else None
-        self._apart: tuple[int, ...] = ()
-
-    def is_apart(self, places: tuple[int, ...], given: tuple[Any, ...]) -> bool:
-        """Says whether arrays at these addresses have memory, apart from what is written; where their ends alone do not tell,
-        False."""
-        if places == self._apart:
-            return True
-        if not arrays.are_held(given):
-            return False
-        spans = [(place + begin, place + end) for place, (begin, end) in zip(places, self._sizes, strict=True)]
-        for i, (first, last) in enumerate(spans):
-            written = self._pools if self._q in (None, i) else [*self._pools, spans[self._q]]
-            for begin, end in written:
-                if begin < last and first < end:
-                    return False
-        self._apart = places
-        return True
+def read_append(cache: KVCache, step: Step | None, rotary: Rotary | None, rows: tuple[Any, ...], q_out: Any) -> Any:
+    """The key of an append of k, v, slots and q, torch tensors, and the addresses of its inputs; None where they must be looked
+    at."""
+    beside = [x.held for x in (step, rotary, cache) if x is not None]
+    read, of_q_out = arrays.forms_of(rows), arrays.forms_of((q_out,))
+    if read is None or of_q_out is None or [x for x in beside if x.requires_grad]:
+        return None
+    key = ("append", read[0], of_q_out[0], q_out is rows[-1], *[x.forms for x in beside])
+    return key, sum([x.addresses for x in beside], read[1])
 
 
 def _append_of(
@@ -474,17 +359,17 @@ def _append_of(
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
         raise ProblemError(NO_GRADIENT)
     found = arrays.named(tuple(given), tuple(given.values()))
-    if step is not None:
-        found |= {name: x for name, x in step.arrays.items() if name not in ("causal", "kv_begin")}
-    found |= {} if rotary is None else rotary.arrays
+    q_out = found.pop("q_out", None)
+    found |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)
     rows = rows_of(found).shape
     found |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    op = Append.of(found, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
-    _check_writable(cache, found)
-    q_out = found.pop("q_out", None)
+    read = {name: x for name, x in found.items() if name not in ("causal", "kv_begin")}
+    read |= {} if q_out is None else {"q_out": q_out}
+    op = Append.of(read, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
+    _check_writable(cache)
     if op.in_place and q_out is not None:
-        check_written("q_out", q_out, given["q_out"], 1, ((name, x) for name, x in found.items() if name != "q"))
+        check_written("q_out", q_out, given["q_out"])
     return op, found
 
 
@@ -544,29 +429,32 @@ def merge_states(
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
         given += part
     in_place = out is not None and bool(given) and out is given[0]
-    like = arrays.signatures((*given, sinks))
-    form = arrays.forms_and_places((None if in_place else out,))
-    key = None if like is None or form is None else (like, form[0], in_place)
-    call: GpuCall | CpuCall | None = _merges.get(key)
+    arrays.check_untraced((*given, sinks))
+    read, of_out = arrays.forms_of((*given, sinks)), arrays.forms_of((out,))
+    key = None if read is None or of_out is None else ("merge", read[0], of_out[0], in_place)
+    call, addresses = find(key), read[1] if read else ()
     if call is None:
         op, found = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
         if op.count > MOST_ARRAYS and not found["o_0"].is_cpu:
             return _merge_in_turn(list(zip(given[::2], given[1::2], strict=True)), sinks, out, found)
-        call = _call_of(op, found, "NHD")
-        if isinstance(call, GpuCall) and key is not None:
-            cache_put(_merges, key, call, KEPT_CALLS)
+        call, addresses = call_of(op, found), addresses_of(found)
+        if key is not None:
+            keep(key, call)
+    tensors = given if sinks is None else (*given, sinks)
     if in_place:
-        (lse,) = call(given[0])
+        (lse,) = call(tensors, addresses)
         arrays.written(out)
         return out, lse
-    o, lse = call(given[0], None if out is None else (out, None))
+    o, lse = call(tensors, addresses, None if out is None else (out, None))
     return o, lse
 
 
 def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: dict[str, Array]) -> tuple[Any, Any]:
     """``merge_states`` of more parts than a launch takes: some at a time are added to a sum, in order, which is rounded once."""
     if out is not None and out is not parts[0][0]:
-        check_written("out", arrays.read(out, "out"), out, 1, inputs.items())
+        array = arrays.read(out, "out")
+        check_written("out", array, out)
+        check_output("out", array, 1, inputs.items())
     first = inputs["o_0"]
     total = arrays.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
     found = merge_states(parts[:MOST_ARRAYS], out=total)
@@ -586,7 +474,7 @@ def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Co
     found = {name: arrays.read(x, name) for name, x in named.items()}
     op = Combine.of_call(found, options, ())
     if op.in_place:
-        check_written("out", found["o_0"], given[0], 1, [(name, x) for name, x in found.items() if name != "o_0"])
+        check_written("out", found["o_0"], given[0])
     return op, found
 
 
@@ -631,7 +519,7 @@ def _refuse_where_traced(**given: Any) -> None:
             raise ProblemError(f"{name} was given where torch traces, transforms or casts the call; the operator has no {name}.")
 
 
-def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
+def _check_writable(cache: KVCache) -> None:
     """Raises ProblemError where the cache cannot be written in place."""
     for name in ("k", "v"):
         pool, array = getattr(cache, name), cache.arrays[name]
@@ -644,52 +532,22 @@ def _check_writable(cache: KVCache, found: dict[str, Array]) -> None:
             raise ProblemError(f"the cache's {name} is read-only; make the cache of a writable array.")
         if memory.overlap(array, array):
             raise ProblemError(f"several elements of the cache's {name} share one place in memory; make it of a whole array.")
-        for other in ("k", "v", "q", "q_out", "k_scale", "v_scale"):
-            if other in found and memory.overlap(array, found[other]):
-                raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
 
 
-KEPT_CALLS = 1024
-_calls: dict[Any, Any] = {}  # GpuCall of attention, _Write of append
-_by_adapters: dict[Any, Any] = {}  # some of them, by keys of ``kept_for``
-_layouts: dict[Any, GpuCall] = {}
-_merges: dict[Any, GpuCall] = {}
-_plans: dict[Any, Plan] = {}
-
-
-def _call_of(
-    op: AttentionKVCache | Append | Combine, found: dict[str, Array], layout: str, kernel: str | None = None, config: Any = None,
-    loose: tuple[str, ...] = (),
-) -> GpuCall | CpuCall:  # fmt: skip
-    """The operation on arrays that were checked."""
-    first = next(iter(found.values()))
-    device = device_of(first)
+def call_of(
+    op: AttentionKVCache | Append | Combine, found: dict[str, Array], kernel: str | None = None, config: Any = None
+) -> GpuCall | CpuCall:
+    """The call of an operation on arrays that were checked, kept or made."""
     log(op)
-    if device.is_cpu:
-        check_cpu(kernel, config)
-        return CpuCall(op, found, layout)
-    key = (op, device, first.library, kernel, config)
-    plan = _plans.get(key)
-    if plan is None:
+    key = (op, kernel, config, *map(arrays.form_of, found.values()), *found)
+    call: GpuCall | CpuCall | None = find(key)
+    if call is None:
+        first = next(iter(found.values()))
+        device = device_of(first)
         with spared_capture(first):
-            plan = Plan(op, device, select(op, device, kernel, config), first.library)
-        cache_put(_plans, key, plan, KEPT_CALLS)
-    return plan.bind(found, loose)  # type: ignore[return-value]
-
-
-def selected(op: AttentionKVCache, device: Device, kernel: str | None, config: Any) -> Selection:
-    """The kernel and its configuration. Raises UnsupportedError where no kernel computes the operation."""
-    if not device.is_cpu:
-        return select(op, device, kernel, config)
-    check_cpu(kernel, config)
-    caches.check(op)
-    return Selection(CPU, None, "the CPU has no other")
-
-
-def check_cpu(kernel: str | None, config: Any) -> None:
-    """Raises UnsupportedError where another kernel is asked for than there is on the CPU."""
-    if kernel not in (None, "cpu") or config is not None:
-        raise UnsupportedError(f"kernel={kernel!r}, config={config!r}: on the CPU there is the kernel cpu, without a choice.")
+            call = Plan(op, device, select(op, device, kernel, config), first.library).bind(found)
+        keep(key, call)
+    return call
 
 
 def log(op: AttentionKVCache | Append | Combine) -> None:
@@ -705,42 +563,7 @@ def log(op: AttentionKVCache | Append | Combine) -> None:
     log_operation(op, key)
 
 
-class CpuCall:
-    """An operation over a cache on arrays in this machine's memory."""
-
-    def __init__(self, op: AttentionKVCache | Append | Combine, given: dict[str, Array], layout: str) -> None:
-        self._op, self._given, self._layout = op, given, layout
-
-    def __call__(
-        self, like: Any, out: Any = None, captured: tuple[Any, ...] = (), loose: tuple[int, ...] = ()
-    ) -> tuple[Any, ...]:
-        """Computes; ``out`` and the results are those of the operation's outputs. All arrays are among its own."""
-        op, first = self._op, next(iter(self._given.values()))
-        wanted = (None,) * len(op.outputs) if out is None else given_outputs(out, op.outputs)
-        results, made = [], {}
-        for operand, x in zip(op.outputs, wanted, strict=True):
-            results.append(arrays.maker(first, operand.shape, operand.element)(first.object) if x is None else x)
-            name = "out" if operand.name == "o" else operand.name
-            made[operand.name] = arrays.read(results[-1], name)
-            if x is not None:
-                operand._replace(name=name).check(made[operand.name], first.library, first.device)
-                check_written(name, made[operand.name], x, 1, self._given.items())
-        views = {name: arrays.as_numpy(array) for name, array in (*self._given.items(), *made.items())}
-        for name in {"k_cache", "v_cache"} & set(views):  # as (pages, page_size, kv_heads, columns)
-            if first.library == "numpy":  # whose view is the caller's own array
-                views[name] = views[name].transpose(LAYOUTS[self._layout])
-        if isinstance(op, Combine):
-            caches.combine(op, views)
-        elif isinstance(op, Append):
-            caches.append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
-        else:
-            caches.attend(op, views, views["o"], views.get("lse"))
-        for x in wanted:
-            arrays.written(x)
-        return to_libraries(results, wanted, like)
-
-
-def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Iterable[tuple[str, Array | None]]) -> None:
+def check_written(name: str, array: Array, x: Any) -> None:
     """Raises ProblemError where an array of the caller cannot be written."""
     if array.object is not x:
         raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name}.")
@@ -748,7 +571,6 @@ def check_written(name: str, array: Array, x: Any, alignment: int, inputs: Itera
         raise ProblemError(f"{name} is read-only; give a writable array.")
     if arrays.requires_grad(x):
         raise ProblemError(NO_GRADIENT)
-    check_output(name, array, alignment, inputs)
 
 
 def violations(device: Any = 0) -> tuple[str, ...]:

@@ -12,21 +12,15 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
 from ..operation.spec import MaskLike, ScoreLike, Window
-from ..runtime.plans import KEPT_CALLS, GpuCall, Plan, cache_put, device_of, one_or_all
-from ..runtime.select import Selection
+from ..runtime.plans import CpuCall, GpuCall, Plan, addresses_of, device_of, find, keep, one_or_all
+from ..runtime.select import Selection, select
 from .api import (
-    CpuCall,
-    arrays_of,
     asked_with,
     attention_of,
     check_lse,
     check_objects,
-    kept_of,
-    layout_of,
-    like_of,
     log,
-    loose_of,
-    selected,
+    read_call,
     split_keys_of,
     violations,
     with_slopes,
@@ -64,7 +58,7 @@ def plan_kvcache(
     op, found = attention_of(q, cache, step, asked, sinks)
     device = device_of(found["q"])
     log(op)
-    return KVCachePlan(op, device, selected(op, device, kernel, config), found["q"].library, asks, on_compile)
+    return KVCachePlan(op, device, select(op, device, kernel, config), found["q"].library, asks, on_compile)
 
 
 class Asks(NamedTuple):
@@ -75,6 +69,12 @@ class Asks(NamedTuple):
     return_lse: bool
     split_keys: int
     order: tuple[int | None, ...]
+
+    def in_order(self, captured: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
+        """Captured arrays as the kernel takes them; of another number as they are."""
+        if len(captured) != len(functions.names(self.options)):
+            return captured
+        return tuple([step.causal if i is None else captured[i] for i in self.order])
 
 
 def order_of(step: Step, options: dict[str, Any], count: int) -> tuple[int | None, ...]:
@@ -96,7 +96,6 @@ class KVCachePlan(Plan):
     ) -> None:  # fmt: skip
         super().__init__(op, device, selection, library, on_compile)
         self._asks = asks
-        self._layouts: dict[Any, GpuCall] = {}
 
     def run(  # type: ignore[override]  # its arrays come in a cache and a step
         self, q: Any, cache: KVCache, step: Step, *captured: Any, sinks: Any = None, out: Any = None, lse: Any = None,
@@ -111,47 +110,39 @@ class KVCachePlan(Plan):
             arguments.refuse(KVCachePlan.run, unknown)
         check_objects(cache, step)
         check_lse(lse, self._asks.return_lse)
-        key, places = like_of(q, cache, step, sinks, captured)
-        call: GpuCall | CpuCall | None = kept_of(self._calls, key, (q, sinks), places)
-        if call is None:
-            call, captured, places = self._bound(q, cache, step, sinks, captured)
-            if key is not None and isinstance(call, GpuCall):
-                cache_put(self._calls, key, call, KEPT_CALLS)
-        elif self._asks.order:
-            captured = tuple([step.causal if i is None else captured[i] for i in self._asks.order])
-        return one_or_all(call(q, out if lse is None else (out, lse), captured, places + step.held.places))
+        tensors = (q, sinks, *self._asks.in_order(captured, step))
+        read = read_call(q, cache, step, sinks, tensors[2:])
+        call = None if read is None else find((self, *read[0]))
+        if call is not None and read is not None:
+            addresses = read[1]
+        else:
+            call, found = self._call_on(q, cache, step, sinks, captured)
+            addresses = addresses_of(found)
+            if read is not None:
+                keep((self, *read[0]), call)
+        return one_or_all(call(tensors, addresses, out if lse is None else (out, lse)))
 
     def violations(self) -> tuple[str, ...]:
         """``rawattn.violations`` of the plan's device: what any launch there found wrong since the last call. A CPU raises."""
         return () if self.device.is_cpu else violations(self.device.index)
 
-    def _bound(
+    def _call_on(
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
-    ) -> tuple[GpuCall | CpuCall, tuple[Any, ...], tuple[int, ...]]:
-        """The plan on these arrays, the captured ones in the order of its kernel, and where q and the sinks lie."""
-        found = arrays_of(q, cache, step, sinks)
-        layout, places = layout_of(found, cache, step), tuple([found[name].pointer for name in ("q", "sinks") if name in found])
-        call = None if self._asks.order or captured else self._layouts.get(layout)
-        if call is not None:  # each array lies as one did that was checked
-            return call.moved({name: array.without_memory() for name, array in found.items()}), (), places
+    ) -> tuple[GpuCall | CpuCall, dict[str, Array]]:
+        """The plan on these arrays, and the arrays. Raises ProblemError where they are not what the plan was made for."""
         asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)._replace(split_keys=self._asks.split_keys)
         op, found = attention_of(q, cache, step, asked, sinks)
         self._check(op, found)
-        if self.device.is_cpu:
-            return CpuCall(op, found, cache.layout), (), places
         same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
         plan = self if same else self.resized(dataclasses.replace(op, layout=self.op.layout))
-        call = GpuCall(plan, found, loose_of(step, sinks))
-        if not op.captured:
-            cache_put(self._layouts, layout, call, KEPT_CALLS)
-        return call, tuple([found[each.name].object for each in op.captured]), places
+        return plan.bind(found), found
 
     def _check(self, op: AttentionKVCache, found: dict[str, Array]) -> None:
         """Raises ProblemError where arrays are not what the plan was made for."""
         place = arrays.CPU if self.device.is_cpu else self.device.index
         for operand in self.op.inputs:
             operand.check(found.get(operand.name), self.library, place)
-        for extra in found.keys() - {operand.name for operand in self.op.inputs}:
+        for extra in {operand.name for operand in op.inputs} - {operand.name for operand in self.op.inputs}:
             raise ProblemError(f"{extra} was given; this plan was made without it: make another by rawattn.plan_kvcache.")
         for field in dataclasses.fields(op):
             given, own = getattr(op, field.name), getattr(self.op, field.name)

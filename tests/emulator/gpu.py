@@ -16,13 +16,10 @@ from rawattn.array import arrays
 from rawattn.driver import driver
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import program
-from rawattn.runtime import calls, plans
-from rawattn.serving import api
+from rawattn.runtime import plans
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
-KEPT = [(calls, "_calls"), (calls, "_layouts")]  # with addresses of counters
-KEPT += [(api, name) for name in ("_calls", "_by_adapters", "_layouts", "_merges")]
 
 
 def emulated(launch: program.Launch, number: str, folder: pathlib.Path) -> emulator.Kernel:
@@ -81,7 +78,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
         (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
         (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
         (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
-        *((owner, name, {}) for owner, name in KEPT),
+        (plans, "_calls", {}),  # with addresses of counters
         (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -68,7 +68,7 @@ def test_on_the_cpu(library: str) -> None:
     wanted = rawattn.attention_kvcache(q, other.cache(library), other.step(library))
     assert bits([plan.run(q, other.cache(library), other.step(library))]) == bits([wanted])
     assert "kernel   cpu" in str(rawattn.explain_kvcache(q, cache, step))
-    with pytest.raises(rawattn.UnsupportedError, match="on the CPU there is the kernel cpu, without a choice"):
+    with pytest.raises(rawattn.UnsupportedError, match="no kernel computes AttentionKVCache"):
         rawattn.explain_kvcache(q, cache, step, kernel="attn_decode")
     assert plan.kernel == "cpu" and "AttentionKVCache" in repr(plan) and plan.violations() == ()
 
@@ -150,12 +150,13 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     given = [(q, cache, step), (q.clone(), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4))]
     wanted, count = list[Any](), len(compiled)
     for each in given:
-        monkeypatch.setattr(api, "_layouts", {})
+        monkeypatch.setattr(plans, "_calls", {})
         launched.clear()
         rawattn.attention_kvcache(*each, return_lse=True, out=results[0], lse=results[1])
         wanted += launched
+    plan.run(q, cache, step, out=results[0], lse=results[1])
     with monkeypatch.context() as patch:
-        for owner, name in ((api, "attention_of"), (planning, "attention_of"), (api, "select")):
+        for owner, name in ((planning, "attention_of"), (api, "select")):
             patch.setattr(owner, name, None)
         launched.clear()
         for each in given:
@@ -288,8 +289,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
     few, many = SMALL, dataclasses.replace(SMALL, lengths=((300, 400), (1, 2)))
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     compiled = compilations(monkeypatch, tmp_path, [])
-    for name in ("_plans", "_calls", "_layouts", "_merges"):
-        monkeypatch.setattr(api, name, {})
+    monkeypatch.setattr(plans, "_calls", {})
     serve([few, many])
     recorded, lines = [*compiled], log.read_text().splitlines()
     assert len(recorded) >= 4, "attn_decode, attn_fwd, append, combine"
@@ -299,8 +299,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
     monkeypatch.delenv("RAWATTN_LOG")
     operations = operations_of(log)
     assert {type(op).__name__ for op in operations} == {"AttentionKVCache", "Append", "Combine"}
-    for name in ("_plans", "_calls", "_layouts", "_merges"):
-        monkeypatch.setattr(api, name, {})
+    monkeypatch.setattr(plans, "_calls", {})
     monkeypatch.setattr(plans, "_kernels", {})
     compiled.clear()
     assert rawattn.warm_up(log) == len(operations)
@@ -312,6 +311,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
 def test_a_bundle_takes_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded on the CPU, too: one line for each kind."""
     log, made = tmp_path / "operations.jsonl", set[str]()
+    monkeypatch.setattr(plans, "_calls", {})
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     case = dataclasses.replace(SMALL, lengths=((1, 20),))
     for lengths in (((1, 20),), ((1, 9), (1, 20)), ((1, 3),) * 3):

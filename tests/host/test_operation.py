@@ -327,17 +327,15 @@ def test_resized_is_replaced() -> None:
 NO_OFFSETS: dict[str, Any] = {"q_offset": None, "kv_offset": None}
 
 
-def signature(
-    *shape: int, dtype: str = "float32", pointer: int = 1 << 20, place: Any = "gpu 0", last: int = 1
-) -> tuple[Any, ...]:
-    """The first of an array's signature are its pointer and dtype, then shape and strides, then where it lies."""
+def form(*shape: int, dtype: str = "float32", alignment: int = 0, place: Any = "gpu 0", last: int = 1) -> tuple[Any, ...]:
+    """An array's form: its address modulo 16, dtype, shape, strides, and the device."""
     strides = *(math.prod(shape[i + 1 :]) for i in range(len(shape) - 1)), last
-    return pointer, np.dtype(dtype), shape, strides, place
+    return alignment, np.dtype(dtype), shape, strides, place
 
 
 def family(q: Any = None, k: Any = None, v: Any = None, **offsets: Any) -> Any:
-    """The key of 2 x 5 queries of 4 heads, 9 keys of 2, or of other signatures."""
-    plain = signature(2, 5, 4, 8), signature(2, 9, 2, 8), signature(2, 9, 2, 16)
+    """The key of 2 x 5 queries of 4 heads, 9 keys of 2, or of other forms."""
+    plain = form(2, 5, 4, 8), form(2, 9, 2, 8), form(2, 9, 2, 16)
     given = tuple(each or usual for each, usual in zip((q, k, v), plain, strict=True))
     return Forward.family(given, {**NO_OFFSETS, **offsets})
 
@@ -345,25 +343,25 @@ def family(q: Any = None, k: Any = None, v: Any = None, **offsets: Any) -> Any:
 def test_family() -> None:
     """A key for each: lengths to three significant bits, heads and columns as they are."""
     assert family() == (np.dtype("float32"), "gpu 0", 2, 5, 10, 4, 2, 8, 16)
-    assert family() == family(k=signature(2, 10, 2, 8), v=signature(2, 10, 2, 16)) == family(q_offset=FEW_ROWS - 1)
+    assert family() == family(k=form(2, 10, 2, 8), v=form(2, 10, 2, 16)) == family(q_offset=FEW_ROWS - 1)
     most = FEW_ROWS // 4 - 1
-    assert family(signature(1, most, 4, 8), signature(1, 9, 2, 8), signature(1, 9, 2, 16)) is not None
-    assert family(*(signature(1, n, 4, 8) for n in (5, FEW_ROWS - 1, FEW_ROWS - 1))) is not None
+    assert family(form(1, most, 4, 8), form(1, 9, 2, 8), form(1, 9, 2, 16)) is not None
+    assert family(*(form(1, n, 4, 8) for n in (5, FEW_ROWS - 1, FEW_ROWS - 1))) is not None
 
 
 OUTSIDE: dict[str, dict[str, Any]] = {
-    "rank": {"q": signature(5, 4, 8)},
-    "empty": {"q": signature(2, 0, 4, 8)},
-    "columns": {"k": signature(2, 9, 2, 8, last=2)},
-    "dtype": {"v": signature(2, 9, 2, 16, dtype="float16")},
-    "place": {"k": signature(2, 9, 2, 8, place="gpu 1")},
-    "address": {"v": signature(2, 9, 2, 16, pointer=8)},
-    "keys without values": {"v": signature(2, 8, 2, 16)},
-    "heads of v": {"v": signature(2, 9, 4, 16)},
-    "batch": {"q": signature(3, 5, 4, 8)},
-    "head_dim": {"q": signature(2, 5, 4, 16)},
-    "many queries": {"q": signature(2, FEW_ROWS // 8, 4, 8)},
-    "many keys": {name: signature(1, FEW_ROWS if name != "q" else 5, 4, 8) for name in "qkv"},
+    "rank": {"q": form(5, 4, 8)},
+    "empty": {"q": form(2, 0, 4, 8)},
+    "columns": {"k": form(2, 9, 2, 8, last=2)},
+    "dtype": {"v": form(2, 9, 2, 16, dtype="float16")},
+    "place": {"k": form(2, 9, 2, 8, place="gpu 1")},
+    "address": {"v": form(2, 9, 2, 16, alignment=8)},
+    "keys without values": {"v": form(2, 8, 2, 16)},
+    "heads of v": {"v": form(2, 9, 4, 16)},
+    "batch": {"q": form(3, 5, 4, 8)},
+    "head_dim": {"q": form(2, 5, 4, 16)},
+    "many queries": {"q": form(2, FEW_ROWS // 8, 4, 8)},
+    "many keys": {name: form(1, FEW_ROWS if name != "q" else 5, 4, 8) for name in "qkv"},
     "far queries": {"q_offset": FEW_ROWS},
     "far keys": {"kv_offset": FEW_ROWS, "q_offset": 3},
 }
@@ -375,7 +373,7 @@ def test_no_family(given: dict[str, Any]) -> None:
 
 
 def test_no_family_of_other_arrays() -> None:
-    each = signature(2, 5, 4, 8)
+    each = form(2, 5, 4, 8)
     assert Forward.family((each, each, each), NO_OFFSETS) is not None
     assert Forward.family((each, each), NO_OFFSETS) is None and Forward.family((each, each, None), NO_OFFSETS) is None
 

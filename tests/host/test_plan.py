@@ -73,8 +73,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    for cache in (kept_calls._plans, kept_calls._calls, kept_calls._layouts, kept_calls._families):
-        cache.clear()
+    plans._calls.clear()
+
+
+def calls_kept() -> list[Any]:
+    """Each once."""
+    return [*dict.fromkeys(plans._calls.values())]
+
+
+def keys_kept(kind: str) -> list[Any]:
+    """Keys of a "family" of calls, of "lengths" for which the same kernels are launched, or of forms that were read ("torch")."""
+    return [key for key in plans._calls if kind in (key[0], key[1][0])]
 
 
 def tensors(length: int = 80, heads: int = 4) -> dict[str, Any]:
@@ -102,8 +111,6 @@ def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(capturing: bo
     for owner in (kept_calls, serving):
         select = owner.select
         monkeypatch.setattr(owner, "select", lambda *given, select=select: seen.append(gc.isenabled()) or select(*given))
-    for kept in ("_plans", "_merges"):
-        monkeypatch.setattr(serving, kept, {})
     STATE["capturing"] = capturing
     given = tensors()
     rawattn.plan(**given)
@@ -162,14 +169,17 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
     after: list[Any] = []
     calls = {number: tensors() for number in map(repr, numbers)}  # elsewhere for each number
 
+    used, issue = list[Any](), plans.GpuCall.__call__
+    monkeypatch.setattr(plans.GpuCall, "__call__", lambda self, *given: used.append(self) or issue(self, *given))
+
     def launched(number: Any) -> Any:
         LAUNCHED.clear()
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
-        bound = list(kept_calls._calls.values())[-1]
+        bound = used[-1]
         sources = [(launch.source.key, launch.grid) for launch in bound._plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
-        for args, late in zip(found, bound._late, strict=True):  # but for addresses of what is made anew
-            for _, offset in late:
+        for args, places in zip(found, bound._places, strict=True):  # but for addresses of what is made anew
+            for _, offset in [each for each in places if each[0] >= len(bound.names)]:
                 args[offset : offset + 8] = bytes(8)
         return sources, found
 
@@ -258,8 +268,9 @@ def test_other_lengths_launch_what_a_new_call_does(
     kv_lens = torch.zeros(batch, dtype=torch.int32) if has_lens else None
     q, out = torch.zeros(batch, 200, 4, 64).bfloat16(), torch.zeros(batch, 200, 4, 64).bfloat16()
 
-    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
-        return lambda: launched.append((function, grid, args))
+    class Noted(stand_ins.Launch):
+        def __call__(self) -> None:
+            launched.append((self.kernel, self.grid, self.args))
 
     def step(q_len: int, kv_len: int, layer: int, begin: int) -> list[Any]:
         k, v = (layers[i][:, begin : begin + kv_len, :, :64] for i in (layer, 1 - layer))
@@ -273,7 +284,7 @@ def test_other_lengths_launch_what_a_new_call_does(
         return lambda _: scratch.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "Launch", launch)
+        patch.setattr(driver, "Launch", Noted)
         patch.setattr(compiler, "compile_all", lambda sources: {})
         patch.setattr(arrays, "maker", maker)
         patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
@@ -320,8 +331,9 @@ def test_other_queries_launch_what_a_new_call_does(
     def maker(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         return lambda _: results.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
-    def launch(function: str, grid: int, args: bytes, stream: int) -> Any:
-        return lambda: launched.append((function, grid, args))
+    class Noted(stand_ins.Launch):
+        def __call__(self) -> None:
+            launched.append((self.kernel, self.grid, self.args))
 
     def launches(q_len: int, more: int) -> list[Any]:
         launched.clear()
@@ -333,7 +345,7 @@ def test_other_queries_launch_what_a_new_call_does(
         assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
         return [*launched]
 
-    monkeypatch.setattr(driver, "Launch", launch)
+    monkeypatch.setattr(driver, "Launch", Noted)
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
     monkeypatch.setattr(arrays, "maker", maker)
@@ -361,7 +373,7 @@ def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ProblemError, match="v has shape"):
             rawattn.attention(q, rows[:, :n], rows[:, : n + 1])
     rawattn.attention(q, rows[:, :1281], rows[:, :1281])
-    assert len(LAUNCHED) > 257 and len(kept_calls._layouts) == 2
+    assert len(LAUNCHED) > 257 and len(keys_kept("lengths")) == 2
 
 
 def test_near_the_limit_each_length_is_looked_at() -> None:
@@ -375,12 +387,12 @@ def test_near_the_limit_each_length_is_looked_at() -> None:
 def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     call = variations()["out"]
     rawattn.attention(**call)
-    (call_kept,) = kept_calls._calls.values()
+    (call_kept,) = calls_kept()
     for _ in range(3):
         rawattn.attention(**call)
     STATE["stream"] = 7
     rawattn.attention(**call)
-    assert len(call_kept._launches) == 2 and len(LAUNCHED) == 5
+    assert len(call_kept._launches) == 4 and len(LAUNCHED) == 5  # for each stream one of them, from which others are made
     for _ in range(3 * plans.KEPT_LAUNCHES):
         rawattn.attention(**call | {"out": torch.empty_like(call["q"])})
         assert len(call_kept._launches) <= plans.KEPT_LAUNCHES
@@ -390,7 +402,7 @@ def test_a_captured_launch_is_not_kept() -> None:
     call = variations()["out"]
     STATE.update(stream=7, capturing=True)
     rawattn.attention(**call)
-    (call_kept,) = kept_calls._calls.values()
+    (call_kept,) = calls_kept()
     assert not call_kept._launches
     STATE["capturing"] = False
     rawattn.attention(**call)
@@ -425,9 +437,9 @@ def test_a_refused_call_keeps_nothing() -> None:
 
 def test_storages_are_looked_at_whole() -> None:
     x = torch.randn(2, 80, 4, 64)[:, 40:]
-    assert arrays.have_memory((x, None), arrays.signatures((x, None)))
+    assert arrays.are_held((x, None))
     x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
-    assert not arrays.have_memory((x, None), arrays.signatures((x, None)))
+    assert not arrays.are_held((x, None))
 
 
 def freed() -> Any:
@@ -500,7 +512,7 @@ def test_a_call_that_autograd_follows_is_kept(monkeypatch: pytest.MonkeyPatch) -
     good = tensors()
     good["q"].requires_grad_()
     kept = [rawattn.attention(**good, causal=True, return_lse=True) for _ in range(2)]  # the first of all finds torch
-    monkeypatch.setattr(kept_calls, "plan_of", lambda *_: pytest.fail("it was planned anew"))
+    monkeypatch.setattr(kept_calls, "call_on", lambda *_: pytest.fail("it was planned anew"))
     assert rawattn.attention(**good, causal=True).requires_grad and all(o.requires_grad for o, _ in kept)
 
 
@@ -514,10 +526,10 @@ def test_outputs_are_compared_with_inputs_that_moved() -> None:
 
 
 def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_calls, "KEPT_CALLS", 4)
+    monkeypatch.setattr(plans, "KEPT_CALLS", 4)
     for length in (*range(80, 86), *[80] * 6):
         rawattn.attention(**tensors(length))
-        assert 0 < len(kept_calls._calls) <= 4 and 0 < len(kept_calls._layouts) <= 4
+        assert 0 < len(plans._calls) <= 4
     assert request._asked.cache_info().maxsize == request.KEPT_ASKED
 
 
@@ -581,7 +593,7 @@ def test_a_window_may_be_a_list() -> None:
     call = tensors()
     for window in ((3, 0), [3, 0]):
         rawattn.attention(**call, window=window)
-    assert len(kept_calls._plans) == 1 and rawattn.plan(**call, window=[3, 0]) is rawattn.plan(**call, window=(3, 0))
+    assert len(keys_kept("torch")) == 1 and rawattn.plan(**call, window=[3, 0]) is rawattn.plan(**call, window=(3, 0))
 
 
 def test_constant_time_is_a_plan_of_its_own() -> None:
@@ -643,12 +655,14 @@ def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
     compiles, at = len(compiled), []
     for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
         rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
-        (call,), layout = kept_calls._families.values(), next(iter(kept_calls._families.values()))._plan._loaded[0].layout
+        (family,) = keys_kept("family")
+        call = plans._calls[family]
+        layout = call.plan._loaded[0].layout
         at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
         assert call.op.spec.offsets == (5000, 0)
-    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(kept_calls._plans) == 1
+    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(keys_kept("torch")) == 1
     rawattn.attention(**given, causal=True, q_offset=6000)
-    assert len(kept_calls._families) == 2 and len(compiled) == compiles
+    assert len(keys_kept("family")) == 2 and len(compiled) == compiles
     for wrong in (True, -1, 5000.0, torch.tensor(5000), 1 << 30):
         with pytest.raises(ProblemError, match=r"q_offset is .*it must be"):
             rawattn.attention(**given, causal=True, q_offset=wrong)
@@ -673,7 +687,7 @@ def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch
         k = torch.randn(1, kv_len, 4, 64).bfloat16()
         rawattn.attention(queries[:, :q_len], k, k, causal=True, q_offset=q_offset)
     found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
-    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(kept_calls._families) == 4
+    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(keys_kept("family")) == 4
 
 
 def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -735,7 +749,7 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
     lines = log.read_text().splitlines()
     assert len(lines) == 4 == len(set(lines))
     operations = [Forward.from_json(json.loads(line)) for line in lines]
-    assert operations == [plan.op for plan in kept_calls._plans.values()]
+    assert operations == [plans._calls[key].op for key in keys_kept("torch")]
     forget()
     calls()
     assert log.read_text().splitlines() == lines
@@ -751,7 +765,7 @@ def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatc
             rawattn.attention(**tensors(length))
         other = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16)  # which gets another configuration
         rawattn.attention(other, other, other)
-        assert len({plan.config for plan in kept_calls._plans.values() if plan.op.kind == operations[0].kind}) > 1
+        assert len({call.plan.config for call in calls_kept() if call.op.kind == operations[0].kind}) > 1
         assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
 
     elsewhere = tmp_path / "elsewhere.jsonl"
@@ -777,14 +791,12 @@ def test_a_line_that_is_no_operation(line: str, tmp_path: pathlib.Path) -> None:
         rawattn.warm_up(tmp_path / "log")
 
 
-def test_calls_of_other_libraries_are_kept_by_address() -> None:
-    """CuPy's arrays have no signature, and a call makes three tensor maps."""
-    plan = rawattn.plan(**tensors())
-    plan.library = "cupy"
-    given = {name: arrays.read(x, name)._replace(library="cupy") for name, x in tensors().items()}
-    bound = plan.bind(given)
-    assert plan.bind({name: array._replace(object=None) for name, array in given.items()}) is bound
-    assert plan.bind(given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is not bound
+def test_calls_on_arrays_that_were_read_are_kept_by_form() -> None:
+    asked = request.asked_of(Forward, request.options_of())
+    given = {name: arrays.read(x, name) for name, x in tensors().items()}
+    call = kept_calls.call_on(asked, given)
+    assert kept_calls.call_on(asked, given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is call
+    assert kept_calls.call_on(asked, given | {"q": given["q"]._replace(strides=(20544, 256, 64, 1))}) is not call
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------------

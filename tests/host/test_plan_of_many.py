@@ -24,7 +24,7 @@ from rawattn.operation import OPERATIONS, Operation, from_json
 from rawattn.operation.operand import PLAIN, Layout, Operand, layout_of
 from rawattn.runtime import calls, explain, plans, request, select
 from rawattn.variant.field import Field, Pointer, Scratch, View
-from tests.host.test_plan import LAUNCHED, forget, gpu
+from tests.host.test_plan import LAUNCHED, calls_kept, forget, gpu, keys_kept
 
 torch = pytest.importorskip("torch")
 fixture = gpu  # its fixture, for this file too
@@ -160,7 +160,7 @@ def test_launches() -> None:
         for x, y in zip(out if isinstance(out, tuple) else (out, None), found, strict=True):
             assert x is None or x is y
     extremes(*parts[:2])
-    assert len(LAUNCHED) == 14 and len(calls._plans) == 2, "another number of arrays is another operation"
+    assert len(LAUNCHED) == 14 and len(keys_kept("torch")) == 2, "another number of arrays is another operation"
 
 
 OUT = torch.empty(2, 3, 4, 8)
@@ -186,7 +186,7 @@ def test_wrong_outputs(out: Any, message: str) -> None:
 def test_plan() -> None:
     parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
     found = {f"parts[{i}]": arrays.read(x, "x") for i, x in enumerate(parts)}
-    plan = calls.plan_of(request.asked_of(Extremes, {}, ()), found)
+    plan = calls.call_on(request.asked_of(Extremes, {}, ()), found).plan
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
     assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
     for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):
@@ -235,7 +235,7 @@ def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest
     for _ in range(2):
         assert [launched(rawattn.attention_backward, call) for call in given] == cold
     assert launched(plan.run, given[0]) == launched(plan.run, given[0]) == cold[0]
-    assert len(calls._plans) == (1 if not sinks else 3), "a new length of the family makes no plan of its own"
+    assert len(keys_kept("torch")) == (1 if not sinks else 3), "a new length of the family makes no plan of its own"
 
 
 def test_what_the_backward_writes() -> None:
@@ -244,7 +244,7 @@ def test_what_the_backward_writes() -> None:
     found = rawattn.attention_backward(**call)
     for x, name in zip(found, ("q", "k", "v", "sinks"), strict=True):
         assert (x.shape, x.dtype) == (call[name].shape, call[name].dtype)
-    (kept,) = calls._calls.values()
+    (kept,) = calls_kept()
     dq = next(field for field in kept._plan.program.launches[1].fields if field.name == "dq")
     at = render.layout(kept._plan.program.launches[1].fields).offsets[dq.name]
     args = [args for args, _ in LAUNCHED[-3:]]

@@ -425,7 +425,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("lse alone", {"lse": np.zeros((2, 4, 1), np.float32)}, "lse was given without return_lse=True."),
     ("bias", {"bias": Q}, "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it"),
     ("dropout", {"dropout": 0.1}, "dropout is 0.1; it is for training, and attention over a cache has none: leave it out."),
-    ("kernel", {"kernel": "attn_decode"}, "kernel='attn_decode', config=None: on the CPU there is the kernel cpu"),
+    ("kernel", {"kernel": "attn_decode"}, "attn_decode: it runs on GPUs"),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12, what max_kv_len and the pages of a"),
     ("negative", {"step": Step(lens(-1, 3), TABLE)}, "kv_lens[0] is -1; it must be from 0 to 12"),
     ("max_kv_len", {"step": Step(lens(3, 5), TABLE, max_kv_len=4)}, "kv_lens[1] is 5; it must be from 0 to 4"),
@@ -533,6 +533,7 @@ def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     from rawattn.driver.device import TYPICAL
 
     monkeypatch.setattr("rawattn.serving.api.device_of", lambda array: TYPICAL["sm_90a"])
+    monkeypatch.setattr("rawattn.runtime.plans._calls", {})
     with pytest.raises(UnsupportedError, match=r"(?s)AttentionKVCache fp32 batch 2.*it takes bf16 and fp16, not fp32"):
         rawattn.attention_kvcache(Q, CACHE, STEP)
 

@@ -223,12 +223,12 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, com
     """The kernel that gives the gradients may be chosen by it."""
     seen, own = [], calls._first
 
-    def first(given: Any, captured: Any, key: Any, asked: request.Asked, out: Any) -> Any:
+    def first(given: Any, captured: Any, asked: request.Asked, out: Any) -> Any:
         seen.append((asked.operation is Backward, asked.options["deterministic"]))
-        return own(given, captured, key, asked, out)
+        return own(given, captured, asked, out)
 
     monkeypatch.setattr(calls, "_first", first)
-    monkeypatch.setattr(calls, "_calls", {})  # of arrays that lay where these lie
+    monkeypatch.setattr(plans, "_calls", {})  # of arrays that lay where these lie
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
     assert seen == [(False, deterministic), (True, deterministic)]

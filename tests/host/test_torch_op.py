@@ -324,7 +324,7 @@ def test_forward_mode_duals() -> None:
     plan = rawattn.plan(good, good, good)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(good, good)
-        assert arrays.signatures((dual, good)) is None
+        assert arrays.forms_of((dual, good)) is None
         for run in (rawattn.attention, plan.run, OP):
             assert torch.equal(run(good, good, good)[0], good if run is OP else good[0])
             with pytest.raises(ProblemError, match="forward-mode tangent"):

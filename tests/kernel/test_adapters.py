@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn.runtime import calls
-from rawattn.serving import api as caches
+from rawattn.runtime import plans
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 
 
 def forget() -> None:
-    for owner in (calls, caches):
-        owner._calls.clear(), owner._layouts.clear()
-    caches._by_adapters.clear()
+    plans._calls.clear()
 
 
 def heads(is_first: bool, n: int) -> tuple[Any, ...]:

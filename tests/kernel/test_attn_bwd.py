@@ -397,7 +397,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
     """Turns that a launch left half way, sums, and statistics: what must be set is set by the backward itself, each time."""
     call = Call(case, dlse)
     wanted, made, original = call.run(kernel), [], arrays.scratch_maker
-    monkeypatch.setattr("rawattn.runtime.calls._plans", {})  # a plan that a test before made has its maker
+    monkeypatch.setattr("rawattn.runtime.plans._calls", {})  # a plan that a test before made has its maker
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
 
     def maker(like: Any, size: int) -> Callable[[Any], Any]:

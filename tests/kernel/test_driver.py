@@ -20,7 +20,7 @@ from rawattn.driver import driver
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import BinaryError, DeviceError
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
-from rawattn.runtime import calls
+from rawattn.runtime import calls, plans
 from rawattn.runtime.select import select
 from rawattn.testing import Case
 
@@ -74,11 +74,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
     monkeypatch.setattr(driver, "COUNTERS", 8)
     counters = driver.Counters(0)
     monkeypatch.setattr(driver, "counters", lambda index, size: counters)
-    for cache in (calls._plans, calls._calls, calls._layouts):
-        cache.clear()
+    plans._calls.clear()
     yield counters
-    for cache in (calls._plans, calls._calls, calls._layouts):
-        cache.clear()
+    plans._calls.clear()
 
 
 def memory_of(counters: driver.Counters) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 import rawattn
 from rawattn.kernel.attn_decode import AttnDecode
-from rawattn.serving import api as serving_api
+from rawattn.runtime import plans
 from rawattn.testing import expect
 from rawattn.variant.mask import Causal
 
@@ -66,12 +66,11 @@ def test_a_row_has_its_bits_on_any_grid(q_len: int, monkeypatch: pytest.MonkeyPa
     step = rawattn.Step(lengths, table)
     wanted = rawattn.attention_kvcache(q, cache, step, return_lse=True)
     for blocks in (1, 7, 44, 64, 100, 132):
-        for kept in ("_calls", "_layouts", "_plans"):
-            monkeypatch.setattr(serving_api, kept, {})
+        monkeypatch.setattr(plans, "_calls", {})
         monkeypatch.setattr(AttnDecode, "grid", lambda self, op, config, device, n=blocks: n)
         found = rawattn.attention_kvcache(q, cache, step, return_lse=True)
-        (plan,) = serving_api._plans.values()
-        assert [launch.grid for launch in plan.program.launches] == [blocks]
+        (call,) = set(plans._calls.values())
+        assert [launch.grid for launch in call.plan.program.launches] == [blocks]
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), blocks
     assert rawattn.violations() == ()
 
