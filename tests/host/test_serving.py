@@ -425,7 +425,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("lse alone", {"lse": np.zeros((2, 4, 1), np.float32)}, "lse was given without return_lse=True."),
     ("bias", {"bias": Q}, "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it"),
     ("dropout", {"dropout": 0.1}, "dropout is 0.1; it is for training, and attention over a cache has none: leave it out."),
-    ("kernel", {"kernel": "attn_decode"}, "attn_decode: it runs on GPUs"),
+    ("kernel", {"kernel": "attn_decode"}, "no kernel computes AttentionKVCache"),
     ("long", {"step": Step(lens(3, 13), TABLE)}, "kv_lens[1] is 13; it must be from 0 to 12, what max_kv_len and the pages of a"),
     ("negative", {"step": Step(lens(-1, 3), TABLE)}, "kv_lens[0] is -1; it must be from 0 to 12"),
     ("max_kv_len", {"step": Step(lens(3, 5), TABLE, max_kv_len=4)}, "kv_lens[1] is 5; it must be from 0 to 4"),
