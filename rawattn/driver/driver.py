@@ -236,7 +236,7 @@ class Launch:
         for number, offset in places:
             _address(block, _ARGS + offset, addresses[number])
         for offset, text in texts:
-            block[_ARGS + offset : _ARGS + offset + len(text)] = text
+            ctypes.memmove(place + _ARGS + offset, text, len(text))  # a slice of a block is written byte by byte
         found._issue = functools.partial(self._issue.func, self._config, self._handle, place, 0)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import struct
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ..array import arrays, tma
+from ..array import arrays, memory, tma
 from ..array.arrays import Array
 from ..compile import compiler
 from ..driver import driver
@@ -46,7 +47,7 @@ from ..variant.field import (
 from .select import Selection
 
 KEPT_CALLS = 2048
-KEPT_LAUNCHES = 256  # of each call, by addresses and stream
+KEPT_LAUNCHES = 64  # of each call, by addresses and stream
 NO_GRAD = (
     "an input requires grad, and plans, calls over caches and merges have no backward; call rawattn.attention, or make and run "
     "this under torch.no_grad(), or detach the inputs yourself. Nothing is detached silently."
@@ -380,7 +381,8 @@ class GpuCall(_Call):
         """Makes all that follows from lengths and strides."""
         self._plan, self._op = plan, plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}
-        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
+        self._written = frozenset(operand.name for operand in plan.op.inputs if operand.role == "inout")
+        self._forget()
         self._numbered: dict[Any, Numbered] = {}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
@@ -390,6 +392,13 @@ class GpuCall(_Call):
         self._take_strides()
         self._open()
         self._take_lengths()
+
+    def _forget(self) -> None:
+        """Has no launches: by all that they depend on, and the last ones of which only addresses and numbers may be others."""
+        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
+        self._last: dict[Any, tuple[tuple[driver.Launch, ...], Sequence[int]]] = {}
+        self._checked: tuple[int, ...] = (0,) * len(self._given)  # addresses that held their elements
+        self.__dict__.pop("_extents", None)
 
     def _open(self) -> None:
         """Makes what makes the results, and fills in how these will lie."""
@@ -405,7 +414,8 @@ class GpuCall(_Call):
         functions captured are not among them."""
         found = object.__new__(GpuCall)
         found.__dict__ |= self.__dict__
-        found._given, found._launches, found._args = {**self._given, **given}, {}, [bytearray(args) for args in self._args]
+        found._given, found._args = {**self._given, **given}, [bytearray(args) for args in self._args]
+        found._forget()
         op = self._op.at_lengths_of(given)
         if op is not self._op:
             if not self._has_tiles:
@@ -476,8 +486,9 @@ class GpuCall(_Call):
         else:
             given = given_outputs(out, self._outputs)
             results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
-            forms = tuple([None if x is None else self._form_of(x) for x in given])
-            places = [*map(arrays.address, results)]
+            read = arrays.forms_of(given) if self._is_torch else None
+            forms = tuple([x if x is None else self._form_of(x) for x in given]) if read is None else read[0]
+            places = [*read[1]] if read and len(read[1]) == len(results) else [*map(arrays.address, results)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
         scratch = None
@@ -487,40 +498,57 @@ class GpuCall(_Call):
         key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
         launches = self._launches.get(key)
         if launches is None or capturing:
-            self._check_memory(tensors)
-            inputs = self._inputs(addresses)
-            self._op.check_apart(inputs)
-            found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids)) if given else {}
+            self._check_memory(tensors, addresses)
+            found: dict[str, Array] = {}
+            if given:
+                inputs = self._inputs(addresses).items()
+                found = read_outputs(given, self._op, self._plan, self._device, inputs, bool(self._grids))
+            if self._written and self._may_overlap(addresses):
+                self._op.check_apart(self._inputs(addresses))
             alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
-            launches = None if capturing else self._launches.get(alike)
+            before = None if capturing else self._last.get(alike)
             every = [*addresses, *places[: len(results)], *[places[-1] + begin for begin in self._scratch]]
-            if launches is None:
+            if before is None:
                 launches = self._prepare(found, every, numbers, stream, stream_id, capturing)
             else:
-                launches = self._moved(launches, every, numbers)
-            if capturing:
-                if scratch is not None and not self._is_torch:
-                    driver.retain(stream, scratch)
-            else:
+                launches = self._moved(*before, every, numbers)
+            if not capturing:
                 cache_put(self._launches, key, launches, KEPT_LAUNCHES)
-                self._launches.setdefault(alike, launches)
+                cache_put(self._last, alike, (launches, every), KEPT_LAUNCHES)
+            elif scratch is not None and not self._is_torch:
+                driver.retain(stream, scratch)
         for launch in launches:
             launch()
         for x in given:
             arrays.written(x)
         return results if self._is_torch else to_libraries(results, given, like)
 
-    def _check_memory(self, tensors: Sequence[Any]) -> None:
-        """Raises ProblemError where a tensor's storage was freed."""
-        if self._is_torch and not arrays.are_held(tensors):
-            labels = {operand.name: operand.label for operand in self._plan.op.captured}
-            for name, x in zip(self._given, [x for x in tensors if x is not None], strict=False):
-                arrays.read(x, labels.get(name, name))
+    def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
+        """Raises ProblemError where the storage of a tensor was freed that is not where the one before was."""
+        if self._is_torch:
+            each = zip(self._given, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
+            moved = [(name, x) for name, x, address, checked in each if address != checked]
+            if not arrays.are_held([x for _, x in moved]):
+                labels = {operand.name: operand.label for operand in self._plan.op.captured}
+                for name, x in moved:
+                    arrays.read(x, labels.get(name, name))
+            self._checked = addresses
+
+    @functools.cached_property
+    def _extents(self) -> dict[str, tuple[int, int]]:
+        """Where the elements of the inputs begin and end, from their addresses on."""
+        return {name: memory.extent(array._replace(pointer=0)) for name, array in self._given.items()}
+
+    def _may_overlap(self, addresses: Sequence[int]) -> bool:
+        """Says whether an input that is written in place lies between the ends of one that is read, or around them."""
+        each = zip(self._extents.items(), addresses, strict=True)
+        spans = [(name in self._written, address + begin, address + end) for (name, (begin, end)), address in each]
+        written, read = ([span[1:] for span in spans if span[0] is is_written] for is_written in (True, False))
+        return any(begin < last and first < end for first, last in written for begin, end in read)
 
     def _form_of(self, out: Any) -> Any:
         """The form of an array that receives a result, with its class."""
-        read = arrays.forms_of((out,)) if self._is_torch else None
-        return read[0] if read else (type(out), *arrays.form_of(arrays.read(out, "out")))
+        return (type(out), *arrays.form_of(arrays.read(out, "out")))
 
     def _prepare(
         self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
@@ -531,38 +559,40 @@ class GpuCall(_Call):
         texts_of = numbers.texts if numbers else [()] * len(self._args)
         launches, parts = [], (self._grids, self._plan._loaded, self._args, self._places, self._maps, texts_of)
         for grid, loaded, args, places, maps, texts in zip(*parts, strict=True):
-            memory = bytearray(args)
+            block = bytearray(args)
             for fill, write, offset in loaded.outputs if outputs else ():
                 if fill.operand in outputs:
-                    write(memory, offset, _form(fill, outputs[fill.operand]))
+                    write(block, offset, _form(fill, outputs[fill.operand]))
             for number, offset in places:
-                _address(memory, offset, addresses[number])
-            for offset, text in (*self._encoded(maps, addresses), *texts):
-                memory[offset : offset + len(text)] = text
+                _address(block, offset, addresses[number])
+            for offset, text in (*self._encoded(maps, addresses, ()), *texts):
+                block[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
-                _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
-            launches.append(driver.Launch(loaded.function, grid, bytes(memory), stream))
+                _address(block, offset, driver.counters(self._device, size).take(stream_id, capturing))
+            launches.append(driver.Launch(loaded.function, grid, bytes(block), stream))
         return tuple(launches)
 
     def _moved(
-        self, launches: tuple[driver.Launch, ...], addresses: Sequence[int], numbers: Numbered | None
+        self, launches: tuple[driver.Launch, ...], before: Sequence[int], addresses: Sequence[int], numbers: Numbered | None
     ) -> tuple[driver.Launch, ...]:
-        """The launches with other addresses, and with other numbers."""
+        """The launches with other addresses than those ``before``, and with other numbers."""
         texts_of = numbers.texts if numbers else [()] * len(launches)
         parts = (launches, self._places, self._maps, texts_of)
         return tuple(
             [
-                launch.moved(places, addresses, (*self._encoded(maps, addresses), *texts))
+                launch.moved(places, addresses, (*self._encoded(maps, addresses, before), *texts))
                 for launch, places, maps, texts in zip(*parts, strict=True)
             ]
         )
 
-    def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int]) -> list[tuple[int, bytes]]:
-        """The tensor maps of a launch, with their offsets."""
-        if not maps:
+    def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int], before: Sequence[int]) -> list[tuple[int, bytes]]:
+        """The tensor maps of a launch whose addresses are not those ``before``, with their offsets."""
+        each = [(offset, encode, self._numbers[name]) for name, offset, encode in maps]
+        moved = [(offset, encode, addresses[i]) for offset, encode, i in each if not before or addresses[i] != before[i]]
+        if not moved:
             return []
         with driver.current(self._device):  # which the driver wants
-            return [(offset, encode(addresses[self._numbers[name]])) for name, offset, encode in maps]
+            return [(offset, encode(address)) for offset, encode, address in moved]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
         """The arguments of a launch with nothing but values in them."""
