@@ -540,11 +540,14 @@ class GpuCall(_Call):
         return {name: memory.extent(array._replace(pointer=0)) for name, array in self._given.items()}
 
     def _may_overlap(self, addresses: Sequence[int]) -> bool:
-        """Says whether an input that is written in place lies between the ends of one that is read, or around them."""
+        """Says whether what lies between the ends of an input that is written in place is also between those of another."""
         each = zip(self._extents.items(), addresses, strict=True)
-        spans = [(name in self._written, address + begin, address + end) for (name, (begin, end)), address in each]
-        written, read = ([span[1:] for span in spans if span[0] is is_written] for is_written in (True, False))
-        return any(begin < last and first < end for first, last in written for begin, end in read)
+        spans = {name: (address + begin, address + end) for (name, (begin, end)), address in each}
+        for name in self._written:
+            first, last = spans[name]
+            if len([begin for begin, end in spans.values() if begin < last and first < end]) > 1:  # itself
+                return True
+        return False
 
     def _form_of(self, out: Any) -> Any:
         """The form of an array that receives a result, with its class."""
