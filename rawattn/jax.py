@@ -27,8 +27,10 @@ from .array.arrays import Array
 from .driver import driver
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, functions
+from .operation.inputs import BackwardInputs, ForwardInputs
 from .operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
-from .runtime import calls, request
+from .runtime import calls
+from .runtime.request import Options, request_for
 from .variant.element import ELEMENTS
 from .variant.mask import Both, Causal, Full
 from .variant.mask import Window as WindowMask
@@ -36,7 +38,7 @@ from .variant.mask import Window as WindowMask
 _NAMES = {dtype: name for name, dtype in arrays.DTYPES.items()}
 _BF16 = arrays.DTYPES["bf16"]
 
-Options = tuple[tuple[str, Any], ...]
+Items = tuple[tuple[str, Any], ...]  # of options, to be hashed
 
 
 @arguments.named
@@ -75,11 +77,11 @@ def attention(
     alibi, bias = (x if x is None else _taken(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = request.options_of(
+    options = Options(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
         invariant=invariant,
-    )  # fmt: skip
+    )._asdict()  # fmt: skip
     options, captured = functions.taken(options)
     for words, x in zip(functions.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
@@ -211,7 +213,7 @@ def _described(x: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, given: dict[str, Any]) -> tuple[Any, Any]:
+def _attention(options: Items, given: dict[str, Any]) -> tuple[Any, Any]:
     """Computes (o, lse)."""
     q, v = given["q"], given["v"]
     lse_dtype = ELEMENTS[_NAMES[np.dtype(q.dtype)]].lse_dtype
@@ -220,7 +222,7 @@ def _attention(options: Options, given: dict[str, Any]) -> tuple[Any, Any]:
     return found["o"], found["lse"]
 
 
-def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+def _attention_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
     given = {name: x.value for name, x in primals.items()}
     wrt = {name: () for name in functions.names(dict(options)) if primals[name].perturbed}
@@ -234,7 +236,7 @@ def _attention_fwd(options: Options, primals: dict[str, Any]) -> tuple[tuple[Any
     return (o, lse), (given, o, lse, wrt)
 
 
-def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+def _attention_bwd(options: Items, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     """Computes the gradients of q, k, v, the sinks, and of captured arrays."""
     given, o, lse, followed = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
@@ -245,7 +247,7 @@ def _attention_bwd(options: Options, kept: tuple[Any, ...], cotangents: tuple[An
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _gradients(options: Options, wrt: tuple[str, ...], shapes: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+def _gradients(options: Items, wrt: tuple[str, ...], shapes: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
     """Computes the gradients, which have none themselves: XLA takes what a callback gives for constants."""
     return _called(_backward(options, wrt), dict(shapes), given)
 
@@ -292,19 +294,19 @@ def _carrier(dtype: Any) -> Any:
 
 
 @functools.cache  # JAX compiles a callback once for each object
-def _forward(options: Options) -> Callable[..., None]:
+def _forward(options: Items) -> Callable[..., None]:
     def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
         """Computes attention into XLA's buffers."""
         for each in _elements(context, {**given, **out}, options):
-            inputs, captured = tuple(map(each.get, Forward.names)), tuple(each[name] for name in functions.names(dict(options)))
-            results = each["o"], each["lse"]
-            calls.run(inputs, dict(options), (None, None), None, None, results, Forward, None, captured)
+            inputs = ForwardInputs(*map(each.get, Forward.names))
+            captured = [each[name] for name in functions.names(dict(options))]
+            calls.run(inputs, request_for(Forward, dict(options)), (each["o"], each["lse"]), tuple(captured))
 
     return compute
 
 
 @functools.cache
-def _backward(options: Options, wrt: tuple[str, ...]) -> Callable[..., None]:
+def _backward(options: Items, wrt: tuple[str, ...]) -> Callable[..., None]:
     options = tuple((name, value if name != "return_lse" else False) for name, value in options)
     options = (*options, ("wrt", wrt)) if wrt else options
 
@@ -313,13 +315,14 @@ def _backward(options: Options, wrt: tuple[str, ...]) -> Callable[..., None]:
         for each in _elements(context, {**given, **out}, options):
             names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
             results = tuple(each[name] for name in names if name in each)
-            inputs, captured = tuple(map(each.get, Backward.names)), tuple(each[name] for name in functions.names(dict(options)))
-            calls.run(inputs, dict(options), (None, None), None, None, results, Backward, None, captured)
+            inputs = BackwardInputs(*map(each.get, Backward.names))
+            captured = [each[name] for name in functions.names(dict(options))]
+            calls.run(inputs, request_for(Backward, dict(options)), results, tuple(captured))
 
     return compute
 
 
-def _elements(context: Any, buffers: dict[str, Any], options: Options) -> Iterator[dict[str, Any]]:
+def _elements(context: Any, buffers: dict[str, Any], options: Items) -> Iterator[dict[str, Any]]:
     """The arrays of each call to make, by name, while XLA's stream is the current one. Dimensions that vmap added join the batch;
     with sinks and a seed, which have none, and with functions, which see the batch, each element is a call of its own."""
     with _arrays(context, buffers) as found:

@@ -9,12 +9,13 @@ from typing import Any
 from ..errors import ProblemError
 from ..operation import Backward, Forward, Operation, arguments, functions
 from ..operation.arguments import Nothing, Unpack
+from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.plans import Plan, device_of
-from ..runtime.request import NO_LENGTHS, arrays_and_options, asked_of, given_of, seed_array, stand_in_seed
+from ..runtime.request import NO_LENGTHS, Options, arrays_and_options, request_for, seed_array, stand_in_seed
 
 
 def attention(
@@ -72,11 +73,10 @@ def attention(
         arguments.refuse(attention, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    seed, given = seed_array(q, dropout, seed), (q, k, v)
-    if sinks is not None or seed is not None or q_lens is not None or kv_lens is not None:
-        given = given_of(q, k, v, None, None, sinks, q_lens, kv_lens, seed)
-    return forward(given, (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset,
-                           kv_offset, dropout, invariant), NO_LENGTHS, kernel, config, out)  # fmt: skip
+    inputs = ForwardInputs(q, k, v, None, None, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
+    options = Options(causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
+                      dropout, invariant)  # fmt: skip
+    return forward(inputs, options, NO_LENGTHS, kernel, config, out)
 
 
 def attention_varlen(
@@ -111,13 +111,13 @@ def attention_varlen(
         arguments.refuse(attention_varlen, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = (causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
-               dropout, invariant)  # fmt: skip
-    given = given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
+    options = Options(causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
+                      dropout, invariant)  # fmt: skip
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")
-    return forward(given, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
+    return forward(inputs, options, (max_seqlen_q, max_seqlen_kv), kernel, config, out)
 
 
 def attention_backward(
@@ -172,28 +172,25 @@ def attention_backward(
         arguments.refuse(attention_backward, unknown)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options: dict[str, Any] = {
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": False, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout, "invariant": False,
-    }  # fmt: skip
+    options = Options(causal, window, softcap, scale, mask, score, False, constant_time, deterministic, q_offset, kv_offset,
+                      dropout)  # fmt: skip
     seed = seed_array(q, dropout, seed, "give that of the forward")
-    given = (do, q, k, v, o, lse, *given_of(dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed))
-    return backward(given, options, (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
+    inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    return backward(inputs, options._asdict(), (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
 
 
 def backward(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, Any], wrt: Any, kernel: str | None, config: Any, out: Any
+    inputs: BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], wrt: Any, kernel: str | None, config: Any, out: Any
 ) -> tuple[Any, ...]:
     """Computes ``attention_backward``, by way of torch's operator where torch must see one. Dynamo passes over it where a graph
     broke."""
     options, captured = functions.taken(options, wrt)
-    found: tuple[Any, ...]
-    if front_end.load_torch() and front_end.operators.way(given, casts=False) is front_end.operators.attention:
-        found = front_end.operators.attention_backward(given, options, lengths, kernel, config, out, captured)
+    gradients: tuple[Any, ...]
+    if front_end.load_torch() and front_end.operators.way(inputs, casts=False) is front_end.operators.attention:
+        gradients = front_end.operators.attention_backward(inputs, options, lengths, kernel, config, out, captured)
     else:
-        found = run(given, options, lengths, kernel, config, out, Backward, captured=captured)
-    return found
+        gradients = run(inputs, request_for(Backward, options, lengths, kernel, config), out, captured)
+    return gradients
 
 
 def plan_backward(
@@ -206,9 +203,10 @@ def plan_backward(
 
     A plan copies nothing: the last dimension of do is contiguous, and dlse is, whole.
     """
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
-    found, asked = arrays_and_options(plan_backward, Backward, given, options, wrt)
-    return call_on(asked_of(Backward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
+    seed = stand_in_seed(q, options, seed)
+    inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    found, options = arrays_and_options(plan_backward, Backward, inputs, options, wrt)
+    return call_on(request_for(Backward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
 def explain_backward(
@@ -217,10 +215,11 @@ def explain_backward(
     kv_lens: Any = None, seed: Any = None, wrt: Any = (), kernel: str | None = None, config: Any = None, **options: Any,
 ) -> Explanation:  # fmt: skip
     """``explain`` for ``attention_backward``. It says what would be copied, too."""
-    given = (do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
-    dense = Backward.dense(given)
+    seed = stand_in_seed(q, options, seed)
+    inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    dense = Backward.dense(inputs)
     found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
-    copied = tuple(name for name, x, y in zip(Backward.names, given, dense, strict=True) if x is not y)
+    copied = tuple(name for name, x, y in zip(Backward.names, inputs, dense, strict=True) if x is not y)
     return dataclasses.replace(found, copied=copied)
 
 
@@ -239,9 +238,10 @@ def plan(
     never called. With ``dropout`` the last input of ``run`` is the seed, an array, before those that functions captured; here it
     may be left out.
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
-    found, asked = arrays_and_options(plan, Forward, given, options)
-    return call_on(asked_of(Forward, asked, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
+    seed = stand_in_seed(q, options, seed)
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    found, options = arrays_and_options(plan, Forward, inputs, options)
+    return call_on(request_for(Forward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
 def explain(
@@ -253,17 +253,18 @@ def explain(
 
     >>> print(rawattn.explain(q, k, v, causal=True))
     """
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, stand_in_seed(q, options, seed))
+    seed = stand_in_seed(q, options, seed)
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     lengths = (max_seqlen_q, max_seqlen_kv)
-    return _explain(Forward, given, options, lengths, kernel, config)
+    return _explain(Forward, inputs, options, lengths, kernel, config)
 
 
 def _explain(
-    operation: type[Operation], given: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
+    operation: type[Operation], inputs: tuple[Any, ...], options: Mapping[str, Any], lengths: tuple[Any, ...],
     kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
     caller = explain if operation is Forward else explain_backward
-    found, options = arrays_and_options(caller, operation, given, dict(options), wrt)
+    found, options = arrays_and_options(caller, operation, inputs, dict(options), wrt)
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:

@@ -32,7 +32,7 @@ def with_kvcache(
         compute = with_kvcache if table is not None else _with_rows
         chosen = lens, None, first, _chosen(rows, table)
         return compute(q, pools, new, rotary, chosen, options, return_lse, starts, longest, scales, new_starts)
-    asked = _asked(options, return_lse, longest) if scales[0] is scales[1] is None else None
+    request = _request(options, return_lse, longest) if scales[0] is scales[1] is None else None
     if not isinstance(lens, torch.Tensor):
         batch = q.shape[0] if starts is None else starts.shape[0] - 1
         lens = _lens(lens, _cache(pools, scales).page_size, batch, table, q)
@@ -42,17 +42,17 @@ def with_kvcache(
         step_of = (_counted(lens, k, new_starts), table, starts, first)
         moves = bool(options["causal"] or options["window"] is not None or "mask" in options)
         if new_starts is starts and _are_alike(q, k, rotary, starts, lens, moves):
-            q = _append(q, pools, scales, new, rotary[:3], step_of, beside, asked is not None)
+            q = _append(q, pools, scales, new, rotary[:3], step_of, beside, request is not None)
         else:
             q = _append_apart(q, _cache(pools, scales), new, rotary, step_of, new_starts, lens, moves)
     tensors = (q, *pools, *step_of)
-    read = None if asked is None else arrays.forms_of(tensors)
-    if asked is not None and read is not None and (call := find((asked.key, read[0], beside))) is not None:
+    read = None if request is None else arrays.forms_of(tensors)
+    if request is not None and read is not None and (call := find((request.key, read[0], beside))) is not None:
         return one_or_all(call(tensors, read[1]))
     cache, step = _cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
     found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
-    if asked is not None and read is not None and (own := caches.read_call(q, cache, step, None, ())) is not None:
-        keep((asked.key, read[0], beside), find((asked.key, *own[0])))
+    if request is not None and read is not None and (own := caches.read_call(q, cache, step, None, ())) is not None:
+        keep((request.key, read[0], beside), find((request.key, *own[0])))
     return found
 
 
@@ -121,8 +121,8 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
 
-def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.Asked | None:
-    """Returns what a call over a cache asks for, where it is found again: no functions, nothing that is traced or of a wrong
+def _request(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.CacheRequest | None:
+    """The request of a call over a cache, where it is found again: no functions, nothing that is traced or of a wrong
     type."""
     if not operators.is_plain() or "alibi" in options or "mask" in options:
         return None
@@ -130,7 +130,7 @@ def _asked(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.As
         return None
     own = {name: options[name] for name in ("window", "softcap", "scale")}
     try:
-        return caches.plain_asked(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
+        return caches.plain_request(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
     except TypeError:  # what cannot be hashed is wrong
         return None
 

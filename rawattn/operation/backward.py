@@ -13,6 +13,7 @@ from ..errors import ProblemError
 from . import functions
 from .base import Operation
 from .forward import Forward, check_arrays, limits
+from .inputs import BackwardInputs
 from .operand import PLAIN, Layout, Operand, layout_of
 from .spec import Spec
 
@@ -31,10 +32,7 @@ class Backward(Operation):
     layout: Layout = PLAIN
     wrt: tuple[str, ...] = ()
 
-    names: ClassVar[tuple[str, ...]] = (
-        "do", "q", "k", "v", "o", "lse", "dlse", "cu_seqlens_q", "cu_seqlens_kv", "sinks",
-        "q_lens", "kv_lens", "seed",
-    )  # fmt: skip  # of all inputs, in the order in which they are given
+    names: ClassVar[tuple[str, ...]] = BackwardInputs._fields
 
     def __post_init__(self) -> None:
         forward = self.forward  # as it is for all gradients: lse is there, and the layout is that of more arrays
@@ -48,12 +46,10 @@ class Backward(Operation):
         return cls.names
 
     @classmethod
-    def dense(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def dense(cls, given: Any) -> Any:
         """Copies do and dlse, of which autograd gives expanded ones: see ``arrays.dense``."""
-        do, dlse = dense(given[0]), dense(given[6], whole=True) if len(given) > 6 and given[6] is not None else None
-        if do is given[0] and (dlse is None or dlse is given[6]):
-            return given
-        return (do, *given[1:6], dlse, *given[7:]) if len(given) > 6 else (do, *given[1:])
+        do, dlse = dense(given.do), None if given.dlse is None else dense(given.dlse, whole=True)
+        return given if do is given.do and dlse is given.dlse else given._replace(do=do, dlse=dlse)
 
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
@@ -161,9 +157,9 @@ class Backward(Operation):
     @classmethod
     def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of do, q, k, v, o and lse that lie plainly."""
-        if len(forms) != 6 or not all(forms):
+        if any(forms[6:]) or not all(forms[:6]):
             return None
-        do, q, k, v, o, lse = forms
+        do, q, k, v, o, lse = forms[:6]
         forward = Forward.family((q, k, v), options)
         if forward is None:
             return None

@@ -20,6 +20,7 @@ from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
 from . import functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
+from .inputs import ForwardInputs
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_int32, check_like, check_sinks, layout_of
 from .spec import Spec, make_offsets
 
@@ -53,17 +54,7 @@ class Forward(OverKeys):
     q_lens: bool = False
     kv_lens: bool = False
 
-    names: ClassVar[tuple[str, ...]] = (
-        "q",
-        "k",
-        "v",
-        "cu_seqlens_q",
-        "cu_seqlens_kv",
-        "sinks",
-        "q_lens",
-        "kv_lens",
-        "seed",
-    )  # of all inputs, in the order in which they are given
+    names: ClassVar[tuple[str, ...]] = ForwardInputs._fields
 
     def __post_init__(self) -> None:
         if not self.varlen:
@@ -267,11 +258,11 @@ class Forward(OverKeys):
     def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A key of q, k and v that lie plainly, as in a decode loop, whose keys grow at every step: it costs the host a fifth of
         a first call by it."""
-        if len(forms) != 3 or not all(forms):
+        if any(forms[3:]) or not all(forms[:3]):
             return None
-        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = forms
+        (_, dtype, q_shape, _, *place), (_, _, k_shape, *_), (_, _, v_shape, *_) = forms[:3]
         size = dtype.itemsize
-        for alignment, dtype_each, shape, strides, *place_each in forms:
+        for alignment, dtype_each, shape, strides, *place_each in forms[:3]:
             if len(shape) != 4 or 0 in shape or strides[3] != 1 or dtype_each is not dtype or place_each != place:
                 return None
             if not readable(shape, strides, size, alignment):

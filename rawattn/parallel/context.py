@@ -21,8 +21,8 @@ from ..operation import Forward, arguments, functions
 from ..operation.forward import check_arrays
 from ..operation.functions import BoundFunction, Function
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
-from ..runtime import request
 from ..runtime.plans import cache_put
+from ..runtime.request import Options, request_for
 from ..torch.operators import NO_SECOND
 from ..trace.proofs import Limits
 from ..variant.mask import Full
@@ -119,8 +119,8 @@ def _prepared(
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
         read = arrays.forms_of((q, k, v, sinks, *captured))
-    asked = request.asked_of(Forward, request.options_of(**options))
-    key, kept = (asked, read and read[0], layout, method), _kept.setdefault(group, {})
+    request = request_for(Forward, Options(**options))
+    key, kept = (request, read and read[0], layout, method), _kept.setdefault(group, {})
     found: tuple[Spec, Schedule, Parts] | None = kept.get(key)
     if found is not None:
         return found
@@ -131,7 +131,7 @@ def _prepared(
         return None
     spec, own = of_parts(q, k, v, options, captured, count, q_len=q.shape[1] * count, kv_len=k.shape[1] * count)
     found = spec, _schedule(q, k, v, spec, group, layout, method), own
-    if read is not None and asked.is_kept:
+    if read is not None and request.is_kept:
         cache_put(kept, key, found, KEPT)
     return found
 

@@ -9,170 +9,167 @@ from ..array import arrays
 from ..array.arrays import Array
 from ..array.eager import eager
 from ..errors import LayoutWarning, ProblemError
-from ..operation import Forward, Operation, functions
+from ..operation import Forward, functions
 from ..operation.forward import layout_doubt
+from ..operation.inputs import ForwardInputs
 from . import front_end
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, addresses_of, device_of, find, keep, one_or_all, spared_capture
 from .record import is_logging, log_operation
-from .request import MASK, OPTIONS, SCORE, Asked, asked_of, with_numbers
+from .request import Options, Request, request_for
 from .select import select, warn_once
 
 Forms = tuple[tuple[Any, ...], ...]
 
 
 def forward(
-    given: tuple[Any, ...], values: tuple[Any, ...], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
+    inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
 ) -> Any:
     """Computes ``attention`` and ``attention_varlen``: by way of torch's operator where torch must see one, and of an autograd
     Function where autograd follows. Dynamo passes over it where a graph broke."""
     captured: tuple[Any, ...] = ()
-    asked = numbers = None
-    if values[MASK] is not None or values[SCORE] is not None:
-        mask, score, captured, numbers = functions.parted(values[MASK], values[SCORE])
-        values = (*values[:MASK], mask, score, *values[SCORE + 1 :])
+    request = numbers = None
+    if options.mask is not None or options.score is not None:
+        mask, score, captured, numbers = functions.parted(options.mask, options.score)
+        options = options._replace(mask=mask, score=score)
     if front_end.load_torch():
         is_plain = front_end.operators.is_plain()
-        if is_plain and (read := arrays.forms_of(given + captured)) is not None:
-            asked = asked_of(Forward, values, lengths, kernel, config)
-            call = find((asked, read[0]))
+        if is_plain and (read := arrays.forms_of(inputs + captured)) is not None:
+            request = request_for(Forward, options, lengths, kernel, config)
+            call = find((request, read[0]))
             if call is not None and numbers is None:
-                return one_or_all(call(given + captured, read[1], out))
-            if call is not None and (own := call.numbered(numbers)) is not None:
-                return one_or_all(call(given + captured, read[1], out, own))
+                return one_or_all(call(inputs + captured, read[1], out))
+            if call is not None and (numbered := call.numbered(numbers)) is not None:
+                return one_or_all(call(inputs + captured, read[1], out, numbered))
         if numbers is not None:
-            values, asked = with_numbers(values, numbers), None
-        compute = (front_end.operators.way_of_tensors if is_plain else front_end.operators.way)(given + captured)
+            options, request = options.with_numbers(numbers), None
+        compute = (front_end.operators.way_of_tensors if is_plain else front_end.operators.way)(inputs + captured)
         if compute is not None:
             if compute is front_end.operators.differentiable:
-                return compute(given, asked_of(Forward, values, lengths, kernel, config), out, captured)
-            return compute(given, dict(zip(OPTIONS, values, strict=True)), lengths, kernel, config, out, captured=captured)
+                return compute(inputs, request_for(Forward, options, lengths, kernel, config), out, captured)
+            return compute(inputs, options._asdict(), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
-        values = with_numbers(values, numbers)
-    return _first(given, captured, asked or asked_of(Forward, values, lengths, kernel, config), out)
+        options = options.with_numbers(numbers)
+    return _first(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
 
 
-def run(
-    given: tuple[Any, ...], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None = None, config: Any = None,
-    out: Any = None, operation: type[Operation] = Forward, asked: Asked | None = None, captured: tuple[Any, ...] = (),
-) -> Any:  # fmt: skip
-    """Computes a call on arrays that have memory, which are those of ``operation.input_names``, and ``captured``, those of the
-    functions among its options; ``options`` and ``lengths`` are what its ``of_call`` takes, for attention what ``options_of``
-    gives, with functions ``taken``. ``asked`` is what ``asked_of`` gives for all this, where the caller keeps it."""
-    asked, read = asked or asked_of(operation, options, lengths, kernel, config), arrays.forms_of(given + captured)
-    call = None if read is None else find((asked, read[0]))
+def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...] = ()) -> Any:
+    """Computes a request on arrays that have memory: ``inputs``, a tuple in the order of ``operation.input_names``, and
+    ``captured``, those of the functions among its options, which are ``taken``."""
+    read = arrays.forms_of(inputs + captured)
+    call = None if read is None else find((request, read[0]))
     if call is None or read is None:
-        return _first(given, captured, asked, out)
-    return one_or_all(call(given + captured, read[1], out))
+        return _first(inputs, captured, request, out)
+    return one_or_all(call(inputs + captured, read[1], out))
 
 
 @eager
-def _first(given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked, out: Any) -> Any:
+def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
     """Computes a call on arrays of forms for which it was not made yet, or whose forms must be looked at. The first of these that
     applies serves it: a call that takes other numbers, one for whose lengths the same kernels are launched, one of its family,
     resized, and a plan of its own."""
     call: Any = None
     numbers = None
-    given = asked.operation.dense(given)
-    read = arrays.forms_of(given + captured)
+    inputs = request.operation.dense(inputs)
+    read = arrays.forms_of(inputs + captured)
     if read is not None:
-        call, numbers = _kept(asked, read[0])
-        if call is None and arrays.are_held(given + captured):
-            call, numbers = _similar(read[0], len(given), captured, asked)
+        call, numbers = _kept(request, read[0])
+        if call is None and arrays.are_held(inputs + captured):
+            call, numbers = _similar(read[0], len(inputs), captured, request)
     if call is not None and read is not None:
-        results = call(given + captured, read[1], out) if numbers is None else call(given + captured, read[1], out, numbers)
+        results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)
         return one_or_all(results)
-    found = arrays.named(asked.operation.input_names(len(given)), given) | functions.read(asked.options, captured)
-    call = call_on(asked, found)
+    found = arrays.named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
+    call = call_on(request, found)
     if read is not None:
-        if isinstance(call, GpuCall) and (family := _family(read[0], len(given), asked)) is not None:
+        if isinstance(call, GpuCall) and (family := _family(read[0], len(inputs), request)) is not None:
             keep(family, call)
-        _keep(read[0], len(given), asked, call)
-    return one_or_all(call(given + captured, addresses_of(found), out))
+        _keep(read[0], len(inputs), request, call)
+    return one_or_all(call(inputs + captured, addresses_of(found), out))
 
 
-def _keep(forms: Forms, count: int, asked: Asked, call: GpuCall | CpuCall) -> None:
+def _keep(forms: Forms, count: int, request: Request, call: GpuCall | CpuCall) -> None:
     """Keeps a call for tensors of these forms, ``count`` of which its functions did not capture, and for those of other lengths;
     where it takes other numbers, for all of them."""
-    if asked.is_kept:
+    if request.is_kept:
         is_gpu = isinstance(call, GpuCall)  # a CPU's configurations are for one length
-        owner = asked.without_numbers if is_gpu and call.op.takes_numbers else asked
+        owner = request.without_numbers if is_gpu and call.op.takes_numbers else request
         keep((owner, forms), call)
-        if is_gpu and (not asked.has_functions or call.op.holds_in_steps(asked.options)):
-            keep((owner, _layout(forms, count, asked)), call)
+        if is_gpu and (not request.has_functions or call.op.holds_in_steps(request.options)):
+            keep((owner, _layout(forms, count, request)), call)
 
 
-def _kept(asked: Asked, form: Any) -> tuple[Any, Numbered | None]:
+def _kept(request: Request, form: Any) -> tuple[Any, Numbered | None]:
     """The call that is kept for arrays of a form, and the numbers that it is to take, where they are not its own."""
-    if asked.numbers is not None:
-        call = find((asked.without_numbers, form))
-        numbers = None if call is None else call.numbered(asked.numbers)
+    if request.numbers is not None:
+        call = find((request.without_numbers, form))
+        numbers = None if call is None else call.numbered(request.numbers)
         if numbers is not None:
             return call, numbers
-    return find((asked, form)), None
+    return find((request, form)), None
 
 
-def _layout(forms: Forms, count: int, asked: Asked) -> tuple[Any, ...]:
+def _layout(forms: Forms, count: int, request: Request) -> tuple[Any, ...]:
     """The form of all tensors for whose lengths the same kernels are launched; functions must be proved for these."""
-    return ("lengths", asked.operation.layout_key(forms[:count], asked.options), forms[count:])
+    return ("lengths", request.operation.layout_key(forms[:count], request.options), forms[count:])
 
 
-def _family(forms: Forms, count: int, asked: Asked) -> Any:
+def _family(forms: Forms, count: int, request: Request) -> Any:
     """The key of a family of calls; None where there is none. Its functions have the same code and arrays of the same form."""
-    if not asked.is_kept or (asked.has_functions and asked.operation is not Forward):
+    if not request.is_kept or (request.has_functions and request.operation is not Forward):
         return None
-    family = asked.operation.family(forms[:count], asked.options)
-    return family and ("family", family, forms[count:], asked.of_family)
+    family = request.operation.family(forms[:count], request.options)
+    return family and ("family", family, forms[count:], request.family)
 
 
-def _similar(forms: Forms, count: int, captured: tuple[Any, ...], asked: Asked) -> tuple[GpuCall | None, Numbered | None]:
+def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Request) -> tuple[GpuCall | None, Numbered | None]:
     """A call on tensors of these forms, made from one on tensors of other lengths or with other offsets, and the numbers that it
     is to take."""
     like, numbers = None, None
-    if not (asked.has_functions and is_logging()):  # to which each new operation goes
-        like, numbers = _kept(asked, _layout(forms, count, asked))
+    if not (request.has_functions and is_logging()):  # to which each new operation goes
+        like, numbers = _kept(request, _layout(forms, count, request))
     if like is not None:
         found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
         call = like.at_lengths_of(found)
         if is_logging():
-            log_operation(like.op.resized_to(found, asked.options))
-        keep((asked if numbers is None else asked.without_numbers, forms), call)
+            log_operation(like.op.resized_to(found, request.options))
+        keep((request if numbers is None else request.without_numbers, forms), call)
         return call, numbers
-    like = find(_family(forms, count, asked))
+    like = find(_family(forms, count, request))
     if like is None:
         return None, None
     found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
-    if asked.has_functions:
-        found |= functions.read(asked.options, captured)
-    op = like.op.resized_to(found, asked.options)
+    if request.has_functions:
+        found |= functions.read(request.options, captured)
+    op = like.op.resized_to(found, request.options)
     if op is None:
         return None, None
     call = like.resized(op, found)
     if op is not like.op:
         log_operation(op)
-    _keep(forms, count, asked, call)
+    _keep(forms, count, request, call)
     return call, None
 
 
-def call_on(asked: Asked, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
+def call_on(request: Request, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
     """The call on arrays of these forms, kept or made."""
     if arrays.requires_grad(*(array.object for array in found.values())):
         raise ProblemError(NO_GRAD)
-    key = (asked, *map(arrays.form_of, found.values()), *found)
+    key = (request, *map(arrays.form_of, found.values()), *found)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:
         first = next(iter(found.values()), None)
-        op = asked.operation.of_call(found, asked.options, asked.lengths)
+        op = request.operation.of_call(found, request.options, request.lengths)
         assert first is not None, "of_call raises where there is no array"
         device = device_of(first)
         with spared_capture(first):
-            selection = select(op, device, asked.kernel, asked.config)
+            selection = select(op, device, request.kernel, request.config)
             if selection.slow is not None:
                 warn_once(selection.slow)
-            causal = asked.options.get("causal") is True
-            if asked.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape, causal)):
+            causal = request.options.get("causal") is True
+            if request.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape, causal)):
                 warn_once(doubt, LayoutWarning, LayoutWarning)
             log_operation(op)
             call = Plan(op, device, selection, first.library, on_compile).bind(found)
-        if asked.is_kept:
+        if request.is_kept:
             keep(key, call)
     return call

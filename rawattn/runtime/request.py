@@ -1,10 +1,10 @@
-"""A request is all that a call asks for beside its arrays: options, lengths, kernel and configuration."""
+"""A request is everything that selects a kernel except the arrays."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..array import arrays
 from ..array.arrays import Array
@@ -13,33 +13,38 @@ from ..operation import Operation, arguments, functions
 from ..operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
 from . import front_end
 
-KEPT_ASKED = 1024
-OPTIONS = (
-    "causal", "window", "softcap", "scale", "mask", "score", "return_lse", "constant_time", "deterministic", "q_offset",
-    "kv_offset", "dropout", "invariant",
-)  # fmt: skip
-_WINDOW, MASK, SCORE = map(OPTIONS.index, ("window", "mask", "score"))  # a call's options are a tuple: it is its key
+KEPT_REQUESTS = 1024
 NO_LENGTHS = (None, None)
 
 
-def options_of(
-    *, causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: MaskLike | None = None, score: ScoreLike | None = None, return_lse: bool = False, constant_time: bool = False,
-    deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
-    invariant: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The options of a call by name, in one order."""
-    return {
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
-        "return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "q_offset": q_offset,
-        "kv_offset": kv_offset, "dropout": dropout, "invariant": invariant,
-    }  # fmt: skip
+class Options(NamedTuple):
+    """The options of attention, with their defaults."""
+
+    causal: bool = False
+    window: Window | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    mask: MaskLike | None = None
+    score: ScoreLike | None = None
+    return_lse: bool = False
+    constant_time: bool = False
+    deterministic: bool = True
+    q_offset: int | None = None
+    kv_offset: int | None = None
+    dropout: float = 0.0
+    invariant: bool = False
+
+    def with_numbers(self, numbers: tuple[functions.Numbers, functions.Numbers]) -> Options:
+        """These options with the numbers that ``functions.parted`` took of the mask and of the score."""
+        mask, score = map(functions.whole, (self.mask, self.score), numbers)
+        return self._replace(mask=mask, score=score)
 
 
-class Asked:
-    """This is what a call asks for beside its arrays. Calls that ask for the same share one object, which is found and compared
-    quickly. ``is_kept`` is False for one that nothing else finds. ``followed`` is what ``torch/`` makes of it where autograd
-    follows, by the captured arrays to which it does."""
+class Request:
+    """Everything that selects a kernel except the arrays: operation, options, bounds on lengths, kernel and configuration.
+
+    Equal requests share one object, which is found and compared quickly. ``is_kept`` is False for one that nothing else finds.
+    ``followed`` is what ``torch/`` makes of it where autograd follows, by the captured arrays to which it does."""
 
     def __init__(
         self, operation: type[Operation], options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any,
@@ -49,65 +54,68 @@ class Asked:
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
 
+    def _with(self, options: dict[str, Any]) -> Request:
+        """This request with other options."""
+        return self if options is self.options else request_for(self.operation, options, self.lengths, self.kernel, self.config)
+
     @functools.cached_property
     def numbers(self) -> tuple[functions.Numbers, functions.Numbers] | None:
-        """Returns what ``without_numbers`` lacks: the numbers of the mask, and of the score. None where it is the same."""
+        """The numbers of the mask, and of the score, that ``without_numbers`` lacks; None where it lacks none."""
         if self.without_numbers is self:
             return None
-        own, left = self.options, self.without_numbers.options
-        found = [() if own[role] == left[role] else own[role].numbers for role in functions.ROLES]  # equals may be two objects
-        return found[0], found[1]
+        before, after = self.options, self.without_numbers.options  # in which equals may be two objects
+        mask, score = [() if before[role] == after[role] else before[role].numbers for role in functions.ROLES]
+        return mask, score
 
     @functools.cached_property
-    def without_numbers(self) -> Asked:
-        """Returns what calls ask for whose functions captured any numbers, where no number makes a built-in option of them."""
-        found = functions.without_numbers(self.options)
-        return self if found is self.options else asked_of(self.operation, found, self.lengths, self.kernel, self.config)
+    def without_numbers(self) -> Request:
+        """The request of calls whose functions captured any numbers, where no number makes a built-in option of them."""
+        return self._with(functions.without_numbers(self.options))
 
     @functools.cached_property
-    def of_family(self) -> Asked:
-        """Returns what calls of one family ask for."""
-        coarse = self.operation.coarse(self.options)
-        return self if coarse is self.options else asked_of(self.operation, coarse, self.lengths, self.kernel, self.config)
+    def family(self) -> Request:
+        """The request that calls of one family share."""
+        return self._with(self.operation.coarse(self.options))
 
 
-def asked_of(
-    operation: type[Operation], options: Mapping[str, Any] | tuple[Any, ...], lengths: tuple[Any, ...] = NO_LENGTHS,
+def request_for(
+    operation: type[Operation], options: Options | Mapping[str, Any], lengths: tuple[Any, ...] = NO_LENGTHS,
     kernel: str | None = None, config: Any = None,
-) -> Asked:  # fmt: skip
-    """Returns what a call asks for, by its options in the order of ``OPTIONS``, and for gradients ``wrt`` behind them. Their
-    types count too: True, 1 and 1.0 are equal, but not all of them are right."""
-    values: tuple[Any, ...] = options if type(options) is tuple else tuple(options.values())  # type: ignore[union-attr]
+) -> Request:  # fmt: skip
+    """The request of a call; a mapping of options may have ``wrt`` of gradients besides. Types of options count too: True, 1 and
+    1.0 are equal, but not all of them are right."""
+    wrt: tuple[str, ...] = ()
+    if not isinstance(options, Options):
+        wrt = options.get("wrt", ())
+        options = Options(**{name: value for name, value in options.items() if name != "wrt"})
     types: tuple[Any, ...] = ()
-    if lengths is not NO_LENGTHS or values[_WINDOW] is not None:
+    if lengths is not NO_LENGTHS or options.window is not None:
         types = tuple(map(type, lengths))
-        if isinstance(window := values[_WINDOW] if values else None, (tuple, list)):
-            values = (*values[:_WINDOW], tuple(window), *values[_WINDOW + 1 :])
-            types = (*types, *map(type, window))
+        if isinstance(options.window, (tuple, list)):
+            options = options._replace(window=tuple(options.window))  # type: ignore[arg-type]
+            types = (*types, *map(type, options.window))  # type: ignore[arg-type]
     try:
-        return _asked(operation, kernel, config, lengths, types, *values)
+        return _request(operation, kernel, config, lengths, types, wrt, *options)
     except TypeError:  # what cannot be hashed is wrong
-        return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config, is_kept=False)
+        return Request(operation, _named(wrt, options), lengths, kernel, config, is_kept=False)
 
 
-@functools.lru_cache(maxsize=KEPT_ASKED, typed=True)
-def _asked(
-    operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, *values: Any
-) -> Asked:
+@functools.lru_cache(maxsize=KEPT_REQUESTS, typed=True)
+def _request(
+    operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, wrt: tuple[str, ...],
+    *values: Any,
+) -> Request:  # fmt: skip
     """Raises TypeError where something is an array, or a function that may hold some, which may not be kept."""
-    window = values[_WINDOW] if len(values) > _WINDOW and isinstance(values[_WINDOW], tuple) else ()
+    options = Options(*values)
+    window = options.window if isinstance(options.window, tuple) else ()
     for value in (kernel, config, *lengths, *values, *window):
         if hasattr(value, "__dlpack__") or (value is not None and functions.is_function(value)):
             raise TypeError
-    return Asked(operation, dict(zip((*OPTIONS, "wrt"), values, strict=False)), lengths, kernel, config)
+    return Request(operation, _named(wrt, options), lengths, kernel, config)
 
 
-def given_of(*arrays: Any) -> tuple[Any, ...]:
-    """The arrays of a call, without what is None at the end."""
-    count = len(arrays)
-    while count and arrays[count - 1] is None:
-        count -= 1
-    return arrays[:count]
+def _named(wrt: tuple[str, ...], options: Options) -> dict[str, Any]:
+    return options._asdict() | ({"wrt": wrt} if wrt else {})
 
 
 def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
@@ -140,22 +148,17 @@ def stand_in_seed(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
     return seed_array(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
-def with_numbers(values: tuple[Any, ...], numbers: tuple[functions.Numbers, functions.Numbers]) -> tuple[Any, ...]:
-    """The options of which ``functions.parted`` took these numbers."""
-    return (*values[:MASK], *map(functions.whole, values[MASK : SCORE + 1], numbers), *values[SCORE + 1 :])
-
-
 def arrays_and_options(
     caller: Callable[..., Any], operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that
     ``caller`` does not have, as any call does."""
-    known = (*OPTIONS, "alibi", "bias")
+    known = (*Options._fields, "alibi", "bias")
     if unknown := options.keys() - set(known):
         arguments.refuse(caller, unknown, options=known)
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
-    options, captured = functions.taken(options_of(**options), wrt)
+    options, captured = functions.taken(Options(**options)._asdict(), wrt)
     return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options

@@ -36,7 +36,7 @@ from ..runtime.plans import (
     to_libraries,
 )
 from ..runtime.record import log_operation
-from ..runtime.request import KEPT_ASKED
+from ..runtime.request import KEPT_REQUESTS
 from ..runtime.select import select
 from ..trace.proofs import Limits
 from ..variant.element import ELEMENTS
@@ -110,8 +110,8 @@ def attention_kvcache(
         o, total = front_end.caches.attention_kvcache(q, cache, step, options, sinks, split)
         return (o, total) if return_lse else o
     check_objects(cache, step)
-    asked = asked_of(step, options, return_lse, split, kernel, config)
-    return one_or_all(attend(q, cache, step, asked, sinks, out, lse))
+    request = request_of(step, options, return_lse, split, kernel, config)
+    return one_or_all(attend(q, cache, step, request, sinks, out, lse))
 
 
 def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
@@ -126,9 +126,9 @@ def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -
     return (score, softcap) if alibi is None else (functions.biased(softcap, score, alibi, None), None)
 
 
-class Asked(NamedTuple):
-    """A call asks for a spec, in which functions are left out, the functions, the arrays that they captured, the keys of a split,
-    and a kernel and a configuration. ``key`` stands for all but the arrays."""
+class CacheRequest(NamedTuple):
+    """Everything that selects a kernel except the arrays of a cache and a step: a spec, in which functions are left out, the
+    functions, the keys of a split, a kernel and a configuration; and the arrays that the functions captured."""
 
     spec: Spec
     own: tuple[tuple[str, functions.Function], ...] = ()
@@ -144,70 +144,71 @@ class Asked(NamedTuple):
         return self.kept or (self.spec, self.own, self.split_keys, self.kernel, self.config)
 
 
-def asked_of(
+def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
-) -> Asked:
-    """Returns what a call asks for. A mask that is a function has in it what the step says of its sequences."""
+) -> CacheRequest:
+    """The request of a call. A mask that is a function has in it what the step says of its sequences."""
     mask, score = options["mask"], options["score"]
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
-            return plain_asked(step.is_causal, options, return_lse, split, kernel, config)
+            return plain_request(step.is_causal, options, return_lse, split, kernel, config)
         except TypeError:  # what cannot be hashed is not kept
             pass
     options, captured = functions.taken(options)
-    return asked_with(step, options, captured, return_lse)._replace(split_keys=split_keys_of(split), kernel=kernel, config=config)
+    request, split_keys = request_with(step, options, captured, return_lse), split_keys_of(split)
+    return request._replace(split_keys=split_keys, kernel=kernel, config=config)
 
 
-def plain_asked(
+def plain_request(
     causal: bool, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
-) -> Asked:
-    """``asked_of`` for options without functions, of a causal step or of another one. Raises TypeError for what is not kept."""
+) -> CacheRequest:
+    """``request_of`` for options without functions, of a causal step or of another one. Raises TypeError for what is not kept."""
     window = options["window"]
     types = tuple(map(type, window)) if isinstance(window, tuple) else ()
     return _plain(types, causal, return_lse, split, kernel, config, **options)
 
 
-@functools.lru_cache(maxsize=KEPT_ASKED, typed=True)
+@functools.lru_cache(maxsize=KEPT_REQUESTS, typed=True)
 def _plain(
     types: tuple[type, ...], causal: bool, return_lse: bool, split: Any, kernel: str | None, config: Any, **options: Any
-) -> Asked:
-    """``plain_asked``, kept. ``types`` are those in a window: 1 and 1.0 are equal, but not both are right."""
-    return Asked(spec_of(causal, options, return_lse), (), (), split_keys_of(split), kernel, config, object())
+) -> CacheRequest:
+    """``plain_request``, kept. ``types`` are those in a window: 1 and 1.0 are equal, but not both are right."""
+    return CacheRequest(spec_of(causal, options, return_lse), (), (), split_keys_of(split), kernel, config, object())
 
 
-def asked_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> Asked:
-    """Returns what is asked for by options whose functions have no arrays, and the arrays that they captured."""
+def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
+    """The request by options whose functions have no arrays, with the arrays that these captured."""
     if (needed := len(functions.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
-    asked = Asked(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
+    request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
     causal = step.causal if "causal" in step.arrays else step.is_causal
-    return of_step(asked, causal) if type(options["mask"]) is functions.Function and causal is not False else asked
+    return of_step(request, causal) if type(options["mask"]) is functions.Function and causal is not False else request
 
 
-def of_step(asked: Asked, causal: Any) -> Asked:
+def of_step(request: CacheRequest, causal: Any) -> CacheRequest:
     """The same, with a step's ``causal`` in the function that is the mask."""
-    own = dict(asked.own)
+    own = dict(request.own)
     count = len(own["mask"].traced.labels)
-    own["mask"], captured = functions.of_step(own["mask"], asked.captured[:count], causal)
-    return asked._replace(own=tuple(own.items()), captured=(*captured, *asked.captured[count:]))
+    own["mask"], captured = functions.of_step(own["mask"], request.captured[:count], causal)
+    return request._replace(own=tuple(own.items()), captured=(*captured, *request.captured[count:]))
 
 
 def attend(
-    q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any = None, out: Any = None, lse: Any = None
+    q: Any, cache: KVCache, step: Step, request: CacheRequest, sinks: Any = None, out: Any = None, lse: Any = None
 ) -> tuple[Any, ...]:
     """Computes attention over a cache on arrays that have memory."""
-    check_lse(lse, asked.spec.return_lse)
-    tensors, read = (q, sinks, *asked.captured), read_call(q, cache, step, sinks, asked.captured)
-    call = None if read is None else find((asked.key, *read[0]))
+    check_lse(lse, request.spec.return_lse)
+    tensors, read = (q, sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
+    call = None if read is None else find((request.key, *read[0]))
     if call is not None and read is not None:
         addresses = read[1]
     else:
-        op, found = attention_of(q, cache, step, asked, sinks)
-        call = call_of(op, found, asked.kernel, asked.config)
+        op, found = attention_of(q, cache, step, request, sinks)
+        call = call_of(op, found, request.kernel, request.config)
         addresses = addresses_of(found)
         if read is not None:
-            keep((asked.key, *read[0]), call)
-    return call(tensors, addresses, (out, lse) if asked.spec.return_lse and (out is not None or lse is not None) else out)
+            keep((request.key, *read[0]), call)
+    return call(tensors, addresses, (out, lse) if request.spec.return_lse and (out is not None or lse is not None) else out)
 
 
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
@@ -224,19 +225,21 @@ def check_lse(lse: Any, return_lse: bool) -> None:
         raise ProblemError("lse was given without return_lse=True.")
 
 
-def arrays_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -> dict[str, Array]:
+def arrays_of(q: Any, cache: KVCache, step: Step, request: CacheRequest, sinks: Any) -> dict[str, Array]:
     """The arrays of a call by name. Raises ProblemError for one that autograd would follow."""
     found = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
-    found |= functions.read(dict(asked.own), asked.captured) | cache.arrays_of(step.batch) | step.arrays
-    if cache.requires_grad or arrays.requires_grad(q, sinks, *asked.captured):
+    found |= functions.read(dict(request.own), request.captured) | cache.arrays_of(step.batch) | step.arrays
+    if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
         raise ProblemError(NO_GRADIENT)
     return found
 
 
-def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -> tuple[AttentionKVCache, dict[str, Array]]:
+def attention_of(
+    q: Any, cache: KVCache, step: Step, request: CacheRequest, sinks: Any
+) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and the arrays of a call, in the order of ``read_call``. Raises ProblemError for a wrong argument."""
-    found = arrays_of(q, cache, step, asked, sinks)
-    spec, own, read = asked.spec, dict(asked.own), dict(found)
+    found = arrays_of(q, cache, step, request, sinks)
+    spec, own, read = request.spec, dict(request.own), dict(found)
     if own:
         if "mask" in own:  # which has in it what the step says
             read.pop("causal", None)
@@ -244,7 +247,7 @@ def attention_of(q: Any, cache: KVCache, step: Step, asked: Asked, sinks: Any) -
         room = Limits(step.batch, heads, *(max_kv_len(found, step),) * 2, q_below=max(1, rows))  # of a sequence without keys, too
         made = functions.resolved(own, read, room)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, asked.split_keys, cache.scales), found
+    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), found
 
 
 def max_kv_len(found: dict[str, Array], step: Step) -> int:
@@ -269,7 +272,7 @@ def explain_kvcache(
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
-    op, found = attention_of(q, cache, step, asked_of(step, options, return_lse, split), sinks)
+    op, found = attention_of(q, cache, step, request_of(step, options, return_lse, split), sinks)
     return explain_operation(op, device_of(found["q"]), kernel, config)
 
 

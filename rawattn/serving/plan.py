@@ -15,12 +15,12 @@ from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime.plans import CpuCall, GpuCall, Plan, addresses_of, device_of, find, keep, one_or_all
 from ..runtime.select import Selection, select
 from .api import (
-    asked_with,
     attention_of,
     check_lse,
     check_objects,
     log,
     read_call,
+    request_with,
     split_keys_of,
     violations,
     with_slopes,
@@ -53,16 +53,16 @@ def plan_kvcache(
     options, captured = functions.taken(
         {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     )
-    asks = Asks(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
-    asked = asked_with(step, options, captured, return_lse)._replace(split_keys=asks.split_keys)
-    op, found = attention_of(q, cache, step, asked, sinks)
+    planned = PlanRequest(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
+    request = request_with(step, options, captured, return_lse)._replace(split_keys=planned.split_keys)
+    op, found = attention_of(q, cache, step, request, sinks)
     device = device_of(found["q"])
     log(op)
-    return KVCachePlan(op, device, select(op, device, kernel, config), found["q"].library, asks, on_compile)
+    return KVCachePlan(op, device, select(op, device, kernel, config), found["q"].library, planned, on_compile)
 
 
-class Asks(NamedTuple):
-    """This is what a plan was asked for: options, in which functions have no arrays, the keys of a split, and which of the
+class PlanRequest(NamedTuple):
+    """The request of a plan: options, in which functions have no arrays, the keys of a split, and which of the
     captured arrays its kernel takes, in order; None is the step's own ``causal``."""
 
     options: dict[str, Any]
@@ -79,7 +79,7 @@ class Asks(NamedTuple):
 
 def order_of(step: Step, options: dict[str, Any], count: int) -> tuple[int | None, ...]:
     """The order in which a kernel takes ``count`` captured arrays, and the step's own."""
-    captured = asked_with(step, options, tuple(range(count)), False).captured
+    captured = request_with(step, options, tuple(range(count)), False).captured
     return tuple([place if isinstance(place, int) else None for place in captured])
 
 
@@ -91,11 +91,11 @@ class KVCachePlan(Plan):
     """
 
     def __init__(
-        self, op: AttentionKVCache, device: Device, selection: Selection, library: str, asks: Asks,
+        self, op: AttentionKVCache, device: Device, selection: Selection, library: str, request: PlanRequest,
         on_compile: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(op, device, selection, library, on_compile)
-        self._asks = asks
+        self._request = request
 
     def run(  # type: ignore[override]  # its arrays come in a cache and a step
         self, q: Any, cache: KVCache, step: Step, *captured: Any, sinks: Any = None, out: Any = None, lse: Any = None,
@@ -109,8 +109,8 @@ class KVCachePlan(Plan):
         if unknown:
             arguments.refuse(KVCachePlan.run, unknown)
         check_objects(cache, step)
-        check_lse(lse, self._asks.return_lse)
-        tensors = (q, sinks, *self._asks.in_order(captured, step))
+        check_lse(lse, self._request.return_lse)
+        tensors = (q, sinks, *self._request.in_order(captured, step))
         read = read_call(q, cache, step, sinks, tensors[2:])
         call = None if read is None else find((self, *read[0]))
         if call is not None and read is not None:
@@ -130,8 +130,9 @@ class KVCachePlan(Plan):
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
     ) -> tuple[GpuCall | CpuCall, dict[str, Array]]:
         """The plan on these arrays, and the arrays. Raises ProblemError where they are not what the plan was made for."""
-        asked = asked_with(step, self._asks.options, captured, self._asks.return_lse)._replace(split_keys=self._asks.split_keys)
-        op, found = attention_of(q, cache, step, asked, sinks)
+        planned = self._request
+        request = request_with(step, planned.options, captured, planned.return_lse)._replace(split_keys=planned.split_keys)
+        op, found = attention_of(q, cache, step, request, sinks)
         self._check(op, found)
         same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
         plan = self if same else self.resized(dataclasses.replace(op, layout=self.op.layout))

@@ -36,7 +36,7 @@ _SCHEMAS = (
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-eager.skip((KVCachePlan.run, api.asked_of, api.attend, api.write, api.merge_states))
+eager.skip((KVCachePlan.run, api.request_of, api.attend, api.write, api.merge_states))
 _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
 
 
@@ -138,11 +138,11 @@ def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
     sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
     (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
-    asked = api.Asked(spec, tuple(own.items()), tuple(captured or ()), split_keys)
+    request = api.CacheRequest(spec, tuple(own.items()), tuple(captured or ()), split_keys)
     each = step.causal if "causal" in step.arrays else causal
     if "mask" in own and each is not False:
-        asked = api.of_step(asked, each)
-    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, asked, sinks)
+        request = api.of_step(request, each)
+    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
     return found[0], found[1]
 
 

@@ -35,8 +35,10 @@ from ..array.arrays import CPU, META, Array
 from ..errors import ProblemError
 from ..operation import Backward, Forward, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
+from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import Spec, is_int
-from ..runtime import calls, plans, request
+from ..runtime import calls, plans
+from ..runtime.request import Options, Request, request_for
 from ..variant import Option
 from ..variant.element import ELEMENTS
 from . import sharding
@@ -201,51 +203,53 @@ def _is_cast(given: Sequence[Any]) -> bool:
 
 
 def attention(
-    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    inputs: ForwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
     """Computes ``attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
     _check_has_not("attention", out=out, kernel=kernel, config=config)
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
     if not torch.compiler.is_dynamo_compiling():
-        _check_tensors(Forward.names, given)
+        _check_tensors(Forward.names, inputs)
         _check_tensors(tuple(functions.labels(options).values()), captured)
-        if captured and _functorch_level() is not None and not any(map(_is_mapped, given[:3])):
+        if captured and _functorch_level() is not None and not any(map(_is_mapped, inputs[:3])):
             for words, x in zip(functions.labels(options).values(), captured, strict=True):
                 if _is_mapped(x):  # torch finds no batch in a list of tensors alone
                     raise ProblemError(
                         f"{words} is mapped by torch.vmap, and neither q, k nor v is; map one of them, expanded, too."
                     )
         _register_sharding()
-    text = _text_of(options)
-    longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    more = text, seed, list(captured) or None, q_lens, kv_lens
-    o, lse = _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, *more)
+    o, lse = _ATTENTION(inputs.q, inputs.k, inputs.v, *_rest(inputs, options, lengths, captured))
     return (o, lse) if options["return_lse"] else o
 
 
+def _rest(
+    inputs: ForwardInputs | BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], captured: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What the operators take behind their first tensors (``_OPTIONS``)."""
+    longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
+    text = _text_of(options), inputs.seed, list(captured) or None
+    return (inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_kv, *longest, *text, inputs.q_lens, inputs.kv_lens)
+
+
 def attention_backward(
-    given: Sequence[Any], options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
+    inputs: BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes ``attention_backward`` by way of the operator. Dynamo traces this function, too."""
     _check_has_not("attention_backward", out=out, kernel=kernel, config=config)
     options, wrt = {**options}, options.get("wrt", ())
     options.pop("wrt", None)
-    *first, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 7)[:13]
     if not torch.compiler.is_dynamo_compiling():
-        _check_tensors(Backward.names, given, "do")
+        _check_tensors(Backward.names, inputs, "do")
         _check_tensors(tuple(functions.labels(options).values()), captured)
         _register_sharding()
-    longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
-    rest = _text_of(options), seed, list(captured) or None, q_lens, kv_lens
-    more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *longest, *rest)
+    args = (*inputs[:7], *_rest(inputs, options, lengths, captured))
     if wrt:
         names = functions.names(options)
-        found = _CAPTURED(*first, *more, [names.index(name) for name in wrt])
+        found = _CAPTURED(*args, [names.index(name) for name in wrt])
     else:
-        found = _BACKWARD(*first, *more)
-    return (*found[:3], *(() if sinks is None else found[3:4]), *found[4:])
+        found = _BACKWARD(*args)
+    return (*found[:3], *(() if inputs.sinks is None else found[3:4]), *found[4:])
 
 
 def _check_has_not(operator: str, **given: Any) -> None:
@@ -305,7 +309,7 @@ def _options(text: str) -> dict[str, Any]:
         fields, own = functions.from_json(json.loads(text))
         spec = Spec.from_json(fields)
         named = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        return request.options_of(**{**named, **own, "return_lse": True})
+        return Options(**{**named, **own, "return_lse": True})._asdict()
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
@@ -372,8 +376,8 @@ def _compute(
     kv_lens: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Computes the operator on real tensors."""
-    given = request.given_of(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
-    return calls.run(given, _options(spec), (max_seqlen_q, max_seqlen_kv), captured=tuple(captured or ()))
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    return calls.run(inputs, request_for(Forward, _options(spec), (max_seqlen_q, max_seqlen_kv)), None, tuple(captured or ()))
 
 
 def _compute_backward(
@@ -382,10 +386,10 @@ def _compute_backward(
     captured: Sequence[Any] | None = None, q_lens: Any = None, kv_lens: Any = None, wrt: Sequence[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
-    given = request.given_of(do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    inputs = BackwardInputs(do, q, k, v, o, lse.contiguous(), dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     options, lengths = {**_options(spec), "return_lse": False}, (max_seqlen_q, max_seqlen_kv)
     options |= {"wrt": tuple(functions.names(options)[i] for i in wrt)} if wrt else {}
-    found = calls.run(given, options, lengths, None, None, None, Backward, captured=tuple(captured or ()))
+    found = calls.run(inputs, request_for(Backward, options, lengths), None, tuple(captured or ()))
     return (*found[:3], lse.new_empty(0), *found[3:]) if sinks is None else found
 
 
@@ -458,10 +462,10 @@ def _described(x: Any) -> Array:
 # ---- autograd
 
 
-class Asked:
-    """This is what a call that autograd follows asks for beside its tensors: options, as a dict or as text, bounds on lengths,
-    whether lse is a result, and ``wrt``, the names of captured tensors to which autograd follows. With a dict it has what the
-    forward asks for, and the backward."""
+class AutogradRequest:
+    """The request of a call that autograd follows: options, as a dict or as text, bounds on lengths, whether lse is a result, and
+    ``wrt``, the names of captured tensors to which autograd follows. With a dict it has the requests of the forward and of the
+    backward."""
 
     def __init__(
         self, options: dict[str, Any] | str, lengths: tuple[Any, ...], both: bool, kernel: str | None = None, config: Any = None,
@@ -469,8 +473,8 @@ class Asked:
     ) -> None:  # fmt: skip
         self.options, self.lengths, self.both, self.wrt = options, lengths, both, wrt
         if not isinstance(options, str):
-            self.forward = request.asked_of(Forward, options, lengths, kernel, config)
-            self.backward = request.asked_of(Backward, {**options, "wrt": wrt} if wrt else options, lengths)
+            self.forward = request_for(Forward, options, lengths, kernel, config)
+            self.backward = request_for(Backward, {**options, "wrt": wrt} if wrt else options, lengths)
 
 
 class LowestFunction(_SingleLevelFunction):
@@ -488,20 +492,20 @@ class Attention(LowestFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, given: tuple[Any, ...], captured: tuple[Any, ...], asked: Asked,
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, inputs: ForwardInputs, captured: tuple[Any, ...], request: AutogradRequest,
         *followed: Any,
     ) -> Any:  # fmt: skip
-        """Computes o, and lse where that is asked for. ``given`` are all tensors in the order of ``Forward.names``, but for those
-        that functions captured; ``followed`` are those of these to which autograd follows."""
-        options, lengths = asked.options, asked.lengths
+        """Computes o, and lse where that is asked for. ``inputs`` are all tensors but for those that functions captured;
+        ``followed`` are those of these to which autograd follows."""
+        options, lengths = request.options, request.lengths
         if isinstance(options, str):
-            more = (*given[3:5], *lengths, options, given[8], captured or None, *given[6:8])
-            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more)
+            more = (inputs.cu_seqlens_q, inputs.cu_seqlens_kv, *lengths, options, inputs.seed, captured or None)
+            o, lse = _below_autograd(_ATTENTION, q, k, v, sinks, *more, inputs.q_lens, inputs.kv_lens)
         else:
-            o, lse = calls.run(given, options, lengths, None, None, None, Forward, asked.forward, captured)
-        ctx.save_for_backward(*given, *captured, o, lse)
-        ctx.asked, ctx.count = asked, len(given)
-        if not asked.both:
+            o, lse = calls.run(inputs, request.forward, None, captured)
+        ctx.save_for_backward(*inputs, *captured, o, lse)
+        ctx.request = request
+        if not request.both:
             return o
         ctx.set_materialize_grads(False)
         if not _any_requires_grad(q, k, sinks, *followed):  # v is not in it
@@ -511,31 +515,31 @@ class Attention(LowestFunction):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
         """Computes dq, dk, dv, dsinks and what captured tensors get, and None for what is no tensor."""
-        (*saved, o, lse), asked = ctx.saved_tensors, ctx.asked
-        given, captured = saved[: ctx.count], tuple(saved[ctx.count :])
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed = (*given, *(None,) * 6)[:9]
+        (*saved, o, lse), request = ctx.saved_tensors, ctx.request
+        count = len(ForwardInputs._fields)
+        forward, captured = ForwardInputs(*saved[:count]), tuple(saved[count:])
         if do is None:
             if dlse is None:
-                return (None,) * (7 + len(asked.wrt))
+                return (None,) * (7 + len(request.wrt))
             do = torch.zeros_like(o)
-        is_seen = isinstance(asked.options, str) or _is_seen(do, dlse, (*given, *captured))
+        inputs = BackwardInputs.of(do, forward, o, lse, dlse)
+        is_seen = isinstance(request.options, str) or _is_seen(do, dlse, (*forward, *captured))
         if is_seen:
-            text = asked.options if isinstance(asked.options, str) else _text_of(asked.options)
-            more = (dlse, sinks, cu_seqlens_q, cu_seqlens_kv, *asked.lengths, text, seed, captured or None, q_lens, kv_lens)
-            if asked.wrt:
+            text = request.options if isinstance(request.options, str) else _text_of(request.options)
+            starts = inputs.cu_seqlens_q, inputs.cu_seqlens_kv
+            more = (inputs.sinks, *starts, *request.lengths, text, inputs.seed, captured or None)
+            args = (*inputs[:7], *more, inputs.q_lens, inputs.kv_lens)
+            if request.wrt:
                 if any(x is not None and _is_batched(x) for x in (do, dlse)):
                     raise ProblemError(NO_BATCH)
                 names = functions.names(_options(text))
-                found = _CAPTURED(do, q, k, v, o, lse, *more, [names.index(name) for name in asked.wrt])
+                found = _CAPTURED(*args, [names.index(name) for name in request.wrt])
             else:
-                found = _BACKWARD(do, q, k, v, o, lse, *more)
+                found = _BACKWARD(*args)
         else:
-            every: tuple[Any, ...] = (do, q, k, v, o, lse)
-            if len(given) > 3 or dlse is not None:
-                every = request.given_of(*every, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
-            found = calls.run(every, asked.options, asked.lengths, None, None, None, Backward, asked.backward, captured)
-        of_captured = found[3 + (is_seen or sinks is not None) :] if asked.wrt else ()
-        return (*found[:3], None if sinks is None else found[3], None, None, None, *of_captured)
+            found = calls.run(inputs, request.backward, None, captured)
+        of_captured = found[3 + (is_seen or inputs.sinks is not None) :] if request.wrt else ()
+        return (*found[:3], None if inputs.sinks is None else found[3], None, None, None, *of_captured)
 
 
 class AttentionBackward(LowestFunction):
@@ -575,31 +579,31 @@ def _followed(apply: Any, *args: Any) -> Any:
         return apply(*args)
 
 
-def differentiable(given: tuple[Any, ...], asked: request.Asked, out: Any, captured: tuple[Any, ...]) -> Any:
+def differentiable(inputs: ForwardInputs, request: Request, out: Any, captured: tuple[Any, ...]) -> Any:
     """Computes ``attention`` so that autograd can follow."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    wrt = functions.followed(asked.options, captured) if captured else ()
-    if wrt not in asked.followed:
-        asked.followed[wrt] = _ask(asked.options, asked.lengths, asked.kernel, asked.config, wrt)
-    found = asked.followed[wrt]
-    own = [x for name, x in zip(functions.names(asked.options), captured, strict=True) if name in wrt] if wrt else ()
-    return Attention.apply(given[0], given[1], given[2], given[5] if len(given) > 5 else None, given, captured, found, *own)
+    wrt = functions.followed(request.options, captured) if captured else ()
+    if wrt not in request.followed:
+        request.followed[wrt] = _ask(request.options, request.lengths, request.kernel, request.config, wrt)
+    found = request.followed[wrt]
+    own = [x for name, x in zip(functions.names(request.options), captured, strict=True) if name in wrt] if wrt else ()
+    return Attention.apply(inputs.q, inputs.k, inputs.v, inputs.sinks, inputs, captured, found, *own)
 
 
 def _ask(
     options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
-) -> Asked:  # fmt: skip
-    """Makes what a call asks for. Raises ProblemError where that has no gradient."""
+) -> AutogradRequest:
+    """The request of a call that autograd follows. Raises ProblemError where that has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
     both, options = options["return_lse"], {**options, "return_lse": True}
-    return Asked(options, lengths, both, kernel, config, wrt)
+    return AutogradRequest(options, lengths, both, kernel, config, wrt)
 
 
 def _autograd(
@@ -608,19 +612,19 @@ def _autograd(
     kv_lens: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Lets autograd follow where a tensor requires grad."""
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     lengths = (max_seqlen_q, max_seqlen_kv)
-    _check_followed((*given, *(captured or ())))
+    _check_followed((*inputs, *(captured or ())))
     wrt = functions.followed(_options(spec), captured) if captured else ()
     if wrt and type(q).__name__ == "DTensor":
         functions.check_no_grad(_options(spec), captured or (), NO_GRADIENT_OF_PARTS)
-    if _grad_enabled() and (wrt or _any_requires_grad(*given)):
+    if _grad_enabled() and (wrt or _any_requires_grad(*inputs)):
         if _options(spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-        asked = Asked(spec, lengths, True, wrt=wrt)
+        request = AutogradRequest(spec, lengths, True, wrt=wrt)
         names = functions.names(_options(spec)) if wrt else ()
         own = [x for name, x in zip(names, captured or (), strict=False) if name in wrt]
-        return _followed(Attention.apply, q, k, v, sinks, given, tuple(captured or ()), asked, *own)
+        return _followed(Attention.apply, q, k, v, sinks, inputs, tuple(captured or ()), request, *own)
     with torch._C._AutoDispatchBelowAutograd():
         return _ATTENTION(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, *lengths, spec, seed, captured, q_lens, kv_lens)
 

@@ -10,7 +10,7 @@ import pytest
 
 import rawattn
 from rawattn.operation import arguments
-from rawattn.runtime.request import OPTIONS
+from rawattn.runtime.request import Options
 
 X = np.zeros((1, 4, 2, 8), np.float32)
 CU = np.array([0, 4], np.int32)
@@ -59,7 +59,7 @@ def test_foreign_names(name: str) -> None:
     else serves it, or the names that there are."""
     of_options = {"attention_append": [*inspect.signature(rawattn.attention_kvcache).parameters][4:-1]}
     known = {*inspect.signature(CALLS[name][0]).parameters}
-    known |= {*of_options.get(name, (*OPTIONS, "alibi", "bias"))} if "options" in known else set()
+    known |= {*of_options.get(name, (*Options._fields, "alibi", "bias"))} if "options" in known else set()
     for foreign, (own, remark) in arguments.FOREIGN.items():
         if foreign not in known:
             text = said(name, **{foreign: None})

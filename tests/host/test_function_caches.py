@@ -114,7 +114,7 @@ def test_one_that_says_what_the_library_has_is_that() -> None:
 def test_operation() -> None:
     """Captured arrays are its operands; a GPU's kernel says that it takes no functions yet."""
     case = dataclasses.replace(CASE, dtype="bf16", causal=(1, 0, 1, 1, 0))
-    asked = rawattn.serving.api.asked_of(
+    asked = rawattn.serving.api.request_of(
         case.step(), {"mask": MASK, "score": SCORE, "window": None, "softcap": None, "scale": None}, False
     )
     op, _ = rawattn.serving.api.attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, None)

@@ -234,7 +234,7 @@ def test_functions_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Cached(((300, 400), (1, 20)), page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=64, head_dim_v=64, whole=True)
     ids = np.zeros((2, 500), np.int32)
     options = {"window": None, "softcap": None, "scale": None, "score": None, "invariant": True}
-    asked = api.asked_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
+    asked = api.request_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
     op, _ = api.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, None)
     spilled = 0
     for arch, name in (("sm_90a", "attn_decode+attn_fwd"), ("sm_89", "attn_decode+attn_fwd_mma")):

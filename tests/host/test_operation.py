@@ -375,7 +375,7 @@ def test_no_family(given: dict[str, Any]) -> None:
 def test_no_family_of_other_arrays() -> None:
     each = form(2, 5, 4, 8)
     assert Forward.family((each, each, each), NO_OFFSETS) is not None
-    assert Forward.family((each, each), NO_OFFSETS) is None and Forward.family((each, each, None), NO_OFFSETS) is None
+    assert Forward.family((each, each, each, each), NO_OFFSETS) is None and Forward.family((each, each, ()), NO_OFFSETS) is None
 
 
 def test_coarse_offsets() -> None:

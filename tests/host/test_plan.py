@@ -530,7 +530,7 @@ def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(80, 86), *[80] * 6):
         rawattn.attention(**tensors(length))
         assert 0 < len(plans._calls) <= 4
-    assert request._asked.cache_info().maxsize == request.KEPT_ASKED
+    assert request._request.cache_info().maxsize == request.KEPT_REQUESTS
 
 
 def test_an_array_among_the_options_is_not_kept() -> None:
@@ -792,11 +792,11 @@ def test_a_line_that_is_no_operation(line: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_calls_on_arrays_that_were_read_are_kept_by_form() -> None:
-    asked = request.asked_of(Forward, request.options_of())
+    wanted = request.request_for(Forward, request.Options())
     given = {name: arrays.read(x, name) for name, x in tensors().items()}
-    call = kept_calls.call_on(asked, given)
-    assert kept_calls.call_on(asked, given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is call
-    assert kept_calls.call_on(asked, given | {"q": given["q"]._replace(strides=(20544, 256, 64, 1))}) is not call
+    call = kept_calls.call_on(wanted, given)
+    assert kept_calls.call_on(wanted, given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is call
+    assert kept_calls.call_on(wanted, given | {"q": given["q"]._replace(strides=(20544, 256, 64, 1))}) is not call
 
 
 # ---- outputs -------------------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def extremes(*parts: Any, out: Any = None) -> Any:
-    return calls.run(parts, {}, (), out=out, operation=Extremes)
+    return calls.run(parts, request.request_for(Extremes, {}, ()), out)
 
 
 def test_on_the_cpu() -> None:
@@ -186,7 +186,7 @@ def test_wrong_outputs(out: Any, message: str) -> None:
 def test_plan() -> None:
     parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
     found = {f"parts[{i}]": arrays.read(x, "x") for i, x in enumerate(parts)}
-    plan = calls.call_on(request.asked_of(Extremes, {}, ()), found).plan
+    plan = calls.call_on(request.request_for(Extremes, {}, ()), found).plan
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
     assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
     for given, message in (((*parts, parts[0]), r"parts\[2\] was given"), (parts[:1], r"parts\[1\] is missing")):

@@ -14,7 +14,8 @@ import rawattn
 from rawattn.api import attention
 from rawattn.errors import ProblemError
 from rawattn.operation import Backward
-from rawattn.runtime import calls, plans, request
+from rawattn.runtime import calls, plans
+from rawattn.runtime.request import Request
 from tests.training import Model, gap, losses, sdpa
 from tests.versions import since
 
@@ -223,9 +224,9 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, com
     """The kernel that gives the gradients may be chosen by it."""
     seen, own = [], calls._first
 
-    def first(given: Any, captured: Any, asked: request.Asked, out: Any) -> Any:
-        seen.append((asked.operation is Backward, asked.options["deterministic"]))
-        return own(given, captured, asked, out)
+    def first(given: Any, captured: Any, request: Request, out: Any) -> Any:
+        seen.append((request.operation is Backward, request.options["deterministic"]))
+        return own(given, captured, request, out)
 
     monkeypatch.setattr(calls, "_first", first)
     monkeypatch.setattr(plans, "_calls", {})  # of arrays that lay where these lie
