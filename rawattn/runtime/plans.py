@@ -337,6 +337,7 @@ class _Call:
     _plan: Plan
     _op: Operation
     _given: Mapping[str, Array]
+    _checked: tuple[int, ...]  # addresses that held their elements
 
     @property
     def plan(self) -> Plan:
@@ -356,6 +357,17 @@ class _Call:
         """The inputs by name, at these addresses."""
         each = zip(self._given.items(), addresses, strict=True)
         return {name: array._replace(pointer=address) for (name, array), address in each}
+
+    def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
+        """Raises ProblemError where the storage of a tensor was freed that is not where the one before was."""
+        if self._plan.library == "torch":
+            each = zip(self._given, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
+            moved = [(name, x) for name, x, address, checked in each if address != checked]
+            if not arrays.are_held([x for _, x in moved]):
+                labels = {operand.name: operand.label for operand in self._plan.op.captured}
+                for name, x in moved:
+                    arrays.read(x, labels.get(name, name))
+            self._checked = addresses
 
 
 class GpuCall(_Call):
@@ -397,7 +409,7 @@ class GpuCall(_Call):
         """Has no launches: by all that they depend on, and the last ones of which only addresses and numbers may be others."""
         self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
         self._last: dict[Any, tuple[tuple[driver.Launch, ...], Sequence[int]]] = {}
-        self._checked: tuple[int, ...] = (0,) * len(self._given)  # addresses that held their elements
+        self._checked = (0,) * len(self._given)
         self.__dict__.pop("_extents", None)
 
     def _open(self) -> None:
@@ -522,17 +534,6 @@ class GpuCall(_Call):
         for x in given:
             arrays.written(x)
         return results if self._is_torch else to_libraries(results, given, like)
-
-    def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
-        """Raises ProblemError where the storage of a tensor was freed that is not where the one before was."""
-        if self._is_torch:
-            each = zip(self._given, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
-            moved = [(name, x) for name, x, address, checked in each if address != checked]
-            if not arrays.are_held([x for _, x in moved]):
-                labels = {operand.name: operand.label for operand in self._plan.op.captured}
-                for name, x in moved:
-                    arrays.read(x, labels.get(name, name))
-            self._checked = addresses
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
@@ -700,11 +701,12 @@ class CpuCall(_Call):
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
         self._plan, self._op, self._outputs = plan, plan.op, plan.op.outputs
-        self._given = {name: array.without_memory() for name, array in given.items()}
+        self._given, self._checked = {name: array.without_memory() for name, array in given.items()}, (0,) * len(given)
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in self._outputs)
 
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
         """Computes; as ``GpuCall``, but that ``tensors`` keep all inputs alive."""
+        self._check_memory(tensors, addresses)
         op, like, inputs = self._op, tensors[0], self._inputs(addresses)
         op.check_apart(inputs)
         given = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
