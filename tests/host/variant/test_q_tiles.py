@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rawattn.testing.option_checks import MASK, TILES, OnHost, check_inverse
 from rawattn.variant.mask import Mask
 from tests import native
-from tests.host.test_masks import LENGTHS, masks
-from tests.host.test_scheduler import ROWS, WRONG, right
+from tests.host.variant.test_mask import LENGTHS, masks
+from tests.host.variant.test_scheduler import ROWS, WRONG, right
 
 
 @pytest.fixture(autouse=True)
