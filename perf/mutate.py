@@ -39,21 +39,21 @@ from .lib import command
 
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
-TESTS = {  # module -> the files of its tests in tests/host or tests/perf, quickest first, where they are not test_MODULE.py
-    "rawattn/__main__.py": "test_main", "rawattn/array/arrays.py": "test_api test_operation test_plan test_torch_op",
-    "rawattn/compile/cache.py": "test_cache test_compiler", "rawattn/command/demo.py": "test_main",
-    "rawattn/driver/device.py": "test_dispatch", "rawattn/command/doctor.py": "test_main",
-    "rawattn/kernel/tiling.py": "test_program test_render test_dispatch",
-    "rawattn/cpu/lanes.py": "test_cpu", "rawattn/array/memory.py": "test_memory test_plan",
-    "rawattn/operation/operand.py": "test_operand test_operation test_plan",
-    "rawattn/operation/forward.py": "test_operation test_plan test_dispatch",
-    "rawattn/runtime/plans.py": "test_program test_plan test_kvcache_plan test_merge test_api test_kept_calls test_function",
-    "rawattn/kernel/program.py": "test_program test_plan",
-    "rawattn/runtime/select.py": "test_dispatch", "rawattn/operation/spec.py": "test_spec test_operation test_offsets",
-    "rawattn/compile/tokens.py": "test_compiler", "rawattn/trace/classes.py": "test_trace_ranges",
-    "rawattn/trace/conditions.py": "test_trace", "rawattn/trace/proofs.py": "test_trace test_trace_ranges",
-    "rawattn/trace/ranges.py": "test_trace_ranges", "rawattn/variant/mask.py": "test_masks",
-    "rawattn/variant/scheduler.py": "test_scheduler",
+TESTS = {  # module -> the files of its tests in tests/host, quickest first, where they are not the one of its own path
+    "rawattn/array/arrays.py": "api/attention operation/forward runtime/plans torch/operators",
+    "rawattn/array/memory.py": "array/memory runtime/plans",
+    "rawattn/command/demo.py": "main", "rawattn/command/doctor.py": "main",
+    "rawattn/compile/cache.py": "compile/cache compile/compiler", "rawattn/compile/tokens.py": "compile/compiler",
+    "rawattn/cpu/lanes.py": "cpu/kernels", "rawattn/driver/device.py": "runtime/select",
+    "rawattn/kernel/program.py": "kernel/program runtime/plans",
+    "rawattn/kernel/tiling.py": "kernel/program kernel/render runtime/select",
+    "rawattn/operation/forward.py": "operation/forward runtime/plans runtime/select",
+    "rawattn/operation/operand.py": "operation/operand operation/forward runtime/plans",
+    "rawattn/operation/spec.py": "operation/spec operation/forward operation/offsets",
+    "rawattn/runtime/plans.py":
+        "kernel/program runtime/plans serving/plan operation/combine api/attention serving/kept_calls operation/functions",
+    "rawattn/trace/classes.py": "trace/ranges", "rawattn/trace/conditions.py": "trace/tracing",
+    "rawattn/trace/proofs.py": "trace/tracing trace/ranges",
 }  # fmt: skip
 # Parts of the names of tests that are left out, for their time.
 SLOW = ("eight_processes", "equal_code_is_equal", "eight_cold_processes", "cuda_files", "cubin_is_a_whole")
@@ -261,10 +261,12 @@ def judge(
 
 
 def tests_of(module: str) -> list[str]:
-    """The tests that a module has by its name."""
-    path = pathlib.PurePath(module)
-    folder = "perf" if path.parts[0] == "perf" else "host"
-    return [f"tests/{folder}/{name}.py" for name in TESTS.get(module, f"test_{path.stem}").split()]
+    """The tests that a module has by its path: those of rawattn/array/tma.py are tests/host/array/test_tma.py."""
+    top, _, own = module.removesuffix(".py").partition("/")
+    names = map(pathlib.PurePosixPath, TESTS.get(module, own.strip("_")).split())
+    return [
+        str("tests" / ("perf" / name if top == "perf" else "host" / name).with_name(f"test_{name.name}.py")) for name in names
+    ]
 
 
 def check(module: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.parser("mutate", __doc__, out=False)
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="a file, such as rawattn/array/tma.py")
     parser.add_argument(
-        "--tests", nargs="+", metavar="FILE", help="by default tests/host/test_MODULE.py, or those of TESTS in this tool"
+        "--tests", nargs="+", metavar="FILE", help="by default tests/host/PACKAGE/test_MODULE.py, or those of TESTS in this tool"
     )
     parser.add_argument("--sample", type=int, metavar="N", help="mutants of each module, drawn by --seed; by default all")
     parser.add_argument("--seed", type=int, default=0)

@@ -437,7 +437,7 @@ def expect_backward(
       peaked ones and saturated caps have many. A gradient, their sum with do, k or q, may err by five standard deviations of the
       sum of these errors, which one of two million numbers surpasses. What they take from the plain formula counts in no ratio.
     - A cap's slope 1 - t^2, with t = tanh(s / cap), cancels near saturation: t errs by an eps of itself in float32 and float64,
-      by 2^-20 in 16 bits (tests/host/test_contracts.py), and the slope by 2 t^2 times that, however small it is. In float32 and
+      by 2^-20 in 16 bits (host/variant/test_contracts.py), and the slope by 2 t^2 times that, however small it is. In float32 and
       float64 2 t^2 is added to the slope's size; in 16 bits dq and dk may err by the size of these errors besides.
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}

@@ -34,12 +34,10 @@ from ..variant.score import Score
 
 Offsets = tuple[int, int] | None
 Bools = npt.NDArray[np.bool_]
-# In place of ptx/base.cuh. Threads of the host are the 32 lanes of one warp; they exchange words at a barrier.
+# In place of ptx/base.cuh: what one thread needs.
 BASE = """\
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cmath>
 #include <strings.h>
 #include <type_traits>
@@ -67,51 +65,25 @@ template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {
     return x < y || y != y ? x : y;
 }
 
-struct Index { i32 x; };
-inline thread_local Index threadIdx, blockIdx, gridDim;
-inline std::barrier meeting(32);
-inline u32 words[32];
-
-template <class Read>
-u32 exchange(u32 mine, Read read) {
-    words[threadIdx.x] = mine;
-    meeting.arrive_and_wait();
-    const u32 got = read();
-    meeting.arrive_and_wait();
-    return got;
-}
-inline i32 __shfl_sync(u32, i32 x, i32 from) { return exchange(x, [=] { return words[from]; }); }
-inline i32 __shfl_up_sync(u32, i32 x, i32 by) { return exchange(x, [=] { return words[max(threadIdx.x - by, 0)]; }); }
-inline i32 __shfl_xor_sync(u32, i32 x, i32 bit) { return exchange(x, [=] { return words[threadIdx.x ^ bit]; }); }
-inline u32 __ballot_sync(u32, bool vote) {
-    return exchange(vote, [] {
-        u32 all = 0;
-        for (i32 lane = 0; lane < 32; ++lane) all |= words[lane] << lane;
-        return all;
-    });
-}
-inline bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote); }
 inline i32 __ffs(i32 x) { return ffs(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
 template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T atomicAdd(T* at, T x) { return (*at += x) - x; }  // one lane of one warp at a time is all that counts here
-inline u32 atomicOr(u32* at, u32 x) { return std::atomic_ref(*at).fetch_or(x); }
-inline u32 atomicInc(u32* at, u32 last) {
-    const u32 old = *at;
-    *at = old >= last ? 0 : old + 1;
-    return old;
-}
-inline void __threadfence() {}
 namespace ptx {
-inline u32 uniform(u32 x) { return __shfl_sync(0, x, 0); }
 inline float exp2(float x) { return ::exp2f(x); }
 inline double exp2(double x) { return ::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 inline double reciprocal(double x) { return 1 / x; }
 }
+"""
+LANES = """\
+inline bool __any_sync(u32, bool vote) { return vote; }  // the thread is a warp of one lane
+inline u32 __ballot_sync(u32, bool vote) { return vote; }
+template <class T> T __shfl_sync(u32, T x, i32) { return x; }
+template <class T> T __shfl_xor_sync(u32, T x, i32) { return x; }
+namespace ptx { inline u32 uniform(u32 x) { return x; } }
 """
 HEAD = """\
 using Number = {number};
@@ -161,20 +133,19 @@ extern "C" void ask(const Args* args, const Rows* rows, i32 head, const Number* 
 """
 
 
-def library(text: str, folder: pathlib.Path) -> ctypes.CDLL:
+def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
     """A shared library of a text that includes files of ``cuda_src/``, made in a folder. Raises UnsupportedError where there is
     no C++ compiler for the host, and ProblemError with what it said where it refused the text."""
     found = shutil.which("c++") or shutil.which("g++")
     if found is None:
         raise UnsupportedError("a C++ compiler for the host is needed, which compiles CUDA files for the CPU: c++ or g++.")
     (folder / "ptx").mkdir()
-    (folder / "ptx" / "base.cuh").write_text(BASE)
+    (folder / "ptx" / "base.cuh").write_text(BASE + lanes)
     (folder / "host.cpp").write_text('#include "ptx/base.cuh"\n' + text)
     command = [
         found,
         "-std=c++20",
         "-O1",
-        "-pthread",
         "-shared",
         "-fPIC",
         "-o",

@@ -90,7 +90,7 @@ def test_the_same_bits_on_every_run(case: Case, kernel: Kernel, constant_time: b
 
 
 def capped_error(case: Case) -> npt.NDArray[np.float64]:
-    """Bounds what the cap's error does to o. Capped logits are good to 1e-6 of themselves (tests/host/test_contracts.py).
+    """Bounds what the cap's error does to o. Capped logits are good to 1e-6 of themselves (tests/host/variant/test_contracts.py).
 
     To first order an error ds of the logits changes o by sum p ds (v - o), so by at most 1e-6 sum p |s| |v - o|. The largest of a
     row counts."""

@@ -1,4 +1,4 @@
-"""Functions and packed sequences over two GPUs, by NCCL, against one GPU. tests/host/test_parallel.py asks more of processes."""
+"""Functions and packed sequences over two GPUs, by NCCL, against one GPU. tests/host/parallel asks more of processes."""
 
 from __future__ import annotations
 

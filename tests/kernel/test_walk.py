@@ -25,8 +25,8 @@ from rawattn.variant.field import AxisStride, Pointer, Scratch, Value
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists
 from tests.calls import poisoned_memory
-from tests.host.test_pyramid import CASES as PYRAMIDS
-from tests.host.test_pyramid import DTYPES, Captured
+from tests.host.kernel.test_pyramid import CASES as PYRAMIDS
+from tests.host.kernel.test_pyramid import DTYPES, Captured
 
 pytestmark = pytest.mark.gpu("any")
 

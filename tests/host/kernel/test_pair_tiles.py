@@ -32,8 +32,8 @@ from rawattn.variant.function import FunctionScore
 from rawattn.variant.mask import Causal, Full, Window
 from tests.element_gradients import expect
 from tests.emulator import gpu
-from tests.host import test_backward as plain
-from tests.host.test_backward import Case
+from tests.host.kernel import test_backward as plain
+from tests.host.kernel.test_backward import Case
 from tests.operations import forward
 from tests.traced import function
 

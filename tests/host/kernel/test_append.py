@@ -24,7 +24,7 @@ from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
-from tests.host.test_compile_matrix import is_known
+from tests.host.kernel.test_compile_matrix import is_known
 
 Array = npt.NDArray[Any]
 VIOLATED = {"kv_len": 1, "q_len": 2, "page": 4, "position": 8, "slot": 16}

@@ -24,8 +24,8 @@ from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, FP16, FP32, FP64
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests.host.test_compile_matrix import pairwise
-from tests.host.test_trace_compile import option
+from tests.host.kernel.test_compile_matrix import pairwise
+from tests.host.trace.test_compile import option
 from tests.operations import backward
 
 SIZES = [(d, d) for d in range(8, 129, 8)] + [(128, 64), (64, 128), (8, 128), (128, 8), (96, 72)]

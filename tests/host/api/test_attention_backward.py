@@ -446,7 +446,7 @@ PROGRAMS = [
 
 
 def program(op: Backward, device: Device = H200) -> Any:
-    """A work has all query heads of a key head here (tests/host/test_group.py has parts of them)."""
+    """A work has all query heads of a key head here (tests/host/kernel/test_group.py has parts of them)."""
     found = select(op, device)
     config = dataclasses.replace(found.config, parts=1) if hasattr(found.config, "parts") else found.config
     return found.kernel.lower(op, config, device), config

@@ -381,7 +381,9 @@ def test_zeros_keep_their_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = np.zeros((3008, op.kv_heads, op.head_dim), emulator.bf16(np.random.default_rng(), 1).dtype)
     values = np.full_like(keys, -1)
     keys[2944:], values[2944:] = 20, -0.0
-    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([np.ones_like(keys[:1]).repeat(2, 1)], [keys], [values]))
+    monkeypatch.setattr(
+        "tests.host.kernel.test_attn_decode.sequences", lambda *_: ([np.ones_like(keys[:1]).repeat(2, 1)], [keys], [values])
+    )
     for grid in (1, 2, 3):
         (o,), *_ = run(Case(op, (3008,), grid=grid))
         assert not o.any() and np.signbit(o.astype(np.float32)).all()
@@ -411,7 +413,9 @@ def test_bits_in_eight_bits_follow_from_the_sequence() -> None:
     plain = sequences
     for power in (-100, 90):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tests.host.test_decode.sequences", lambda *given, power=power: times(2.0**power, plain(*given)))
+            patch.setattr(
+                "tests.host.kernel.test_attn_decode.sequences", lambda *given, power=power: times(2.0**power, plain(*given))
+            )
             same(run(with_op(case, scale=case.op.scale * 2.0**-power)), wanted, 3)
 
 
@@ -426,7 +430,7 @@ def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.M
     (q,), (k,), (v,) = sequences(case)
     q[0, 0, 5], q[1, 0, 3], q[1, 0, 4] = np.nan, 2.0**20, 2.0**-40
     k[298, 1, 7] = np.nan  # which the last two queries of the second head keep
-    monkeypatch.setattr("tests.host.test_decode.sequences", lambda *_: ([q], [k], [v]))
+    monkeypatch.setattr("tests.host.kernel.test_attn_decode.sequences", lambda *_: ([q], [k], [v]))
     (o,), (lse,), _ = run(case)
     (wanted,), (wanted_lse,) = expected(case)
     bad = np.zeros((4, 2), bool)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rawattn.testing.option_checks import MASK, TILES, OnHost, check_inverse
 from rawattn.variant.mask import Mask
 from tests import native
-from tests.host.test_masks import LENGTHS, masks
-from tests.host.test_scheduler import ROWS, WRONG, right
+from tests.host.variant.test_mask import LENGTHS, masks
+from tests.host.variant.test_scheduler import ROWS, WRONG, right
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,6 @@ def test_longest_sequences() -> None:
 
 
 SCHEDULES = """\
-#include <thread>
-#include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args {
     i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group, total_q, total_kv;
@@ -73,20 +71,17 @@ using Rows = Varlen;
 // The works that one block's producer warp finds, until it finds no more.
 template <class Scheduler>
 i32 run(const Args& args, KvWorkTile* found, i32 most) {
-    std::vector<std::thread> warp;
     i32 count = 0;  // lane 0 writes it
-    for (i32 lane = 0; lane < 32; ++lane)
-        warp.emplace_back([=, &args, &count] {
-            threadIdx.x = lane, gridDim.x = 1, blockIdx.x = 0;
-            Scheduler scheduler(args);
-            for (i32 mine = 0; mine < most; ++mine) {
-                const KvWorkTile work = scheduler.next();
-                if (work.is_last()) break;
-                if (lane == 0) found[count++] = work;
-            }
-            scheduler.finish();
-        });
-    for (auto& lane : warp) lane.join();
+    gridDim.x = 1;
+    run_warp([=, &args, &count](i32 lane) {
+        Scheduler scheduler(args);
+        for (i32 mine = 0; mine < most; ++mine) {
+            const KvWorkTile work = scheduler.next();
+            if (work.is_last()) break;
+            if (lane == 0) found[count++] = work;
+        }
+        scheduler.finish();
+    });
     return count;
 }
 """
@@ -187,18 +182,10 @@ struct Mask {
 };
 #include "variant/work_tile.cuh"
 #include "variant/walk/turn_list.cuh"
-#include <thread>
-#include <vector>
 
 template <class Run>
 void by_warp(i32 q_len, i32 kv_len, const i32* sums, Run run) {
-    std::vector<std::thread> warp;
-    for (i32 lane = 0; lane < 32; ++lane)
-        warp.emplace_back([=] {
-            threadIdx.x = lane;
-            run(Mask{{q_len, kv_len}, sums}, lane);
-        });
-    for (auto& lane : warp) lane.join();
+    run_warp([=](i32 lane) { run(Mask{{q_len, kv_len}, sums}, lane); });
 }
 // What the counters of tiles of dq begin with, and what each key tile that adds sets them to.
 extern "C" void turns(i32 q_len, i32 kv_len, const i32* sums, i32* first, i32* after) {

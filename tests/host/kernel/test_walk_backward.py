@@ -15,8 +15,8 @@ import rawattn
 from rawattn.variant.element import FP64
 from tests import lists
 from tests.emulator import gpu
-from tests.host import test_backward as plain
-from tests.host.test_backward import FOURS, LONE, ONE_STAGE, PAIRS, Array, Case
+from tests.host.kernel import test_backward as plain
+from tests.host.kernel.test_backward import FOURS, LONE, ONE_STAGE, PAIRS, Array, Case
 
 
 class Call(plain.Call):

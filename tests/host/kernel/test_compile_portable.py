@@ -23,7 +23,7 @@ from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.field import Value
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
-from tests.host import test_compile_matrix as matrix
+from tests.host.kernel import test_compile_matrix as matrix
 from tests.operations import forward, replace
 
 PLAIN: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def test_an_operation_from_another_process_is_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["attn_fwd_mma", "attn_fwd_simt"])
 def test_smem_is_what_the_kernel_says(name: str) -> None:
-    from tests.host.test_render import words
+    from tests.host.kernel.test_render import words
 
     for size, size_v in ((64, 64), (24, 40), (72, 256)):
         given = operation(BF16, size, size_v)

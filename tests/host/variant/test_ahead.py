@@ -17,7 +17,7 @@ from rawattn.testing import Case
 from rawattn.trace.pair_axes import PairAxes
 from rawattn.variant.ahead import ElementsAhead, NothingAhead, PrefetchedElements, TilesAhead
 from rawattn.variant.field import TensorMap
-from tests.host.test_render import words
+from tests.host.kernel.test_render import words
 from tests.traced import function
 
 H200 = TYPICAL["sm_90a"]

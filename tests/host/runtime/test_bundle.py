@@ -33,7 +33,7 @@ from rawattn.runtime.model_config import Layer
 from rawattn.runtime.select import select
 from rawattn.serving import api as serving_api
 from rawattn.variant.element import BF16
-from tests.host.test_compile_matrix import is_known
+from tests.host.kernel.test_compile_matrix import is_known
 
 OP = Forward(BF16, 1, 512, 512, 4, 4, 64, 64)
 CAUSAL = dataclasses.replace(OP, spec=Spec.of(causal=True))

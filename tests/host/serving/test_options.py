@@ -14,7 +14,7 @@ import rawattn
 from rawattn import ProblemError
 from rawattn.serving import api
 from tests.caches import Cached
-from tests.host.test_function_caches import CASE, IDS, MASK, SCORE, SLOPES, check
+from tests.host.operation.test_functions_over_caches import CASE, IDS, MASK, SCORE, SLOPES, check
 from tests.options import HeadWindow
 
 torch = pytest.importorskip("torch")

@@ -17,8 +17,8 @@ from rawattn.operation import Backward
 from rawattn.variant.element import BF16, FP16, FP32
 from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
-from tests.host.test_compile_matrix import is_known, pairwise
-from tests.host.test_render import words
+from tests.host.kernel.test_compile_matrix import is_known, pairwise
+from tests.host.kernel.test_render import words
 from tests.operations import backward
 
 ARCHS = [arch for arch, device in TYPICAL.items() if device.capability >= 80]

@@ -143,7 +143,7 @@ SHARDINGS: list[tuple[tuple[int, ...], str, str, int, int, str]] = [
 def test_placements_of_gradients(case: Any, world: None) -> None:
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
-    from tests.host.test_torch_op import placements
+    from tests.host.torch.test_operators import placements
 
     shape, q_names, kv_names, heads, kv_heads, wanted = case
     mesh = init_device_mesh("cpu", shape)

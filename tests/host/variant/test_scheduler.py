@@ -24,7 +24,6 @@ TILE_Q = 128
 FIELDS = (Field("heads", "i32"), *rows.Varlen().fields, *scheduler.LptScheduler(split=True).fields)
 TEXT = """\
 #include <memory>
-#include <thread>
 #include <vector>
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
 struct Args { FIELDS };
@@ -39,24 +38,21 @@ using Rows = Varlen;
 // The works that the producer warps of all blocks find, taking turns in this order, each until it finds no more.
 template <class Scheduler>
 i32 run(const Args& args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
-    std::vector<std::thread> warp;
     i32 count = 0;  // lane 0 writes it
-    for (i32 lane = 0; lane < 32; ++lane)
-        warp.emplace_back([=, &args, &count] {
-            threadIdx.x = lane, gridDim.x = blocks;
-            std::vector<std::unique_ptr<Scheduler>> schedules;
-            for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Scheduler>(args));
-            i32 mine = 0;
-            for (i32 turn = 0, active = blocks; active && mine < most; ++turn) {
-                blockIdx.x = order[turn % turns];
-                auto& scheduler = schedules[blockIdx.x];
-                if (!scheduler) continue;
-                const WorkTile work = scheduler->next();
-                if (work.is_last()) scheduler->finish(), scheduler.reset(), --active;
-                else if (++mine, lane == 0) found[count++] = work;
-            }
-        });
-    for (auto& lane : warp) lane.join();
+    gridDim.x = blocks;
+    run_warp([=, &args, &count](i32 lane) {
+        std::vector<std::unique_ptr<Scheduler>> schedules;
+        for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) schedules.push_back(std::make_unique<Scheduler>(args));
+        i32 mine = 0;
+        for (i32 turn = 0, active = blocks; active && mine < most; ++turn) {
+            blockIdx.x = order[turn % turns];
+            auto& scheduler = schedules[blockIdx.x];
+            if (!scheduler) continue;
+            const WorkTile work = scheduler->next();
+            if (work.is_last()) scheduler->finish(), scheduler.reset(), --active;
+            else if (++mine, lane == 0) found[count++] = work;
+        }
+    });
     return count;
 }
 extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {

@@ -36,7 +36,7 @@ def header(op: Forward, config: attn_fwd.Config) -> str:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_golden(name: str) -> None:
-    """After a change that is meant: python -m tests.host.test_render."""
+    """After a change that is meant: python -m tests.host.kernel.test_render."""
     assert header(*OPERATIONS[name]) == (GOLDEN / f"{name}.cuh").read_text()
 
 

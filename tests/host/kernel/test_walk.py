@@ -23,8 +23,8 @@ from rawattn.runtime.select import config_set, select
 from rawattn.variant.element import BF16
 from rawattn.variant.mask import Both, Causal, Full, Window
 from tests import lists, traced, zoo
-from tests.host import test_emulated as emulated
-from tests.host.test_emulated import Array, Case
+from tests.host.kernel import test_forward as emulated
+from tests.host.kernel.test_forward import Array, Case
 from tests.operations import forward
 from tests.options import Fading, HeadWindow
 

@@ -17,7 +17,7 @@ from rawattn.compile.compiler import Source
 from rawattn.trace.classes import EMPTY, FULL
 from rawattn.trace.evaluation import evaluate
 from rawattn.trace.gradients import gradients
-from tests.host.test_trace_compile import HEAD, struct
+from tests.host.trace.test_compile import HEAD, struct
 from tests.traced import Library, files, function
 
 torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Scale, Score
-from tests.host.test_cpu import process
+from tests.host.cpu.test_kernels import process
 from tests.options import SCORES
 from tests.threads import at_once
 
@@ -161,7 +161,7 @@ find = binding.get_host_cpu_features
 binding.get_host_cpu_features = lambda: {name: is_there and not name.startswith("avx512") for name, is_there in find().items()}
 import dataclasses
 from rawattn.cpu import lanes
-from tests.host.test_cpu_backward import LISTED, check
+from tests.host.cpu.test_backward import LISTED, check
 assert (lanes.BYTES, lanes.BLOCK) == (64, 6)
 for dtype in ("fp32", "fp64"):
     for case in LISTED:

@@ -20,7 +20,7 @@ import rawattn
 from rawattn import ProblemError
 from rawattn.array import arrays
 from rawattn.runtime import plans
-from tests.host.test_kvcache_plan import compilations
+from tests.host.serving.test_plan import compilations
 
 torch = pytest.importorskip("torch")
 

@@ -23,7 +23,7 @@ from rawattn.array.tma import (
 )
 from rawattn.errors import ProblemError
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 WRAP = 1 << 64  # of the engine's addresses
 BOUND = 1 << 30  # of tile/tma_tensor.cuh
 

@@ -25,7 +25,7 @@ from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant.mask import Both, Causal, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
-from tests.host.test_render import words
+from tests.host.kernel.test_render import words
 from tests.threads import at_once
 
 Array = npt.NDArray[Any]
