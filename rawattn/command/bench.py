@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..api import attention as api
-from ..driver import driver
+from ..driver import context
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError, RawattnError
@@ -224,7 +224,7 @@ def here() -> tuple[Device, str]:
     lack, _ = demo.missing_gpu()
     torch = demo.imported("torch")
     if lack is None:
-        return driver.device(0), "torch" if torch is not None and torch.cuda.is_available() else "cupy"
+        return context.device(0), "torch" if torch is not None and torch.cuda.is_available() else "cupy"
     return this_cpu(), "numpy" if torch is None else "torch"
 
 

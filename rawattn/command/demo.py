@@ -23,7 +23,7 @@ from ..api import attention
 from ..array import arrays
 from ..compile import compiler
 from ..cpu import kernels
-from ..driver import driver
+from ..driver import context
 from ..driver.device import TYPICAL
 from ..errors import INSTALL_EITHER, DeviceError, UnsupportedError
 from ..operation import Forward
@@ -49,7 +49,7 @@ def run(console: Console) -> int:
     with console.status("importing torch"):
         torch = imported("torch")
     if lack is None:
-        gpu, (major, minor) = driver.device(0), driver.version()
+        gpu, (major, minor) = context.device(0), context.version()
         console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
         torch = torch if torch is not None and torch.cuda.is_available() else None
         libraries = ["cupy"] if torch is None else ["cupy", "torch"]
@@ -62,8 +62,8 @@ def run(console: Console) -> int:
 def missing_gpu() -> tuple[str | None, bool]:
     """Returns why no GPU can be used (None if one can), and whether that is a fault of this machine, not a lack."""
     try:
-        driver.library()
-        gpu = driver.device(0)
+        context.library()
+        gpu = context.device(0)
         select(_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)

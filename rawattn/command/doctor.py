@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..compile import compiler
 from ..compile.cache import private_folder
-from ..driver import driver
+from ..driver import context
 from ..errors import INSTALL, INSTALL_EITHER, DeviceError, UnsupportedError
 from ..operation import Forward
 from ..runtime.select import select
@@ -150,8 +150,8 @@ def _pip_line(cuda: Version | None) -> str:
 def _driver() -> tuple[Version | None, list[Finding]]:
     """The CUDA version that the driver supports, if there is a GPU, and the lines on driver and GPUs."""
     try:
-        cuda = driver.version()
-        devices = [driver.device(index) for index in range(driver.device_count())]
+        cuda = context.version()
+        devices = [context.device(index) for index in range(context.device_count())]
     except UnsupportedError as error:
         return None, [Finding("GPU", f"none in use ({_first_line(error)})", "attention() runs on the CPU")]
     except DeviceError as error:

@@ -23,7 +23,7 @@ from typing import Any
 from .. import package
 from ..compile import compiler
 from ..compile.compiler import Binary, Source
-from ..driver import driver
+from ..driver import context
 from ..driver.device import KNOWN, Device, board, boards
 from ..errors import ProblemError
 from ..kernel import render
@@ -133,7 +133,7 @@ def load_bundle(path: str | os.PathLike[str]) -> int:
 def _devices(arch: str) -> list[Device]:
     if (found := board(arch)) is None:
         raise ProblemError(f"archs has {arch!r}; it must have some of {KNOWN}.")
-    here = [driver.device(index) for index in range(driver.device_count())]
+    here = [context.device(index) for index in range(context.device_count())]
     return [*boards(found.arch), *(device for device in here if device.arch == found.arch)]
 
 

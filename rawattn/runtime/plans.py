@@ -15,9 +15,10 @@ import numpy as np
 from ..array import arrays, tma
 from ..array.arrays import Array
 from ..compile import compiler
-from ..driver import driver
+from ..driver import context, counters, graph, tensor_map
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
+from ..driver.launch import BoundLaunch, LoadedFunction
 from ..errors import BinaryError, ProblemError, UnsupportedError
 from ..kernel import render
 from ..kernel.program import Launch, Program, offsets
@@ -175,10 +176,10 @@ class Plan:
 
 
 def spared_capture(first: Array) -> contextlib.AbstractContextManager[None]:
-    """The surroundings in which a plan is made for arrays such as this one: ``driver.spared_capture`` of the current stream."""
+    """The surroundings in which a plan is made for arrays such as this one: ``graph.spared_capture`` of the current stream."""
     if first.is_cpu:
         return contextlib.nullcontext()
-    return driver.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
+    return graph.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
 
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
@@ -207,7 +208,7 @@ class _Loaded(NamedTuple):
     and captured arrays, are known when a launch is issued, as counters are."""
 
     binary: compiler.Binary
-    function: driver.Function
+    function: LoadedFunction
     fields: Fields
     layout: render.ArgsLayout
     values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
@@ -232,7 +233,7 @@ class _Loaded(NamedTuple):
         )
 
     @classmethod
-    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
+    def of(cls, binary: compiler.Binary, function: LoadedFunction, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
         later = outputs | {operand.name for operand in op.captured}
         at = [(field.fill, layout.offsets[field.name]) for field in launch.fields]
@@ -329,16 +330,16 @@ def _first(
         return _kernels[key]
 
 
-def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, driver.Function]:
+def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, LoadedFunction]:
     """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
     try:
-        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+        return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
     except BinaryError as refused:
         try:
             binary = compiler.recompile(launch.source)
         except UnsupportedError as error:
             raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
-        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+        return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
 
 
 _address = struct.Struct("<Q").pack_into
@@ -397,7 +398,7 @@ class GpuCall(_Call):
         """Makes all that follows from lengths, numbers and addresses."""
         self._plan, self._op = plan, plan.op
         self._given = {name: array.without_memory() for name, array in given.items()}  # makers keep one
-        self._launches: dict[Any, tuple[tuple[driver.Launch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
+        self._launches: dict[Any, tuple[tuple[BoundLaunch, ...], tuple[int, ...]]] = {}  # and captured arrays' addresses
         self._numbered: dict[Any, Numbered] = {}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
@@ -524,7 +525,7 @@ class GpuCall(_Call):
             results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
             places = [arrays.address(x) if y is None else self._place(y) for x, y in zip(results, given, strict=True)]
         stream = self._stream(self._device)
-        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
+        stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
         scratch = None
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
@@ -570,7 +571,7 @@ class GpuCall(_Call):
     def _prepare(
         self, results: Sequence[Any], given: Sequence[Any], loose: Sequence[int], numbers: Numbered | None, scratch: Any,
         stream: int, stream_id: int, capturing: bool,
-    ) -> tuple[driver.Launch, ...]:  # fmt: skip
+    ) -> tuple[BoundLaunch, ...]:  # fmt: skip
         """The launches on a stream, with all that was open filled in. ``loose`` are the addresses of arrays that lie anywhere."""
         places = self._places(results, loose, scratch)
         found: dict[str, Array] = {}
@@ -579,7 +580,7 @@ class GpuCall(_Call):
             inputs = {**self._given, **{name: self._given[name]._replace(pointer=x) for name, x in pairs}}
             found = read_outputs(given, self._op, self._plan, self._device, inputs.items(), bool(self._grids))
         if capturing and scratch is not None and not self._is_torch:
-            driver.retain(stream, scratch)
+            graph.retain(stream, scratch)
         own = numbers.texts if numbers else [()] * len(self._args)
         launches, parts = [], (self._grids, self._plan._loaded, self._args, self._late, self._maps, own)
         for grid, loaded, args, late, maps, texts in zip(*parts, strict=True):
@@ -592,20 +593,20 @@ class GpuCall(_Call):
             for offset, text in (*self._encoded(maps, places), *texts):
                 memory[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
-                _address(memory, offset, driver.counters(self._device, size).take(stream_id, capturing))
-            launches.append(driver.Launch(loaded.function, grid, bytes(memory), stream))
+                _address(memory, offset, counters.of_device(self._device, size).take(stream_id, capturing))
+            launches.append(BoundLaunch(loaded.function, grid, bytes(memory), stream))
         return tuple(launches)
 
     def _moved(
-        self, launches: tuple[driver.Launch, ...], results: Sequence[Any], loose: Sequence[int], numbers: Numbered | None,
+        self, launches: tuple[BoundLaunch, ...], results: Sequence[Any], loose: Sequence[int], numbers: Numbered | None,
         scratch: Any,
-    ) -> tuple[driver.Launch, ...]:  # fmt: skip
+    ) -> tuple[BoundLaunch, ...]:  # fmt: skip
         """The launches with results, arrays that lie anywhere and scratch memory at other addresses, and with other numbers."""
         places, found = self._places(results, loose, scratch), []
         own = numbers.texts if numbers else [()] * len(launches)
         for launch, late, maps, its in zip(launches, self._late, self._maps, own, strict=True):
             texts = (*self._encoded(maps, places), *its)
-            found.append(launch.moved(late, places, texts) if late or texts else launch)
+            found.append(launch.with_addresses(late, places, texts) if late or texts else launch)
         return tuple(found)
 
     def _encoded(self, maps: Sequence[_Map], places: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -613,7 +614,7 @@ class GpuCall(_Call):
         loose = [(offset, encode, places[self._numbers[name]]) for name, offset, encode in maps if name in self._numbers]
         if not loose:
             return []
-        with driver.current(self._device):  # which the driver wants
+        with context.current(self._device):  # which the driver wants
             return [(offset, encode(place)) for offset, encode, place in loose]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
@@ -651,14 +652,14 @@ class GpuCall(_Call):
                 if name in self._given:
                     _address(args, offset, self._given[name].pointer)
             if maps:
-                with driver.current(self._device):  # which the driver wants
+                with context.current(self._device):  # which the driver wants
                     for name, offset, encode in maps:
                         if name in self._given:
                             args[offset : offset + 128] = encode(self._given[name].pointer)
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
-            return driver.violations(self._device)
+            return counters.violations(self._device)
         if type(fill) is Parts:
             return b"".join([_part(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number)])
         array = self._given.get(fill.operand)
@@ -698,7 +699,7 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
     else:
         shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
         rest = struct.pack("<2i", fill.heads, shape.batch_step)
-    return name, driver.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
+    return name, tensor_map.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
 
 
 def _form(fill: Any, array: Array) -> int | bytes:
@@ -832,4 +833,4 @@ def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
 
 def device_of(array: Array) -> Device:
     """The device on which an array lies."""
-    return this_cpu() if array.is_cpu else driver.device(array.device)
+    return this_cpu() if array.is_cpu else context.device(array.device)

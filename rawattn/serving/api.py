@@ -13,7 +13,7 @@ from ..array import arrays, memory
 from ..array.arrays import Array, Held
 from ..cpu import caches
 from ..cpu.kernels import CPU
-from ..driver import driver
+from ..driver import counters
 from ..driver.device import Device
 from ..errors import ProblemError, UnsupportedError, brief
 from ..kernel.attn_fwd_mma import packs
@@ -766,7 +766,7 @@ def violations(device: Any = 0) -> tuple[str, ...]:
     what is no device.
     """
     number = arrays.number_of_device(device)
-    found = 0 if number is None else driver.take_violations(number)
+    found = 0 if number is None else counters.take_violations(number)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
 
 

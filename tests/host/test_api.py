@@ -19,7 +19,7 @@ from rawattn import errors
 from rawattn.array import arrays
 from rawattn.array.arrays import Array
 from rawattn.cpu import kernels as cpu
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd
@@ -646,18 +646,18 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def missing(flags: int) -> None:
         raise RuntimeError("libcuda.so.1: cannot open shared object file")
 
-    driver.library.cache_clear()
+    context.library.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", types.SimpleNamespace(cuInit=missing))
     yield
-    driver.library.cache_clear()
+    context.library.cache_clear()
 
 
 @pytest.mark.parametrize("x", [OnGpu(), OnGpuByDlpack(inputs()["q"])], ids=["cuda_array_interface", "dlpack"])
 def test_no_gpu(x: Any, no_driver: None) -> None:
     pytest.importorskip("cupy")
     refused(lambda: rawattn.attention(x, x, x), UnsupportedError, "no NVIDIA driver", "arrays on the CPU")
-    refused(lambda: driver.device(99), UnsupportedError, "no NVIDIA driver")
-    assert driver.device_count() == 0
+    refused(lambda: context.device(99), UnsupportedError, "no NVIDIA driver")
+    assert context.device_count() == 0
 
 
 @pytest.mark.parametrize("x", [OnGpu(), OnGpuByDlpack(inputs()["q"])], ids=["cuda_array_interface", "dlpack"])

@@ -14,7 +14,7 @@ import pytest
 from rawattn import __main__ as command_line
 from rawattn import errors, reference
 from rawattn.command import bench, demo, timing
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL
 from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError
@@ -74,7 +74,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise errors.UnsupportedError("there is no NVIDIA driver")
 
-    monkeypatch.setattr(driver, "library", missing)
+    monkeypatch.setattr(context, "library", missing)
     monkeypatch.setattr(bench, "ON_CPU", dataclasses.replace(bench.ON_CPU, rounds=2, seconds=0.0))
 
 
