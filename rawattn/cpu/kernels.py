@@ -29,14 +29,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import reference
 from ..compile.cache import private_folder, touch, warn_uncached
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
 from ..operation import Backward, Forward, functions
 from ..operation.operand import Layout
-from ..reference import Dropped
+from ..reference.formula import Dropped, Formula
 from ..variant.element import ELEMENTS, Element
 from ..variant.mask import Pairs, UsedQueries, kept_pairs, of_head
 from ..variant.offset import OffsetScore
@@ -520,9 +519,9 @@ def _alone(unit: Array) -> tuple[int, slice, int, Array]:
     return batch, slice(first, first + count), kv_head, alone[None]
 
 
-def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> reference.Formula:
+def _formula(element: Element, mask: Pairs, score: Score, scale: float, dropped: Dropped | None = None) -> Formula:
     """The reference's, in the format that is computed with."""
-    return reference.Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
+    return Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
 
 
 def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
@@ -681,7 +680,7 @@ def _rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array)
 
 
 def _backward_by_formula(
-    rows: list[_Rows], formula: reference.Formula, captured: dict[int, Array], threads: int | None
+    rows: list[_Rows], formula: Formula, captured: dict[int, Array], threads: int | None
 ) -> None:  # fmt: skip
     """Computes the gradients of sequences whose delta is known."""
     sums, units = {i: np.zeros(x.shape) for i, x in captured.items()}, list[_KeyUnit]()
@@ -829,7 +828,7 @@ def _gradients(loops: Any, random: Array, factors: tuple[float, ...], share: tup
         dq[batch, rows.stop : rows.stop + int(unit[BEHIND]), heads] = 0
 
 
-def _gradients_by_formula(formula: reference.Formula, unit: _KeyUnit) -> None:
+def _gradients_by_formula(formula: Formula, unit: _KeyUnit) -> None:
     x, number = unit.gradients, unit.gradients.delta.dtype
     dq, dk, dv = (np.zeros(rows.shape, number) for rows in (x.q, x.k[:, None], x.v[:, None]))
     dlse = np.zeros_like(x.delta) if x.dlse is None else x.dlse

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from .. import reference
 from ..operation import Forward, functions
 from ..operation.spec import Spec
+from ..reference.formula import Formula, Tile, make_formula
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.element import ELEMENTS
@@ -267,7 +268,7 @@ def _at(name: str, found: Array, wanted: Array, wrong: Array) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes(reference.Formula):
+class _Sizes(Formula):
     """The formula on the sizes of its terms: each sum is the n-th root of the sum of its terms' n-th powers, in float64.
 
     A sum of terms that are each rounded errs in proportion to this with n = 2, since roundings are as often up as down, and one
@@ -278,7 +279,7 @@ class _Sizes(reference.Formula):
     power: int = 2
     of_cap: bool = False  # in place of all terms, what an error of 2^-20 in tanh(s / cap) takes from them
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         """The size of o, and for lse the mean size of the logits, that of the sink with them."""
         p, lse, _, s = self.weights(q, k, sink, place, tile)
         s = self.xp.where(self.xp.isfinite(s), abs(s), 0.0)
@@ -287,7 +288,7 @@ class _Sizes(reference.Formula):
         return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile,
         known: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         n, kept = self.power, tile.kept
@@ -325,21 +326,21 @@ class _Sizes(reference.Formula):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Added(reference.Formula):
+class _Added(Formula):
     """The formula with the largest number that a score adds to a logit of the row, in place of lse."""
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         _, _, dot, s = self.weights(q, k, sink, place, tile)
         added = self.xp.where(self.xp.isfinite(s), abs(s - dot), 0.0)
         return 0.0, self.xp.amax(added, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dots(reference.Formula):
+class _Dots(Formula):
     """The formula with the mean size of the row's scaled dot products in place of lse, or of its logits where those are smaller,
     as under a cap. What a score adds to them is no sum of many terms, nor is a sink."""
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         p, _, dot, s = self.weights(q, k, sink, place, tile)
         s, dot = abs(s), abs(dot)
         size = self.xp.where(s < dot, s, dot)
@@ -347,7 +348,7 @@ class _Dots(reference.Formula):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Subnormal(reference.Formula):
+class _Subnormal(Formula):
     """The formula on what is lost where weights, p and ds, are rounded to fp16 below its normal numbers: it gives the variances
     of dq, dk and dv.
 
@@ -355,7 +356,7 @@ class _Subnormal(reference.Formula):
     |w| where w is lost whole."""
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile,
         known: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
@@ -479,12 +480,12 @@ def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
     asked = {name: options.get(name) for name in _OPTIONS[1:]}
     asked |= {"causal": options.get("causal", False), "dropout": options.get("dropout", 0.0), "seed": options.get("seed")}
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-    formula = reference.make_formula(q, k, "float64", lambda x: x, **asked, starts=starts)
+    formula = make_formula(q, k, "float64", lambda x: x, **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 
-def _fields(formula: reference.Formula) -> dict[str, Any]:
-    return {field.name: getattr(formula, field.name) for field in dataclasses.fields(reference.Formula)}
+def _fields(formula: Formula) -> dict[str, Any]:
+    return {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
 
 
 class _Tolerance:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
+from rawattn.reference.formula import Formula
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
 from rawattn.variant import Option
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
@@ -343,7 +344,7 @@ def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> N
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, case.op.spec.placed_mask, case.op.score, case.op.scale)
+    formula = Formula(np, {}, np.float64, coarse, case.op.spec.placed_mask, case.op.score, case.op.scale)
     o, _ = formula.forward(*case.inputs(), None, None, None)
     with pytest.raises(AssertionError, match="allowed"):
         expected.check(o)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import UnsupportedError, reference
+from rawattn.reference.formula import Formula
 from rawattn.testing import LAYOUTS, Case, cases, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.mask import Causal, Full
@@ -226,7 +227,7 @@ def kernel_like(case: Case, flush: bool) -> dict[str, Any]:
         return np.where(flush & (np.abs(near) < 2.0**-14), 0.0, near)
 
     @dataclasses.dataclass(frozen=True)
-    class Rounded(reference.Formula):
+    class Rounded(Formula):
         def weights_backward(self, *given: Any) -> tuple[Any, ...]:
             p, ds, *rest = super().weights_backward(*given)
             return (rounding(p), rounding(ds), *rest)
@@ -286,7 +287,7 @@ def test_tolerance_would_not_bear_a_factor_of_4(dtype: str) -> None:
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa * 2 / (8 * eps)) * (8 * eps) / 2, exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, Full(), case.op.score, case.op.scale)
+    formula = Formula(np, {}, np.float64, coarse, Full(), case.op.score, case.op.scale)
     found = dict(zip(NAMES, formula.backward(do, *inputs, None, None, None, None), strict=False))
     for name in ("dq", "dk", "dv"):
         error = np.abs(found[name] - expected.gradients[name]) / expected.errors[name]
