@@ -22,7 +22,7 @@ from .. import mask, package, reference
 from ..api import attention
 from ..array import arrays
 from ..compile import compiler
-from ..cpu import kernels
+from ..cpu import loops
 from ..driver import context
 from ..driver.device import TYPICAL
 from ..errors import INSTALL_EITHER, DeviceError, UnsupportedError
@@ -168,7 +168,7 @@ def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
     if plan.binaries:
         text = describe(plan.binaries[0])
     else:  # this shows its own progress
-        text = "earlier by Numba, now found on disk" if kernels.load(element).cached else "by Numba"
+        text = "earlier by Numba, now found on disk" if loops.load(element).cached else "by Numba"
     console.print(f"compiled {text}; ready after {time.perf_counter() - begin:.2f} s")
 
 

@@ -18,7 +18,9 @@ from ..operation import Append, AttentionKVCache, Combine, functions
 from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
-from . import kernels
+from .cost import PRODUCTS_PER_SECOND, threads_for
+from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences, undefined
+from .units import key_bounds
 
 Array = npt.NDArray[Any]
 Views = Mapping[str, Array]
@@ -99,7 +101,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
-    interval, is_fp8 = functools.lru_cache(maxsize=4096)(kernels.kept), op.kv_element in FP8.values()
+    interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
     sequences, seconds = [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
@@ -114,13 +116,13 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         some = begin < end
         if some.any():
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
-        seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / kernels.PRODUCTS_PER_SECOND
+        seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        found = kernels.Sequence(i, *places, mask, score, begin, end)
+        found = Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
-    threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * kernels.SECONDS_PER_THREAD)))
-    config = kernels.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
-    kernels.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config, invariant=op.spec.invariant)
+    threads = threads_for(seconds, this_cpu())
+    config = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
@@ -138,12 +140,12 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"head_dim is {op.widest}; it takes up to 1024"
     if op.score.logit is None:
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if (reason := kernels.undefined(op.mask)) is not None:
+    if (reason := undefined(op.mask)) is not None:
         return reason
     return None
 
 
-def _widened(op: AttentionKVCache, views: Views, sequence: kernels.Sequence) -> kernels.Sequence:
+def _widened(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
     """The sequence with keys and values in the format that is computed in, times their scales, and in one page; of those that no
     query keeps nothing is read."""
     number, some = op.element.lse_dtype, sequence.begin < sequence.end
@@ -154,7 +156,7 @@ def _widened(op: AttentionKVCache, views: Views, sequence: kernels.Sequence) -> 
         factor = views[f"{name}_scale"][sequence.batch] if f"{name}_scale" in views else np.asarray(scale, number)
         x[0, kept] = views[f"{name}_cache"][pages, at].astype(number) * factor
     q, o = sequence.q.astype(number), np.zeros(sequence.o.shape, number)
-    return sequence._replace(q=q, k=k, v=v, pages=kernels.ONE_PAGE, o=o)
+    return sequence._replace(q=q, k=k, v=v, pages=ONE_PAGE, o=o)
 
 
 def append(op: Append, views: Views) -> None:

@@ -46,7 +46,7 @@ FLOORS = (
 )
 LOADERS = {  # function -> what it imports when it is called, from whatever floor
     "rawattn/runtime/front_end.py load_torch": {"torch"},
-    "rawattn/cpu/kernels.py load_lanes": {"cpu"},  # Numba takes long to load
+    "rawattn/cpu/loops.py load_lanes": {"cpu"},  # Numba takes long to load
 }
 # What is imported -> the packages, and modules at the top, that may.
 IMPORTERS = {
