@@ -122,7 +122,7 @@ def _add(
             at = rows if isinstance(rows, int) else (slice(None), rows)
             n, m = (slice(None if each is None else int(each[batch])) for each in lens)
             inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-INF] * q.shape[-2]
-            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.place) for x in inputs[1:4]]
+            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.device) for x in inputs[1:4]]
             formula.backward_sequence((batch, 0), *inputs, *outputs, None, (numbers[2][at][:, n], delta[at][:, n]))
 
 

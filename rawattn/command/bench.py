@@ -39,7 +39,7 @@ BACKENDS = {  # of torch's scaled_dot_product_attention
     "math": "MATH",
 }
 COLORS = {"rawattn": "#c0392b", "cudnn": "#76b900", "flash": "#7f8c8d", "efficient": "#2980b9", "math": "#8e44ad"}
-ON_CPU = timing.Schedule("burst", 3, 0.05, 0.0)
+ON_CPU = timing.TimingProtocol("burst", 3, 0.05, 0.0)
 LENGTHS, CPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (128, 256, 512)
 MOST_LOGITS = 1 << 29  # that the plain formula is given
 PASSES = ("forward", "backward")
@@ -93,11 +93,13 @@ class Bench:
         shapes = {each.name: each.shape for each in (*op.inputs, op.outputs[0])}
         shapes["do"] = shapes.pop("o")
         if self.library == "torch":
-            torch, place = self.module, "cpu" if self.device.is_cpu else "cuda"
-            random = torch.Generator(place).manual_seed(0)
-            own = getattr(torch, np.dtype(op.element.dtype).name)
-            kinds = {name: torch.float32 if name == "sinks" else own for name in shapes}
-            return {name: torch.randn(shape, device=place, dtype=kinds[name], generator=random) for name, shape in shapes.items()}
+            torch, device = self.module, "cpu" if self.device.is_cpu else "cuda"
+            random = torch.Generator(device).manual_seed(0)
+            dtype = getattr(torch, np.dtype(op.element.dtype).name)
+            kinds = {name: torch.float32 if name == "sinks" else dtype for name in shapes}
+            return {
+                name: torch.randn(shape, device=device, dtype=kinds[name], generator=random) for name, shape in shapes.items()
+            }
         normal = np.random.default_rng(0).standard_normal
         host = {name: normal(shape, np.float32) for name, shape in shapes.items()}
         host |= {name: x.astype(op.element.dtype) for name, x in host.items() if name != "sinks"}
@@ -231,14 +233,14 @@ def here() -> tuple[Device, str]:
 def _layers(options: argparse.Namespace, device: Device) -> list[Layer]:
     """The layers of a model, or one; what is asked for by name goes before what the model has."""
     if options.like is not None:
-        found = model_config.read(options.like)
+        layers = model_config.read(options.like)
     else:
         heads, head_dim, dtype = (4, 64, "fp32") if device.is_cpu else (16, 128, "bf16")
         heads, head_dim = options.heads or heads, options.head_dim or head_dim
-        found = [Layer("attention", heads, options.kv_heads or heads, head_dim, head_dim, dtype, options.causal)]
+        layers = [Layer("attention", heads, options.kv_heads or heads, head_dim, head_dim, dtype, options.causal)]
     names = ("heads", "kv_heads", "head_dim", "head_dim_v", "dtype", "softcap")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return [dataclasses.replace(layer, **given) for layer in found]
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return [dataclasses.replace(layer, **asked) for layer in layers]
 
 
 def _unit(device: Device) -> tuple[str, float]:
@@ -254,18 +256,18 @@ def table(layer: Layer, results: Sequence[Result], device: Device) -> Table:
     words = [layer.name, layer.dtype, f"{heads} heads of {dims}", *["causal"] * layer.causal]
     words += [] if layer.softcap is None else [f"softcap {layer.softcap:g}"]
     words += ["sinks"] * layer.sinks
-    found = Table(title=f"{', '.join(words)}: {unit}", title_justify="left")
+    grid = Table(title=f"{', '.join(words)}: {unit}", title_justify="left")
     names = list(dict.fromkeys(each.name for each in results))
     for name in ("batch x length", "", *names, "to the best other"):
-        found.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for key in dict.fromkeys((each.batch, each.length, each.direction) for each in results):
         row = {each.name: each for each in results if (each.batch, each.length, each.direction) == key}
         others = [each.tflops for each in row.values() if each.us and each.name != "rawattn"]
         mine = row["rawattn"].tflops
         ratio = f"{mine / max(others):.2f}" if others and row["rawattn"].us else "-"
         cells = (f"{row[name].tflops * factor:.3g}" if row[name].us else "-" for name in names)
-        found.add_row(f"{key[0]} x {key[1]}", key[2], *cells, ratio)
-    return found
+        grid.add_row(f"{key[0]} x {key[1]}", key[2], *cells, ratio)
+    return grid
 
 
 def new_figure(path: pathlib.Path) -> Any:

@@ -90,9 +90,9 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
             _compile(console, inputs, element)
         with console.status("attention"):
             attention.attention(*inputs, causal=True, out=out)
-            found = _to_host(out).astype(np.float64)
-        error = _error(found[:, rows], exact)
-        good = error <= allowed and bool(np.isfinite(found).all())
+            result = _to_host(out).astype(np.float64)
+        error = _error(result[:, rows], exact)
+        good = error <= allowed and bool(np.isfinite(result).all())
         right &= good
         console.print(f"error    {error:.2g} relative to each query's largest number, {allowed:.2g} allowed  ({library})")
         if not good:
@@ -135,9 +135,9 @@ def _operation(shape: tuple[int, ...], element: Element) -> Forward:
     return Forward(element, batch, length, length, heads, heads, head_dim, head_dim, Spec(mask.Causal()))
 
 
-def _error(found: Array, exact: Array) -> float:
+def _error(result: Array, exact: Array) -> float:
     """The largest error at any query, relative to the largest number that a result has there."""
-    return float((np.abs(found - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
+    return float((np.abs(result - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
 
 
 def imported(name: str) -> Any:

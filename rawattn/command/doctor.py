@@ -42,10 +42,10 @@ def run(console: Console) -> int:
     """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
     with console.status("looking"):
         findings = [_beside_tested(finding) for finding in examine()]
-    for subject, found, fix, broken in findings:
+    for subject, state, fix, broken in findings:
         mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
         console.print(f"{mark:<5}", style=style, end="")
-        console.print(f"{subject:<8} {found}{f': {fix}' if fix else ''}")
+        console.print(f"{subject:<8} {state}{f': {fix}' if fix else ''}")
     return int(any(finding.broken for finding in findings))
 
 
@@ -102,10 +102,10 @@ def _torch(cuda: Version | None) -> Finding:
     """torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "not installed; arrays of CuPy, JAX and NumPy need none")
-    found = _package("torch", "torch", (2, 4), needed=False)
-    if found.fix or cuda is None or importlib.import_module("torch").version.cuda:
-        return found
-    return Finding("torch", f"{found.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
+    finding = _package("torch", "torch", (2, 4), needed=False)
+    if finding.fix or cuda is None or importlib.import_module("torch").version.cuda:
+        return finding
+    return Finding("torch", f"{finding.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
 
 
 def _bindings(cuda: Version | None) -> Finding:
@@ -135,8 +135,8 @@ def _nvrtc(cuda: Version | None) -> Finding:
     if _numbers(version) < (12, 8):
         return Finding("NVRTC", f"{version}, but 12.8 is needed", _pip_line(cuda), cuda is not None)
     if cuda is not None and _numbers(version)[0] > cuda[0]:
-        found = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
-        return Finding("NVRTC", found, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
+        state = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
+        return Finding("NVRTC", state, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
     return Finding("NVRTC", version)
 
 
@@ -159,13 +159,13 @@ def _driver() -> tuple[Version | None, list[Finding]]:
     old = cuda < (12, 0)
     findings = [Finding("Driver", f"for CUDA {cuda[0]}.{cuda[1]}", "install NVIDIA driver 580 or newer" if old else "", old)]
     for device in devices:
-        found, fix = f"{device.name}, {device.arch}", ""
+        state, fix = f"{device.name}, {device.arch}", ""
         try:
             kernel = select(Forward(BF16, 1, 4096, 4096, 16, 16, 128, 128), device).kernel
-            found = f"{found}, served by {kernel.name}"
+            state = f"{state}, served by {kernel.name}"
         except UnsupportedError:
             fix = "no kernel serves it; arrays on the CPU work"
-        findings.append(Finding(f"GPU {device.index}", found, fix))
+        findings.append(Finding(f"GPU {device.index}", state, fix))
     return cuda, findings
 
 

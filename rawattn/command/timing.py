@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TimingProtocol:
     """``rounds`` of all contenders, each ``seconds`` long, with ``before`` seconds of rest (burst) or of warm-up (sustained)."""
 
     name: str
@@ -62,8 +62,8 @@ class Schedule:
     before: float
 
 
-BURST = Schedule("burst", 5, 0.012, 0.020)
-SUSTAINED = Schedule("sustained", 3, 1.0, 0.3)
+BURST = TimingProtocol("burst", 5, 0.012, 0.020)
+SUSTAINED = TimingProtocol("sustained", 3, 1.0, 0.3)
 PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
@@ -72,7 +72,7 @@ def median_of_rounds(rounds: Sequence[Sequence[float]]) -> float:
     return float(np.median([np.median(samples) for samples in rounds]))
 
 
-def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0) -> dict[Any, Rounds]:
+def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: int = 0) -> dict[Any, Rounds]:
     """Times of each contender, by round; the order is shuffled in every round."""
     times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
@@ -85,7 +85,7 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0
 
 
 class Clock(Protocol):
-    """This is what times a load: ``Gpu``, or another that can do what it can."""
+    """What times a load: ``Gpu``, or another that can do what it can."""
 
     def load(self, call: Call) -> Load: ...
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...
@@ -145,7 +145,7 @@ class Gpu:
         return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def graph(self, call: Call, launches: int = GRAPH_LAUNCHES) -> Load:
-        """The same captured in a graph."""
+        """A call captured in a graph of so many launches."""
         graph, stream = self.torch.cuda.CUDAGraph(), self.torch.cuda.Stream()
         stream.wait_stream(self.torch.cuda.current_stream())
         with call.context(), self.torch.cuda.stream(stream):
@@ -216,12 +216,12 @@ class Host:
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of as many calls as fill the seconds, one at least."""
         time.sleep(rest)
-        found: list[float] = []
+        samples: list[float] = []
         end = time.perf_counter() + seconds
-        while not found or time.perf_counter() < end:
+        while not samples or time.perf_counter() < end:
             begin = time.perf_counter()
             load.issue()
-            found.append((time.perf_counter() - begin) * 1e6)
-        return found
+            samples.append((time.perf_counter() - begin) * 1e6)
+        return samples
 
     sustain = burst

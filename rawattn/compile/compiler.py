@@ -129,11 +129,11 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC, or one that does not know the
     architecture yet. Warns once per process with CacheWarning where the cache folder cannot be used.
     """
-    if (found := _at_hand(source)) is not None:
-        return found
+    if (at_hand := _at_hand(source)) is not None:
+        return at_hand
     with _locks.setdefault(source.key, threading.Lock()):
-        if (found := _at_hand(source)) is not None:
-            return found
+        if (at_hand := _at_hand(source)) is not None:
+            return at_hand
         folder = _folder()
         binary = _read(folder, source)
         if binary is None:
@@ -169,13 +169,13 @@ def compile_all(sources: Iterable[Source]) -> dict[str, Binary]:
         except UnsupportedError:
             return None
 
-    given = [*sources]
-    if all(map(_at_hand, given)):
-        binaries = [*map(_at_hand, given)]
+    listed = [*sources]
+    if all(map(_at_hand, listed)):
+        binaries = [*map(_at_hand, listed)]
     else:
         with ThreadPoolExecutor() as pool:
-            binaries = [*pool.map(found, given)]
-    return {source.key: binary for source, binary in zip(given, binaries, strict=True) if binary is not None}
+            binaries = [*pool.map(found, listed)]
+    return {source.key: binary for source, binary in zip(listed, binaries, strict=True) if binary is not None}
 
 
 def recompile(source: Source) -> Binary:

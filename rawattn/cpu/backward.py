@@ -137,23 +137,25 @@ def _spots(
     q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Array | None, q_lens: Array | None, kv_lens: Array | None
 ) -> list[_Spot]:
     """Says where each sequence has its used rows."""
-    found = []
+    spots = []
     for i, (rows, keys, _) in enumerate(sequences_of(q, k, cu_seqlens_q, cu_seqlens_kv)):
         n, m = (len(x) if lens is None else int(lens[i]) for x, lens in ((q[rows], q_lens), (k[keys], kv_lens)))
-        found.append((0, rows.start, n, keys.start, m) if isinstance(rows, slice) else (i, 0, n, 0, m))
-    return found
+        spots.append((0, rows.start, n, keys.start, m) if isinstance(rows, slice) else (i, 0, n, 0, m))
+    return spots
 
 
 def _rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array) -> list[_Rows]:
     """The arrays of each sequence, with a delta that is to be computed."""
-    delta, found = np.empty(x.lse.shape, x.lse.dtype), []
+    delta, rows = np.empty(x.lse.shape, x.lse.dtype), []
     for i, (batch, row, n, key, m) in enumerate(spots):
-        own, keys, at = (batch, slice(row, row + n)), (batch, slice(key, key + m)), (batch, slice(None), slice(row, row + n))
+        q_rows, keys, at = (batch, slice(row, row + n)), (batch, slice(key, key + m)), (batch, slice(None), slice(row, row + n))
         statistics = x.lse[at], x.dlse[at] if x.dlse.size else None, delta[at], sinks, sink_parts[i]
-        found.append(
-            _Rows(i, x.do[own], x.q[own], x.k[keys], x.v[keys], x.o[own], *statistics, x.dq[own], x.dk[keys], x.dv[keys])
+        rows.append(
+            _Rows(
+                i, x.do[q_rows], x.q[q_rows], x.k[keys], x.v[keys], x.o[q_rows], *statistics, x.dq[q_rows], x.dk[keys], x.dv[keys]
+            )
         )
-    return found
+    return rows
 
 
 def _backward_by_formula(
@@ -212,17 +214,17 @@ def _backward_works(
     works, sums = [whole._replace(units=join_units([units for units, _ in uncut], [at for _, at in uncut]))], []
     for i, (number, row, n, key, _), spans in each:
         if len(spans) > 1:
-            own, at = (
+            q_rows, at = (
                 (slice(number, number + 1), slice(row, row + n)),
                 (slice(number, number + 1), slice(None), slice(row, row + n)),
             )
-            of_rows = {name: getattr(whole, name)[own] for name in ("do", "q", "o")}
+            of_rows = {name: getattr(whole, name)[q_rows] for name in ("do", "q", "o")}
             statistics = {"lse": whole.lse[at], "dlse": whole.dlse[at]}
             parts = np.empty((len(spans), *of_rows["q"].shape), whole.lse.dtype)
             for units, dq in zip(spans, parts, strict=True):
                 joined = join_units([units], [(0, 0, number, key, i)])
                 works.append(whole._replace(**of_rows, **statistics, dq=dq, units=joined))
-            sums += [(whole.dq[own][:, :, h], parts[:, :, :, h]) for h in range(heads)]
+            sums += [(whole.dq[q_rows][:, :, h], parts[:, :, :, h]) for h in range(heads)]
     return works, sums
 
 
@@ -249,13 +251,16 @@ def _compute(loops: Any, random: Array, factors: tuple[float, ...], share: tuple
     for unit in table:
         batch, rows, kv_head, alone = isolate(unit)
         heads, first = slice(kv_head * group, (kv_head + 1) * group), int(unit[KEY])
-        own, keys = (batch, rows, heads), (int(unit[PAGE]), slice(first, first + int(unit[KEYS])), slice(kv_head, kv_head + 1))
+        q_rows, keys = (batch, rows, heads), (int(unit[PAGE]), slice(first, first + int(unit[KEYS])), slice(kv_head, kv_head + 1))
         alone[:, [PAGE, KEY, BEFORE, BEHIND]] = 0
-        inputs = [each[at][None].astype(number, copy=False) for each, at in ((do, own), (q, own), (k, keys), (v, keys), (o, own))]
+        inputs = [
+            each[at][None].astype(number, copy=False)
+            for each, at in ((do, q_rows), (q, q_rows), (k, keys), (v, keys), (o, q_rows))
+        ]
         statistics = lse[batch, heads, rows][None], dlse[batch, heads, rows][None] if dlse.size else dlse
-        found = [np.empty(inputs[i].shape, number) for i in (1, 2, 3)]
-        loops(*inputs, *statistics, alone, begin, end, random, *factors, *found)
-        for gradient, at, out in zip((dq, dk, dv), (own, keys, keys), found, strict=True):
+        gradients = [np.empty(inputs[i].shape, number) for i in (1, 2, 3)]
+        loops(*inputs, *statistics, alone, begin, end, random, *factors, *gradients)
+        for gradient, at, out in zip((dq, dk, dv), (q_rows, keys, keys), gradients, strict=True):
             gradient[at] = out[0]
         dq[batch, rows.start - int(unit[BEFORE]) : rows.start, heads] = 0
         dq[batch, rows.stop : rows.stop + int(unit[BEHIND]), heads] = 0

@@ -151,15 +151,15 @@ def run_sequences(
             arrays = x.q[None], x.k, x.v, np.ascontiguousarray(x.pages), x.o[None], lse_batch_of(x.lse, element)
             works.append(_Work(*arrays, units))
         return _run_loops(works, cap, scale, sinks, config, dropped)
-    step, found = 1 if invariant else step, list[_Unit]()
+    step, formula_units = 1 if invariant else step, list[_Unit]()
     for x in sequences:
         for first in range(0, len(x.q), step):
             last = min(first + step, len(x.q))
             visits = int((x.end[last - 1] - x.begin[first]).max())
-            found += [_Unit(x, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
-    found.sort(key=lambda unit: -unit.keys)
+            formula_units += [_Unit(x, kv_head, slice(first, last), visits) for kv_head in range(kv_heads)]
+    formula_units.sort(key=lambda unit: -unit.keys)
     sink_logits = sink_logits_of(sinks, heads, element.lse_dtype)
-    in_threads(config.threads, found, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
+    in_threads(config.threads, formula_units, functools.partial(_compute_by_formula, element, scale, dropped, sink_logits))
 
 
 def _run_loops(
@@ -207,9 +207,9 @@ def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
         return x[0, : sequence.kv_len, kv_head, None]
     some = sequence.begin < sequence.end
     kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
-    found = np.zeros((sequence.kv_len, 1, x.shape[3]), x.dtype)
-    found[kept, 0] = x[sequence.pages[kept // x.shape[1]], kept % x.shape[1], kv_head]
-    return found
+    result = np.zeros((sequence.kv_len, 1, x.shape[3]), x.dtype)
+    result[kept, 0] = x[sequence.pages[kept // x.shape[1]], kept % x.shape[1], kv_head]
+    return result
 
 
 def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None, sinks: Array, unit: _Unit) -> None:

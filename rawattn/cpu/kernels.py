@@ -31,25 +31,25 @@ class Cpu:
     config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:
-        """Says whether the device is a CPU."""
+        """Whether the device is a CPU."""
         return device.is_cpu
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         """The reasons why the CPU path does not compute the operation on the device; none where it does."""
-        found = [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
+        reasons = [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
         for which in ("head_dim", "head_dim_v"):
             if getattr(op, which) > 1024:
-                found.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
+                reasons.append(f"{which} is {getattr(op, which)}; it takes up to 1024")
         if op.score.logit is None:
-            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
+            reasons.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
-            found.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
+            reasons.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
         if (reason := undefined(op.mask)) is not None:
-            found.append(reason)
-        return found
+            reasons.append(reason)
+        return reasons
 
     def meant_for(self, op: Any, device: Device) -> bool:
-        """Says whether this kernel computes on the device."""
+        """Whether this kernel computes on the device."""
         return self.runs_on(device)
 
     def prefers(self, op: Any) -> bool:
@@ -96,11 +96,11 @@ class Cpu:
     def run(
         self, op: Forward, config: CpuConfig, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **own: Array,
+        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **captured: Array,
     ) -> None:  # fmt: skip
-        """Computes the operation on NumPy arrays of its shapes, ``own`` of which its functions captured: ``run_forward``."""
+        """Computes the operation on NumPy arrays of its shapes, ``captured`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
-        spec, dropped = functions.on_host(op.spec, own, lengths[:2]), Dropped.of(op.spec, seed)
+        spec, dropped = functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
         run_forward(
             q,
             k,
@@ -129,16 +129,16 @@ class CpuBackwardConfig:
 
 
 class CpuBackward(Cpu):
-    """The backward on the CPU, likewise."""
+    """The gradients on the CPU as a kernel."""
 
     config_type = CpuBackwardConfig  # type: ignore[assignment]
 
     def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
         """The reasons why the CPU path does not compute the operation; none where it does."""
-        found, score = super().supports(op.forward, device), op.forward.score
+        reasons, score = super().supports(op.forward, device), op.forward.score
         if device.is_cpu and score.slope is None:
-            found.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
-        return found
+            reasons.append(f"it needs the derivative of the score, slope(...), and {type(score).__name__} has none")
+        return reasons
 
     def candidates(self, op: Any, device: Device) -> list[Any]:
         """As many threads as pay."""
@@ -152,9 +152,9 @@ class CpuBackward(Cpu):
 
     def run(self, op: Any, config: Any, seed: Array | None = None, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
-        own = {each.name: arrays.pop(each.name) for each in op.captured}
+        inputs = {each.name: arrays.pop(each.name) for each in op.captured}
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
-        spec, scale = functions.on_host(op.forward.spec, own, starts), op.forward.scale
+        spec, scale = functions.on_host(op.forward.spec, inputs, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
         captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
         run_backward(**arrays, **options, captured=captured, threads=config.threads)

@@ -50,13 +50,13 @@ _loading = threading.Lock()
 def load(element: Element, name: str = "attend") -> CompiledLoops:
     """The loops of that name in lanes.py, "attend" or "backward", for an element. The first call compiles them, which takes
     seconds and shows a spinner on a terminal, or reads them from the cache folder; later calls cost nothing."""
-    found = _loaded.get((element.name, name))
-    if found is None:
+    compiled = _loaded.get((element.name, name))
+    if compiled is None:
         number = np.dtype(element.lse_dtype).name
         with _loading:
-            found = _load(name, number, storage_of(element).name if name == "attend" else number)
-        _loaded[element.name, name] = found
-    return found
+            compiled = _load(name, number, storage_of(element).name if name == "attend" else number)
+        _loaded[element.name, name] = compiled
+    return compiled
 
 
 _loaded: dict[tuple[str, str], CompiledLoops] = {}
@@ -85,18 +85,18 @@ def _compile(name: str, number: str, storage: str) -> Any:
     """The compiled loops, kept in the cache folder where that can be used; a warning says so where it cannot."""
     lanes = load_lanes()
     try:
-        own = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
-        tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
-        for entry in own.rglob("*.nb[ci]"):
+        folder = private_folder("numba", f"{name}-{storage}-{lanes.MACHINE}")
+        tempfile.TemporaryFile(dir=folder).close()  # Numba says nothing of a folder that it cannot write
+        for entry in folder.rglob("*.nb[ci]"):
             touch(entry)
         try:
-            return lanes.compile(name, number, storage, own)
+            return lanes.compile(name, number, storage, folder)
         except OSError:  # a full disk
             raise
         except Exception:  # an entry is damaged
-            for entry in own.rglob("*.nb[ci]"):
+            for entry in folder.rglob("*.nb[ci]"):
                 entry.unlink(missing_ok=True)
-            return lanes.compile(name, number, storage, own)
+            return lanes.compile(name, number, storage, folder)
     except OSError as error:
         warn_uncached(error)
         return lanes.compile(name, number, storage, None)

@@ -39,11 +39,11 @@ def sequences_of(q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: 
     if cu_seqlens_q is None or cu_seqlens_kv is None:
         return [(i, i, i) for i in range(len(q))]
     q_ends, kv_ends = _ends("cu_seqlens_q", cu_seqlens_q, len(q)), _ends("cu_seqlens_kv", cu_seqlens_kv, len(k))
-    found = []
+    sequences = []
     for i in range(len(q_ends) - 1):
         rows = slice(q_ends[i], q_ends[i + 1])
-        found.append((rows, slice(kv_ends[i], kv_ends[i + 1]), (slice(None), rows)))
-    return found
+        sequences.append((rows, slice(kv_ends[i], kv_ends[i + 1]), (slice(None), rows)))
+    return sequences
 
 
 def key_bounds(mask: Pairs, heads: int, q_len: int, kv_len: int) -> tuple[Array, Array]:
@@ -135,8 +135,8 @@ def ragged_units(
 
     @functools.cache
     def units(used: int, q_len: int, kv_len: int) -> Units:
-        own = mask if used == q_len else UsedQueries(mask, used)
-        return sequence_units(key_bounds(own, heads, q_len, kv_len), kv_heads, step, kv_len)
+        used_mask = mask if used == q_len else UsedQueries(mask, used)
+        return sequence_units(key_bounds(used_mask, heads, q_len, kv_len), kv_heads, step, kv_len)
 
     each = []
     for i, (rows, keys, _) in enumerate(places):
@@ -170,7 +170,7 @@ def dense_key_units(mask: Pairs, heads: int, kv_heads: int, batch: int, q_len: i
 def key_units(mask: Pairs, heads: int, kv_heads: int, cuts: int, q_len: int, kv_len: int) -> list[Units]:
     """The units of a backward of one sequence, for each run of its keys; what they cost are the pairs that count."""
     begin, end, of_head = _flat(key_bounds(mask, heads, q_len, kv_len), kv_heads)
-    group, found = heads // max(1, kv_heads), []
+    group, units = heads // max(1, kv_heads), []
     for span in spans_of(kv_len, cuts):
         keys = span.stop - span.start
         own_begin, own_end = np.maximum(begin - span.start, 0), np.minimum(end - span.start, keys)
@@ -181,11 +181,11 @@ def key_units(mask: Pairs, heads: int, kv_heads: int, cuts: int, q_len: int, kv_
             pairs = counts[h if of_head else 0] if q_len else counts[:0]
             touched = np.flatnonzero(pairs)  # the queries that keep any of these keys
             start, stop = (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
-            own = {ROW: start, QUERY: start, QUERIES: stop - start, BEFORE: start, BEHIND: q_len - stop, KV_HEAD: h}
-            own |= {HEAD: h * group, BOUNDS: h * of_head + start * group}
-            table[h, list(own)], costs[h] = list(own.values()), pairs.sum()
-        found.append(Units(table, costs, own_begin, own_end))
-    return found
+            columns = {ROW: start, QUERY: start, QUERIES: stop - start, BEFORE: start, BEHIND: q_len - stop, KV_HEAD: h}
+            columns |= {HEAD: h * group, BOUNDS: h * of_head + start * group}
+            table[h, list(columns)], costs[h] = list(columns.values()), pairs.sum()
+        units.append(Units(table, costs, own_begin, own_end))
+    return units
 
 
 def spans_of(kv_len: int, cuts: int) -> list[slice]:

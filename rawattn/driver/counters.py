@@ -11,7 +11,7 @@ from . import graph
 from .context import call, check_number, current, relaxed_capture, side_stream
 
 COUNTERS = 1 << 18  # pairs on a device for streams, and as many at a time for launches that graphs hold
-_LARGE_COUNTERS = 1 << 13  # likewise, where a launch has more than a pair
+_LARGE_COUNTERS = 1 << 13  # pairs of each kind, where a launch has more than one
 _CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
 
 

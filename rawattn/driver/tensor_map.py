@@ -41,9 +41,9 @@ def tensor_maps(
     before, after = (kind, len(sizes)), (*extents, *after)
 
     def encoded(pointer: int) -> bytes:
-        code, found = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
+        code, tensor_map = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
         if code:
             check("cuTensorMapEncodeTiled", code)
-        return ctypes.string_at(found.getPtr(), 128)
+        return ctypes.string_at(tensor_map.getPtr(), 128)
 
     return encoded

@@ -41,21 +41,21 @@ def attention_kvcache(
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
     for i, (rows, at) in enumerate(_step_rows(step)):
         run = _step_mask(step, i, window, None if functions.is_function(mask) else mask)
-        kv_len, places = _pages(cache, step, i)
+        kv_len, page_and_row = _pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
         kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         for j in kept:  # the others may lie nowhere
-            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *places(j)) * _scale(cache, n, i) for n in "kv")
-        own = queries[rows][None]
+            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _scale(cache, n, i) for n in "kv")
+        sequence_q = queries[rows][None]
         mask_function = mask if functions.is_function(mask) else None
-        formula = make_formula(own, k, "float64", lambda x: x, False, None, softcap, scale, mask_function, score, 0, 0)
-        seen = {"q_offset": kv_len - own.shape[1]}  # positions are below 0 before the first key
+        formula = make_formula(sequence_q, k, "float64", lambda x: x, False, None, softcap, scale, mask_function, score, 0, 0)
+        seen = {"q_offset": kv_len - sequence_q.shape[1]}  # positions are below 0 before the first key
         within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
         logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)
         formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
-        o[rows], lse[at] = (x[0] for x in formula.forward(own, k, v, sinks, None, None))
+        o[rows], lse[at] = (x[0] for x in formula.forward(sequence_q, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
 
 
@@ -94,18 +94,18 @@ def append(
     element = ELEMENTS[read(q if k is None else k, "k").dtype]
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
     owners = [0] * len(rows) if step is None else [step.batch - 1] * len(rows)  # the sequence of each row, where they are ragged
-    for owner, (own, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _step_rows(step)):
-        owners[own] = [owner] * (own.stop - own.start)
+    for owner, (q_rows, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _step_rows(step)):
+        owners[q_rows] = [owner] * (q_rows.stop - q_rows.start)
     in_sequences = {} if step is None else _new_rows(cache, step, rows.shape[:-2])
     for at in np.ndindex(rows.shape[:-2]):
-        i, place = in_sequences.get(at, (-1, -1))
+        i, position_in_sequence = in_sequences.get(at, (-1, -1))
         row_k, page, row = None if new_k is None else new_k[at], -1, 0
         if slots is not None:
             page, row = divmod(int(to_numpy(slots)[at]), cache.page_size)
-        elif step is not None and place >= 0 and new_k is not None:
-            page, row = _pages(cache, step, i)[1](place)
+        elif step is not None and position_in_sequence >= 0 and new_k is not None:
+            page, row = _pages(cache, step, i)[1](position_in_sequence)
         if rotary is not None:
-            position = place if rotary.positions is None else int(to_numpy(rotary.positions)[at])
+            position = position_in_sequence if rotary.positions is None else int(to_numpy(rotary.positions)[at])
             if position < 0 and page >= 0 and rotary.positions is not None:
                 raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
@@ -125,13 +125,13 @@ def append(
 
 def _new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
     """The sequence of each new row and its place there, of sequences that take part."""
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
-    for i, (own, _) in enumerate(_step_rows(step)):
-        n = shape[1] if isinstance(own, int) else own.stop - own.start
+    rows: dict[tuple[int, ...], tuple[int, int]] = {}
+    for i, (q_rows, _) in enumerate(_step_rows(step)):
+        n = shape[1] if isinstance(q_rows, int) else q_rows.stop - q_rows.start
         kv_len, _ = _pages(cache, step, i)
         for j in range(n if kv_len > 0 else 0):
-            found[(i, j) if isinstance(own, int) else (own.start + j,)] = (i, kv_len - n + j)
-    return found
+            rows[(i, j) if isinstance(q_rows, int) else (q_rows.start + j,)] = (i, kv_len - n + j)
+    return rows
 
 
 @arguments.named
@@ -181,16 +181,16 @@ def _pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int], tup
 
 def _row(pool: Any, layout: str, page: int, row: int) -> Any:
     """(kv_heads, columns) of a row of a page."""
-    found = pool[page][row] if layout == "NHD" else pool[page][:, row]
-    return found if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else to_numpy(found)
+    x = pool[page][row] if layout == "NHD" else pool[page][:, row]
+    return x if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else to_numpy(x)
 
 
 def _scale(cache: KVCache, name: str, i: int) -> Any:
     """Returns what the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
     if f"{name}_scale" not in cache.scale_arrays:
         return cache.scales["kv".index(name)]
-    found = np.atleast_2d(to_numpy(getattr(cache, f"{name}_scale")))
-    return np.broadcast_to(found[i if len(found) > 1 else 0], (cache.kv_heads,))[:, None]
+    scales = np.atleast_2d(to_numpy(getattr(cache, f"{name}_scale")))
+    return np.broadcast_to(scales[i if len(scales) > 1 else 0], (cache.kv_heads,))[:, None]
 
 
 def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
@@ -205,9 +205,9 @@ def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
 def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     """The mask of one sequence."""
     causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
-    own = causal_and(mask) if mask is not None and causal else mask
-    found = make_mask(causal and mask is None, window, own)
-    return found if step.kv_begin is None else FromKey(found, int(to_numpy(step.kv_begin)[i]))
+    base = causal_and(mask) if mask is not None and causal else mask
+    result = make_mask(causal and mask is None, window, base)
+    return result if step.kv_begin is None else FromKey(result, int(to_numpy(step.kv_begin)[i]))
 
 
 def _rotated(x: Any, rotary: Rotary, position: int) -> Any:
@@ -215,7 +215,7 @@ def _rotated(x: Any, rotary: Rotary, position: int) -> Any:
     cos, sin = to_numpy(rotary.cos)[position], to_numpy(rotary.sin)[position]
     dim = 2 * len(cos)
     halves = (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
-    found = x.copy()
-    found[:, halves[0]] = x[:, halves[0]] * cos - x[:, halves[1]] * sin
-    found[:, halves[1]] = x[:, halves[1]] * cos + x[:, halves[0]] * sin
-    return found
+    result = x.copy()
+    result[:, halves[0]] = x[:, halves[0]] * cos - x[:, halves[1]] * sin
+    result[:, halves[1]] = x[:, halves[1]] * cos + x[:, halves[0]] * sin
+    return result

@@ -187,22 +187,22 @@ def make_formula(
 ) -> Formula:  # fmt: skip
     """The formula for q's library and device and these options, in the dtype of that name."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
-    place = {"device": q.device} if xp.__name__ == "torch" else {}
+    device = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
     options, captured = functions.taken({"mask": mask, "score": score})
     held = [_detached(x) if hasattr(x, "detach") else x for x in captured]
-    own = dict(zip(functions.names(options), held, strict=True))
+    by_name = dict(zip(functions.names(options), held, strict=True))
     if functions.among(options):
-        found = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
-        limits = limits_of({name: x for name, x in found.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
-        options = functions.made(options, {name: read(x, name) for name, x in own.items()}, limits)
+        arrays = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
+        limits = limits_of({name: x for name, x in arrays.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
+        options = functions.made(options, {name: read(x, name) for name, x in by_name.items()}, limits)
     kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
     spec = Spec(kept, logit, q_offset=q_first, kv_offset=kv_first, dropout=make_dropout(dropout))
-    spec = functions.on_host(spec, own, starts)
+    spec = functions.on_host(spec, by_name, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
-    return Formula(xp, place, getattr(xp, number), rounding, *pairs, factor, dropped)
+    return Formula(xp, device, getattr(xp, number), rounding, *pairs, factor, dropped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Dropped:
-    """This says which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
+    """which weights a call drops: by its option and seed, and the positions of the first rows of q and of k."""
 
     option: weight.Dropout
     seed: int
@@ -239,10 +239,10 @@ class Dropped:
         number = int(seed if isinstance(seed, int) else to_numpy(seed).reshape(()))
         return cls(weight.Dropout(spec.dropout), number, spec.offsets or (0, 0))
 
-    def kept(self, place: tuple[int, int], tile: Tile) -> npt.NDArray[np.bool_]:
+    def kept(self, batch_head: tuple[int, int], tile: Tile) -> npt.NDArray[np.bool_]:
         """Says which weights of a tile are kept."""
         q, kv = (to_numpy(x) + offset for x, offset in zip((tile.q, tile.kv), self.offsets, strict=True))
-        return self.option.kept(self.seed, *place, q, kv)
+        return self.option.kept(self.seed, *batch_head, q, kv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Formula:
     """The formula for one library, device and precision; ``rounding`` is applied to what kernels hold in the inputs' format."""
 
     xp: Any
-    place: dict[str, Any]
+    device: dict[str, Any]  # the device as a keyword argument, where the library takes one
     dtype: Any
     rounding: Callable[[Any], Any]
     mask: Pairs
@@ -268,8 +268,8 @@ class Formula:
         queries = np.arange(q.shape[-3]) if wanted is None else np.asarray(wanted, np.int64)
         with self._settings(q):
             shape = (*q.shape[:-3], len(queries), q.shape[-2])
-            o = self.xp.zeros((*shape, v.shape[-1]), dtype=self.dtype, **self.place)
-            lse = self.xp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype=self.dtype, **self.place)
+            o = self.xp.zeros((*shape, v.shape[-1]), dtype=self.dtype, **self.device)
+            lse = self.xp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype=self.dtype, **self.device)
             sinks = self._numbers(sinks, q.shape[-2])
             for head, sink in enumerate(sinks):
                 lse[..., head, :] = sink
@@ -283,8 +283,8 @@ class Formula:
                 used, keys_used = (slice(None if each is None else int(each[batch])) for each in lens)
                 if used.stop is not None:
                     chosen, at = chosen[chosen < used.stop], at[chosen < used.stop]
-                given = q[rows][used], k[keys][keys_used], v[keys][keys_used]
-                self.forward_sequence((self.first + batch, 0), *given, sinks, chosen, at, *to)
+                inputs = q[rows][used], k[keys][keys_used], v[keys][keys_used]
+                self.forward_sequence((self.first + batch, 0), *inputs, sinks, chosen, at, *to)
         return o, lse
 
     def backward(
@@ -296,26 +296,26 @@ class Formula:
         if wanted[1]:
             return self._with_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv, (None, ()), lens)
         with self._settings(q):
-            found = [self.xp.zeros(x.shape, dtype=self.dtype, **self.place) for x in (q, k, v)]
-            dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.place)
-            dq, dk, dv = found
+            gradients = [self.xp.zeros(x.shape, dtype=self.dtype, **self.device) for x in (q, k, v)]
+            dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.device)
+            dq, dk, dv = gradients
             if dlse is None:
-                dlse = self.xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=self.dtype, **self.place)
+                dlse = self.xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=self.dtype, **self.device)
             numbers = self._numbers(sinks, q.shape[-2])
             for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
                 n, m = (slice(None if each is None else int(each[batch])) for each in lens)
                 dlse_i = cast((dlse[rows] if isinstance(rows, int) else dlse[:, rows])[:, n], self.dtype)
-                given = (do[rows][n], q[rows][n], k[keys][m], v[keys][m], dlse_i, numbers)
-                self.backward_sequence((batch, 0), *given, dq[rows][n], dk[keys][m], dv[keys][m], dsinks)
-        return (*found, dsinks) if sinks is not None else tuple(found)
+                inputs = (do[rows][n], q[rows][n], k[keys][m], v[keys][m], dlse_i, numbers)
+                self.backward_sequence((batch, 0), *inputs, dq[rows][n], dk[keys][m], dv[keys][m], dsinks)
+        return (*gradients, dsinks) if sinks is not None else tuple(gradients)
 
-    def _with_captured(self, score: Any, wrt: Sequence[Any], *given: Any) -> tuple[Any, ...]:
+    def _with_captured(self, score: Any, wrt: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
         """Returns what ``backward`` gives, and the gradients by these arrays, which the score captured."""
         options, captured = functions.taken({"score": score})
         numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(options, captured, wrt)]
         sums = {i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)}
-        found = dataclasses.replace(self, sums=sums).backward(*given)
-        return (*found, *(self.xp.asarray(sums[i], dtype=self.dtype, **self.place) for i in numbers))
+        gradients = dataclasses.replace(self, sums=sums).backward(*rest)
+        return (*gradients, *(self.xp.asarray(sums[i], dtype=self.dtype, **self.device) for i in numbers))
 
     def _settings(self, q: Any) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
@@ -350,8 +350,8 @@ class Formula:
         else:
             yield self.mask, range(count)
 
-    def tiles(self, mask: Pairs, place: tuple[int, int], queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
-        """The queries in tiles whose logits fit in memory, but for tiles that keep no key. ``place`` are the numbers of the
+    def tiles(self, mask: Pairs, batch_head: tuple[int, int], queries: Any, q_len: int, kv_len: int) -> Iterator[Tile]:
+        """The queries in tiles whose logits fit in memory, but for tiles that keep no key. ``batch_head`` are the numbers of the
         sequence and of the head."""
         step = max(1, LOGITS // max(1, kv_len))
         for first in range(0, len(queries), step):
@@ -361,9 +361,9 @@ class Formula:
             if low < high:
                 j = np.arange(low, high)
                 kept = (j >= begin[:, None]) & (j < end[:, None])
-                q, kv, kept = (self.xp.asarray(x, **self.place) for x in (chosen[:, None], j[None], kept))
+                q, kv, kept = (self.xp.asarray(x, **self.device) for x in (chosen[:, None], j[None], kept))
                 if mask.keep is not None:
-                    kept = kept & mask.keep(self.xp, *place, q, kv, q_len, kv_len)
+                    kept = kept & mask.keep(self.xp, *batch_head, q, kv, q_len, kv_len)
                     columns = np.flatnonzero(to_numpy(kept.any(0)))  # between them are all keys that any of the queries keeps
                     if not len(columns):
                         continue
@@ -378,7 +378,7 @@ class Formula:
         ``origin``."""
         for mask, heads in self.heads(origin[1], q.shape[1]):
             for tile in self.tiles(mask, (origin[0], origin[1] + heads[0]), queries, len(q), len(k)):
-                to = self.xp.asarray(at[tile.rows], **self.place)
+                to = self.xp.asarray(at[tile.rows], **self.device)
                 for head in heads:
                     kv_head = head // (q.shape[1] // k.shape[1])
                     rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
@@ -394,40 +394,40 @@ class Formula:
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
-            place = origin[0], origin[1] + head
-            for tile in self.tiles(of_head(self.mask, place[1]), place, np.arange(len(q)), len(q), len(k)):
+            batch_head = origin[0], origin[1] + head
+            for tile in self.tiles(of_head(self.mask, batch_head[1]), batch_head, np.arange(len(q)), len(q), len(k)):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [cast(x, self.dtype) for x in inputs]
-                given = None if known is None else tuple(each[head, rows, None] for each in known)
-                found = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, place, tile, given)
-                dq[rows, head] += found[0]
-                dk[keys, kv_head] += found[1]
-                dv[keys, kv_head] += found[2]
-                lse[rows], delta[rows] = found[3:]
+                known_rows = None if known is None else tuple(each[head, rows, None] for each in known)
+                gradients = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, batch_head, tile, known_rows)
+                dq[rows, head] += gradients[0]
+                dk[keys, kv_head] += gradients[1]
+                dv[keys, kv_head] += gradients[2]
+                lse[rows], delta[rows] = gradients[3:]
             if sink != -INF:
                 p = self.xp.where(lse == sink, 1.0, self.xp.exp(sink - lse))  # 1 where both are inf
                 dsinks[head] += self.sink_gradient(p, delta)
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         """o and lse of the queries of one head."""
-        p, lse, _, _ = self.weights(q, k, sink, place, tile)
-        return self.total(self.dropped(p, place, tile), v, tile.kept), lse
+        p, lse, _, _ = self.weights(q, k, sink, batch_head, tile)
+        return self.total(self.dropped(p, batch_head, tile), v, tile.kept), lse
 
-    def dropped(self, p: Any, place: tuple[int, int], tile: Tile) -> Any:
+    def dropped(self, p: Any, batch_head: tuple[int, int], tile: Tile) -> Any:
         """Weights, or their gradients, after dropout."""
         if self.dropout is None:
             return p
-        kept = self.xp.asarray(self.dropout.kept(place, tile), **self.place)
+        kept = self.xp.asarray(self.dropout.kept(batch_head, tile), **self.device)
         return self.xp.where(kept, p * self.dropout.option.factor, 0.0)
 
-    def weights(self, q: Any, k: Any, sink: float, place: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
+    def weights(self, q: Any, k: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any, Any, Any]:
         """The probabilities, lse, the scaled dot products, and the logits."""
         xp = self.xp
         if self.score.logit is None:
             raise UnsupportedError(f"the reference has no formula for the score {self.score!r}: it has no logit(...).")
         dot = self.scale * (q @ k.T)
-        s = cast(self.score.of_lengths(*tile.lengths).logit(xp, dot, *place, tile.q, tile.kv), self.dtype)
+        s = cast(self.score.of_lengths(*tile.lengths).logit(xp, dot, *batch_head, tile.q, tile.kv), self.dtype)
         s = xp.where(tile.kept, self.rounding(s), -INF)
         m = xp.amax(s, axis=-1, keepdims=True)
         m = xp.where(m < sink, sink, m)
@@ -439,38 +439,38 @@ class Formula:
         return self.rounding(p), (m + xp.log(total))[:, 0], dot, s
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, batch_head: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
         """dq, dk, dv, lse and delta of the queries of one head."""
-        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, batch_head, tile, known)
         dq = self.scale * self.total(ds, k, tile.kept)
         return dq, self.scale * self.total(ds.T, q, tile.kept.T), self.total(p.T, do, tile.kept.T), lse, delta
 
     def weights_backward(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, batch_head: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
         """The weights of the values, the gradients of the scaled dot products, lse and delta of the queries of one head.
 
         ``known`` are lse and delta where these keys are a part of all."""
-        p, lse, dot, s = self.weights(q, k, sink, place, tile)
+        p, lse, dot, s = self.weights(q, k, sink, batch_head, tile)
         if known is None:
-            o = self.rounding(self.total(self.dropped(p, place, tile), v, tile.kept))
+            o = self.rounding(self.total(self.dropped(p, batch_head, tile), v, tile.kept))
             delta = self.xp.sum(do * o, axis=-1, keepdims=True) - dlse
         else:
             whole, delta = known
             p = self.rounding(self.xp.where(tile.kept & (whole != -INF), self.xp.exp(s - whole), 0.0))
-        ds = p * (self.dropped(do @ v.T, place, tile) - delta)
-        self.gather(ds, dot, place, tile)
-        slope = self.slope(dot, place, tile)
+        ds = p * (self.dropped(do @ v.T, batch_head, tile) - delta)
+        self.gather(ds, dot, batch_head, tile)
+        slope = self.slope(dot, batch_head, tile)
         ds = self.rounding(self.xp.where(tile.kept, ds if slope is None else ds * slope, 0.0))
-        return self.dropped(p, place, tile), ds, lse, delta[:, 0]
+        return self.dropped(p, batch_head, tile), ds, lse, delta[:, 0]
 
-    def gather(self, gradients: Any, dot: Any, place: tuple[int, int], tile: Tile) -> None:
+    def gather(self, gradients: Any, dot: Any, batch_head: tuple[int, int], tile: Tile) -> None:
         """Adds to ``sums`` what these gradients of logits are by the elements of captured arrays."""
         if not self.sums:
             return
         score, xp = self.score.of_lengths(*tile.lengths), self.xp
-        for i, indices, derivative in score.element_gradients(xp, dot, *place, tile.q, tile.kv):
+        for i, indices, derivative in score.element_gradients(xp, dot, *batch_head, tile.q, tile.kv):
             if i in self.sums:
                 self.scatter(self.sums[i], indices, xp.where(tile.kept, gradients * derivative, 0.0))
 
@@ -481,11 +481,11 @@ class Formula:
             at = at * size + to_numpy(index).ravel()
         np.add.at(sums.reshape(-1), at, to_numpy(parts).ravel())
 
-    def slope(self, dot: Any, place: tuple[int, int], tile: Tile) -> Any:
+    def slope(self, dot: Any, batch_head: tuple[int, int], tile: Tile) -> Any:
         """The score's derivative; None where it is 1."""
         if self.score.slope is None:
             raise UnsupportedError(f"the score {self.score!r} has no slope(...), its derivative by s, which gradients need.")
-        return self.score.of_lengths(*tile.lengths).slope(self.xp, dot, *place, tile.q, tile.kv)
+        return self.score.of_lengths(*tile.lengths).slope(self.xp, dot, *batch_head, tile.q, tile.kv)
 
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         """The gradient of a head's sink."""
@@ -495,7 +495,7 @@ class Formula:
         """weights @ x, to which a pair that is not kept adds nothing, not even 0 times inf or NaN."""
         xp = self.xp
         infinite = ~xp.all(xp.isfinite(x), axis=1)
-        found = weights @ xp.where(infinite[:, None], 0.0, x)
+        result = weights @ xp.where(infinite[:, None], 0.0, x)
         for j in (j for j, is_infinite in enumerate(infinite.tolist()) if is_infinite):
-            found += xp.where(kept[:, j, None], weights[:, j, None] * x[j], 0.0)
-        return found
+            result += xp.where(kept[:, j, None], weights[:, j, None] * x[j], 0.0)
+        return result

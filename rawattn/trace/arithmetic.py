@@ -34,9 +34,9 @@ def as_type(x: Any, kind: str) -> Expr:
     return make("trunc" if x.type == "float" else "cast", kind, (x,))
 
 
-def wider(*given: Expr) -> str:
+def wider(*operands: Expr) -> str:
     """The type that holds the values of all."""
-    return max((x.type for x in given), key=RANK.__getitem__)
+    return max((x.type for x in operands), key=RANK.__getitem__)
 
 
 def tame(x: Expr) -> Expr:
@@ -84,7 +84,7 @@ def combine(a: Expr, b: Expr, factor: int) -> Expr:
 
 
 def has_float(a: Expr, b: Expr) -> bool:
-    """Says whether one of two is a float."""
+    """Whether one of two is a float."""
     return "float" in (a.type, b.type)
 
 
@@ -162,8 +162,8 @@ def power(a: Any, b: Any) -> Expr:
         b = const(tracer.get().specialise(b))
     if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
         n = int(b.args[0])
-        found = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
-        return div(1.0, found) if n < 0 else found
+        product = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
+        return div(1.0, product) if n < 0 else product
     if is_const(b, 0.5):
         return unary("sqrt", a)
     if not has_float(a, b):
@@ -182,10 +182,10 @@ def power(a: Any, b: Any) -> Expr:
 def _of_constant(base: Expr, n: Expr) -> Expr:
     """A whole base to the power of an integer >= 0 is a whole number."""
     factor = unary("log2", base)
-    found = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
+    result = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
     if n.type == "float" or base.args[0] % 1 or factor.args[0] % 1 == 0:
-        return found
-    return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), found, floor(add(found, 0.5)))
+        return result
+    return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), result, floor(add(result, 0.5)))
 
 
 def _product(x: Expr, n: int) -> Expr:

@@ -1,4 +1,4 @@
-"""This module says what a fresh function of known code captured, read by a Python function that is written for that code: each
+"""What a fresh function of known code captured, read by a Python function that is written for that code: each
 step of a path stands there as an attribute or an index, so that a call pays for no loop over paths."""
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def written(
         lines.append(f"        x{i} = cls{i}(x{i})")
     results = (f"({''.join(f'x{i}, ' for i in each)})" for each in (arrays, numbers, range(len(slots))))
     exec("\n".join(["def find(f):", *lines, f"    return {', '.join(results)}"]), known)
-    found: Callable[[Any], tuple[tuple[Any, ...], ...] | None] = known["find"]
-    return found
+    find: Callable[[Any], tuple[tuple[Any, ...], ...] | None] = known["find"]
+    return find
 
 
 def _expression(path: Path, known: dict[str, Any]) -> str:
-    found = "f"
+    text = "f"
     for step, at in path:
         if step == "attribute":
-            found = f"{found}.{at}" if at.isidentifier() else f"getattr({found}, {at!r})"
+            text = f"{text}.{at}" if at.isidentifier() else f"getattr({text}, {at!r})"
         elif step == "item" and type(at) not in (int, str):  # whose repr may be no text of Python
             name = f"key{len(known)}"
             known[name] = at
-            found = f"{found}[{name}]"
+            text = f"{text}[{name}]"
         else:
-            found = _STEPS[step].format(found, at)
-    return found
+            text = _STEPS[step].format(text, at)
+    return text

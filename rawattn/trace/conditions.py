@@ -132,7 +132,7 @@ def where(condition: Any, a: Any, b: Any) -> Expr:
 
 
 def _choice(c: Expr, a: Expr, b: Expr) -> Expr:
-    """The same of conditions."""
+    """``where(c, a, b)`` of three conditions, by and, or and not."""
     a, b = const(True) if a is c else a, const(False) if b is c else b
     if a.op == "const":
         return logical("or", c, b) if a.args[0] else logical("and", invert(c), b)

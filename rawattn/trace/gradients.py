@@ -73,8 +73,10 @@ class ElementGradient(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def by_elements(code: Code) -> tuple[ElementGradient, ...]:
     """The derivatives of a score by the elements of float arrays that it reads, in the order of the code's nodes."""
-    found = gradients(code.root)
-    return tuple(ElementGradient(i, x, found[x]) for i, x in enumerate(nodes(code.root)) if x.op == "load" and x in found)
+    gradient_of = gradients(code.root)
+    return tuple(
+        ElementGradient(i, x, gradient_of[x]) for i, x in enumerate(nodes(code.root)) if x.op == "load" and x in gradient_of
+    )
 
 
 def gathering(load: Expr, checked: Collection[int] = ()) -> str:

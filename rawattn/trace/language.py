@@ -39,8 +39,8 @@ def _kind(dtype: Any) -> str:
 
 def _clamp(x: Any, min: Any = None, max: Any = None, **words: Any) -> Expr:  # the libraries' names
     low, high = words.get("a_min", min), words.get("a_max", max)
-    found = wrap(x) if low is None else maximum(x, low)
-    return found if high is None else minimum(found, high)
+    clamped = wrap(x) if low is None else maximum(x, low)
+    return clamped if high is None else minimum(clamped, high)
 
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
@@ -72,12 +72,12 @@ def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
     if not is_const(wrap(beta), 1):
         return div(_softplus(mul(x, beta), 1, threshold), beta)
     above = compare("lt", 0.0, x)
-    found = add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
-    return found if is_const(wrap(threshold), 20) else where(compare("lt", threshold, x), x, found)
+    result = add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
+    return result if is_const(wrap(threshold), 20) else where(compare("lt", threshold, x), x, result)
 
 
 def _logaddexp(a: Any, b: Any) -> Expr:
-    """max(a, b) + log1p(exp(-|a - b|)), likewise; of the same infinity twice it is that."""
+    """max(a, b) + log1p(exp(-|a - b|)), without overflow; of one infinity twice it is that infinity."""
     a, b = as_type(a, "float"), as_type(b, "float")
     above = compare("lt", b, a)
     same = logical("and", compare("eq", a, b), compare("eq", absolute(b), math.inf))
@@ -127,8 +127,8 @@ def _unary(name: str) -> Any:
 
 def _compared(op: str, *, swapped: bool = False, opposite: bool = False) -> Any:
     def f(a: Any, b: Any) -> Expr:
-        found = compare(op, b, a) if swapped else compare(op, a, b)
-        return invert(found) if opposite else found
+        result = compare(op, b, a) if swapped else compare(op, a, b)
+        return invert(result) if opposite else result
 
     return f
 

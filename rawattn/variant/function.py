@@ -94,13 +94,13 @@ class Captures(Option):
 
     def _fill(self, what: Any) -> Fill:
         match what:
-            case fields.Array(i):
+            case fields.ArrayAddress(i):
                 return Pointer(f"{self.role}_{i}")
-            case fields.Size(i, axis):
+            case fields.ArraySize(i, axis):
                 return Dim(f"{self.role}_{i}", axis)
-            case fields.Step(i, axis):
+            case fields.ArrayStride(i, axis):
                 return AxisStride(f"{self.role}_{i}", axis)
-            case fields.Blocks(i):
+            case fields.PyramidAddress(i):
                 return Scratch(f"{self.role}_{i}_pyramid")
         return Value()
 
@@ -119,7 +119,7 @@ class Captures(Option):
     def made(self, written: cuda_text.Written, numbers: tuple[int | float, ...]) -> dict[str, Any]:
         """The values of its fields that the host makes of captured numbers."""
         shapes = tuple([array.shape for array in self.arrays])
-        return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.Made)}
+        return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.HostValue)}
 
     def __str__(self) -> str:
         return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
