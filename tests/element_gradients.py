@@ -88,7 +88,7 @@ def expect(
     numbers. Each of the ``operations`` of a derivative that has many rounds, too, and each tanh in it errs (``OfTanh``)."""
     starts = cu_seqlens_q, cu_seqlens_kv
     asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
-    formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)
+    formula = make_formula(q, k, **asked, score=score, starts=starts)
     own, captured = functions.taken({"score": score})
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
     exact, size, reach, of_tanh = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(4))

@@ -5,5 +5,3 @@ from .caches import attention_kvcache as attention_kvcache
 from .caches import merge_states as merge_states
 from .formula import attention as attention
 from .formula import attention_backward as attention_backward
-from .formula import rounded as rounded
-from .formula import rounded_backward as rounded_backward

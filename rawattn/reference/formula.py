@@ -45,7 +45,7 @@ def attention(
     softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
     sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
     q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None, rounded: bool = False,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -63,6 +63,8 @@ def attention(
             are not there.
         return_lse: give (o, lse).
         rows: compute these queries only, numbered in each sequence, or in all of q where sequences are end to end.
+        rounded: compute in float32, with logits and probabilities rounded to q's dtype, and give float32: the yardstick for a
+            kernel's error.
 
     Returns:
         o (batch, q_len, heads, head_dim_v) or (total_q, heads, head_dim_v), and with ``return_lse`` lse (batch, heads, q_len) or
@@ -72,31 +74,10 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
-    formula = make_formula(
-        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
-        (cu_seqlens_q, cu_seqlens_kv),
-    )  # fmt: skip
-    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
-    return (o, lse) if return_lse else o
-
-
-@arguments.named
-def rounded(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None,
-) -> Any:  # fmt: skip
-    """The plain formula in float32, its logits and probabilities rounded to q's dtype: the yardstick for a kernel's error.
-
-    Takes what ``attention`` takes, and gives the same results as float32.
-    """
-    formula = make_formula(
-        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
-        (cu_seqlens_q, cu_seqlens_kv),
-    )  # fmt: skip
-    o, lse = formula.forward(q, k, v, sinks, cu_seqlens_q, cu_seqlens_kv, rows, (q_lens, kv_lens))
+    starts = cu_seqlens_q, cu_seqlens_kv
+    options = causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed
+    formula = make_formula(q, k, *options, starts=starts, rounded=rounded)
+    o, lse = formula.forward(q, k, v, sinks, *starts, rows, (q_lens, kv_lens))
     return (o, lse) if return_lse else o
 
 
@@ -106,7 +87,7 @@ def attention_backward(
     window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
     mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
-    seed: Any = None, wrt: Any = (),
+    seed: Any = None, wrt: Any = (), rounded: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v, the sinks and what a score captured in float64, slow and exact, to compare with.
 
@@ -115,6 +96,7 @@ def attention_backward(
     Args:
         do: the loss's gradient by o, in the shape of o.
         dlse: its gradient by lse, (batch, heads, q_len) or (heads, total_q), where the loss depends on lse.
+        rounded: compute in float32, with logits, probabilities, o and gradients of logits rounded to q's dtype.
         The rest as in ``attention``. A score needs ``slope`` too.
 
     Returns:
@@ -126,31 +108,10 @@ def attention_backward(
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     Rows that q_lens and kv_lens leave unused have gradients of 0, and dlse of such a query reaches no sink.
     """
-    formula = make_formula(
-        q, k, "float64", lambda x: x, causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
-        (cu_seqlens_q, cu_seqlens_kv),
-    )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt), (q_lens, kv_lens))
-
-
-@arguments.named
-def rounded_backward(
-    do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
-    seed: Any = None, wrt: Any = (),
-) -> tuple[Any, ...]:  # fmt: skip
-    """The plain formula in float32, its logits, probabilities, o and gradients of logits rounded to q's dtype: the yardstick for
-    a kernel's error.
-
-    Takes what ``attention_backward`` takes, and gives the same results as float32.
-    """
-    formula = make_formula(
-        q, k, "float32", _rounding(q), causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed,
-        (cu_seqlens_q, cu_seqlens_kv),
-    )  # fmt: skip
-    return formula.backward(do, q, k, v, dlse, sinks, cu_seqlens_q, cu_seqlens_kv, (score, wrt), (q_lens, kv_lens))
+    starts = cu_seqlens_q, cu_seqlens_kv
+    options = causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed
+    formula = make_formula(q, k, *options, starts=starts, rounded=rounded)
+    return formula.backward(do, q, k, v, dlse, sinks, *starts, (score, wrt), (q_lens, kv_lens))
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -176,16 +137,11 @@ def to_numpy(x: Any) -> npt.NDArray[Any]:
     return x if x.dtype.kind in "iu" else x.astype(np.float64)
 
 
-def _rounding(q: Any) -> Callable[[Any], Any]:
-    return lambda x: cast(cast(x, q.dtype), x.dtype)
-
-
 def make_formula(
-    q: Any, k: Any, number: str, rounding: Callable[[Any], Any], causal: Any, window: Any, softcap: Any, scale: Any, mask: Any,
-    score: Any, q_offset: Any = None, kv_offset: Any = None, dropout: Any = 0.0, seed: Any = None,
-    starts: tuple[Any, Any] = (None, None),
+    q: Any, k: Any, causal: Any, window: Any, softcap: Any, scale: Any, mask: Any, score: Any, q_offset: Any = None,
+    kv_offset: Any = None, dropout: Any = 0.0, seed: Any = None, *, starts: tuple[Any, Any] = (None, None), rounded: bool = False,
 ) -> Formula:  # fmt: skip
-    """The formula for q's library and device and these options, in the dtype of that name."""
+    """The formula for q's library and device and these options, in float64, or ``rounded``."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     device = {"device": q.device} if xp.__name__ == "torch" else {}
     factor = make_scale(scale)
@@ -202,7 +158,8 @@ def make_formula(
     spec = functions.on_host(spec, by_name, starts)
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
-    return Formula(xp, device, getattr(xp, number), rounding, *pairs, factor, dropped)
+    rounding = (lambda x: cast(cast(x, q.dtype), x.dtype)) if rounded else (lambda x: x)
+    return Formula(xp, device, xp.float32 if rounded else xp.float64, rounding, *pairs, factor, dropped)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -392,9 +392,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     tolerance = _Tolerance(q)
     o, lse = map(_float64, reference.attention(q, k, v, **options, return_lse=True))
-    plain_o = _float64(reference.rounded(q, k, v, **options))
+    plain_o = _float64(reference.attention(q, k, v, **options, rounded=True))
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
-    plain_lse = _float64(reference.rounded(*single, **options, return_lse=True)[1])
+    plain_lse = _float64(reference.attention(*single, **options, return_lse=True, rounded=True)[1])
     o_size, s_size = map(_float64, _sizes(q, k, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
@@ -444,7 +444,7 @@ def expect_backward(
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}
     tolerance = _Tolerance(q)
     exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
-    plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
+    plain = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options, rounded=True)]
     formula, names = _sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
     arguments = (do, q, k, v, dlse, *_given(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
     sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(*arguments)]
@@ -477,10 +477,10 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked = {name: options.get(name) for name in _OPTIONS[1:]}
+    asked: dict[str, Any] = {name: options.get(name) for name in _OPTIONS[1:]}
     asked |= {"causal": options.get("causal", False), "dropout": options.get("dropout", 0.0), "seed": options.get("seed")}
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-    formula = make_formula(q, k, "float64", lambda x: x, **asked, starts=starts)
+    formula = make_formula(q, k, **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 

@@ -135,16 +135,6 @@ def follow(x: Any, path: Path) -> Any:
     return x
 
 
-def follower(path: Path) -> Callable[[Any], Any]:
-    """``follow`` along one path, quicker."""
-    if not path:
-        return lambda x: x
-    if len(path) == 1 and path[0][0] == "cell":
-        i = path[0][1]
-        return lambda x: x.__closure__[i].cell_contents
-    return lambda x: follow(x, path)
-
-
 class SymbolicArray(Row):
     """Stands for an array, or for the part of it that some indices leave, while a function is traced."""
 
