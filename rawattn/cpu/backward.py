@@ -20,24 +20,7 @@ from ..variant.score import Score
 from .cost import backward_seconds, threads_for
 from .forward import batch_of, formula_of, lse_batch_of, sink_logits_of
 from .loops import cap_of, dropout_of, element_of, in_threads, load
-from .units import (
-    BEFORE,
-    BEHIND,
-    KEY,
-    KEYS,
-    NO_UNITS,
-    PAGE,
-    SMALL,
-    Array,
-    Units,
-    dense_key_units,
-    isolate,
-    join_units,
-    key_bounds,
-    key_units,
-    sequences_of,
-    spans_of,
-)
+from .units import SMALL, Array, Units, dense_key_units, isolate_keys, join_units, key_bounds, key_units, sequences_of, spans_of
 
 BACKWARD_UNITS = 32  # of a backward, where there are keys enough
 DELTA_IN_THREADS = 1 << 20  # numbers of o from which on threads that compute delta pay
@@ -111,7 +94,7 @@ def run_backward(
     element, cap = element_of(q), cap_of(mask, score)
     inputs = batch_of(do), batch_of(q), batch_of(k), batch_of(v), batch_of(o)
     statistics = lse_batch_of(lse, element), lse_batch_of(dlse, element)
-    work = _BackwardWork(*inputs, *statistics, NO_UNITS, batch_of(dq), batch_of(dk), batch_of(dv))
+    work = _BackwardWork(*inputs, *statistics, join_units([], []), batch_of(dq), batch_of(dk), batch_of(dv))
     is_dense, rows = cu_seqlens_q is None and q_lens is None and kv_lens is None, list[_Rows]()
     if is_dense:
         spots = [(i, 0, q.shape[1], 0, k.shape[1]) for i in range(len(q))]
@@ -249,10 +232,9 @@ def _compute(loops: Any, random: Array, factors: tuple[float, ...], share: tuple
         return
     number, group = lse.dtype, q.shape[2] // k.shape[2]
     for unit in table:
-        batch, rows, kv_head, alone = isolate(unit)
-        heads, first = slice(kv_head * group, (kv_head + 1) * group), int(unit[KEY])
-        q_rows, keys = (batch, rows, heads), (int(unit[PAGE]), slice(first, first + int(unit[KEYS])), slice(kv_head, kv_head + 1))
-        alone[:, [PAGE, KEY, BEFORE, BEHIND]] = 0
+        (batch, rows, kv_head), (page, rows_of_k), written, alone = isolate_keys(unit)
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        q_rows, keys = (batch, rows, heads), (page, rows_of_k, slice(kv_head, kv_head + 1))
         inputs = [
             each[at][None].astype(number, copy=False)
             for each, at in ((do, q_rows), (q, q_rows), (k, keys), (v, keys), (o, q_rows))
@@ -260,10 +242,9 @@ def _compute(loops: Any, random: Array, factors: tuple[float, ...], share: tuple
         statistics = lse[batch, heads, rows][None], dlse[batch, heads, rows][None] if dlse.size else dlse
         gradients = [np.empty(inputs[i].shape, number) for i in (1, 2, 3)]
         loops(*inputs, *statistics, alone, begin, end, random, *factors, *gradients)
+        dq[batch, written, heads] = 0
         for gradient, at, out in zip((dq, dk, dv), (q_rows, keys, keys), gradients, strict=True):
             gradient[at] = out[0]
-        dq[batch, rows.start - int(unit[BEFORE]) : rows.start, heads] = 0
-        dq[batch, rows.stop : rows.stop + int(unit[BEHIND]), heads] = 0
 
 
 def _compute_by_formula(formula: Formula, unit: _KeyUnit) -> None:

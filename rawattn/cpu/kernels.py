@@ -101,21 +101,8 @@ class Cpu:
         """Computes the operation on NumPy arrays of its shapes, ``captured`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
         spec, dropped = functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
-        run_forward(
-            q,
-            k,
-            v,
-            o,
-            lse,
-            spec.placed_mask,
-            spec.placed_score,
-            op.scale,
-            sinks,
-            *lengths,
-            dropped,
-            config=config,
-            invariant=op.invariant,
-        )
+        options = spec.placed_mask, spec.placed_score, op.scale, sinks
+        run_forward(q, k, v, o, lse, *options, *lengths, dropped, config=config, invariant=op.invariant)
 
     def __repr__(self) -> str:
         return self.name

@@ -161,6 +161,15 @@ def isolate(unit: Array) -> tuple[int, slice, int, Array]:
     return batch, slice(first, first + count), kv_head, alone[None]
 
 
+def isolate_keys(unit: Array) -> tuple[tuple[int, slice, int], tuple[int, slice], slice, Array]:
+    """Returns a unit's number in the batch, its rows and its head of k; the page and the rows of its keys; the rows of q whose
+    gradients it writes; and the unit in arrays of its own rows and keys alone."""
+    batch, rows, kv_head, alone = isolate(unit)
+    page, first, count, before, behind = (int(unit[i]) for i in (PAGE, KEY, KEYS, BEFORE, BEHIND))
+    alone[:, [PAGE, KEY, BEFORE, BEHIND]] = 0
+    return (batch, rows, kv_head), (page, slice(first, first + count)), slice(rows.start - before, rows.stop + behind), alone
+
+
 @functools.lru_cache(maxsize=32)
 def dense_key_units(mask: Pairs, heads: int, kv_heads: int, batch: int, q_len: int, kv_len: int) -> Units:
     """The units of a backward of sequences of one length, each with all keys of a head."""

@@ -306,13 +306,8 @@ class _Sizes(Formula):
             slope = slope + 2 * (1 - slope)
         ds = self.scale * p * (self.dropped(self._root(do_n @ v_n.T), batch_head, tile) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
-        return (
-            self.total(ds_n, k_n, kept),
-            self.total(ds_n.T, q_n, kept.T),
-            self.total((dropped**n).T, do_n, kept.T),
-            lse,
-            delta[:, 0],
-        )
+        dq, dk, dv = self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((dropped**n).T, do_n, kept.T)
+        return dq, dk, dv, lse, delta[:, 0]
 
     @property
     def has_cap(self) -> bool:

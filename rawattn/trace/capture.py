@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -121,10 +121,12 @@ class Note(NamedTuple):
     value: Any
 
 
+_TEXTS = {  # of a step, which leads from an object to what it has
+    "cell": "{}.__closure__[{}].cell_contents", "global": "{}.__globals__[{}]", "default": "{}.__defaults__[{}]",
+    "keyword": "{}.__kwdefaults__[{}]", "item": "{}[{}]", "type": "type({})",
+}  # fmt: skip
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    "cell": lambda x, i: x.__closure__[i].cell_contents, "global": lambda x, name: x.__globals__[name],
-    "default": lambda x, i: x.__defaults__[i], "keyword": lambda x, name: x.__kwdefaults__[name], "item": lambda x, i: x[i],
-    "attribute": getattr, "type": lambda x, _: type(x),
+    "attribute": getattr, **{step: eval(f"lambda x, at: {text.format('x', 'at')}") for step, text in _TEXTS.items()}
 }  # fmt: skip
 
 
@@ -347,20 +349,18 @@ def called(owner: Owner) -> Any:
     return owner._Owner__called()
 
 
+@collections.abc.Mapping.register
 class _Mapping(Owner):
     """An owner that patterns of match take for a mapping."""
 
     __slots__ = ()
 
 
+@collections.abc.Sequence.register
 class _Sequence(Owner):
     """An owner that patterns of match take for a sequence."""
 
     __slots__ = ()
-
-
-collections.abc.Mapping.register(_Mapping)
-collections.abc.Sequence.register(_Sequence)
 
 
 def _key(key: Any) -> Any:
@@ -563,3 +563,51 @@ def code_of(function: Any) -> types.CodeType | None:
     if not isinstance(function, types.FunctionType):
         function = type(function).__call__ if hasattr(type(function), "__call__") else None  # noqa: B004
     return getattr(function, "__code__", None)
+
+
+def reader_of(
+    notes: Sequence[Note], slots: Sequence[Slot], arrays: Sequence[int], numbers: Sequence[int]
+) -> Callable[[Any], tuple[tuple[Any, ...], ...] | None]:
+    """Writes a function that gives what a fresh function of known code has in the slots that are arrays, in those that are
+    numbers, and in all; None where something else is there, or where what was noted does not hold. Each step of a path stands
+    in it as an attribute or an index, so that a call pays for no loop over paths."""
+    lines: list[str] = []
+    known: dict[str, Any] = {}
+    for i, (path, what, value) in enumerate(notes):
+        known |= {f"value{i}": value, f"holds{i}": NOTES[what]}
+        at = _expression(path, known)
+        same = {
+            "code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}", "value": f"{at} is value{i}",
+            "truth": f"bool({at}) is value{i}", "size": f"len({at}) == value{i}",
+        }.get(what, "False")  # fmt: skip
+        lines.append(f"    if not ({same}) and not holds{i}({at}, value{i}, f): return None")
+    for i, slot in enumerate(slots):
+        lines.append(f"    x{i} = {_expression(slot.path, known)}")
+        if isinstance(slot, ArraySlot):
+            known |= {f"cls{i}": slot.cls, f"dtype{i}": slot.dtype}
+            lines.append(f"    if type(x{i}) is not cls{i} or x{i}.dtype != dtype{i} or x{i}.ndim != {slot.ndim}: return None")
+            continue
+        plain, sign = {"int": int, "float": float}[slot.kind], "<" if slot.is_negative else ">="
+        known |= {f"cls{i}": plain, f"accepts{i}": slot.accepts}
+        right = f"x{i} {sign} 0" if slot.kind == "int" else "True"
+        lines.append(f"    if not (type(x{i}) is cls{i} and {right}):")
+        lines.append(f"        if not accepts{i}(x{i}): return None")
+        lines.append(f"        x{i} = cls{i}(x{i})")
+    results = (f"({''.join(f'x{i}, ' for i in each)})" for each in (arrays, numbers, range(len(slots))))
+    exec("\n".join(["def find(f):", *lines, f"    return {', '.join(results)}"]), known)
+    find: Callable[[Any], tuple[tuple[Any, ...], ...] | None] = known["find"]
+    return find
+
+
+def _expression(path: Path, known: dict[str, Any]) -> str:
+    text = "f"
+    for step, at in path:
+        if step == "attribute":
+            text = f"{text}.{at}" if at.isidentifier() else f"getattr({text}, {at!r})"
+        elif step == "item" and type(at) not in (int, str):  # whose repr may be no text of Python
+            name = f"key{len(known)}"
+            known[name] = at
+            text = f"{text}[{name}]"
+        else:
+            text = _TEXTS[step].format(text, repr(at))
+    return text

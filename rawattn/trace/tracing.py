@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError, RawattnError
-from . import binding
 from .arithmetic import as_type
 from .canonical import Code, canonical, number_keys, renumbered, slots_of
-from .capture import Capture, Note, Owner, Slot, called, code_of
+from .capture import Capture, Note, Owner, Slot, called, code_of, reader_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
@@ -78,7 +77,7 @@ class Traced:
 
     @functools.cached_property
     def _find(self) -> Callable[[Any], Any]:
-        return binding.written(self.notes, self.slots, self.arrays, self.numbers)
+        return reader_of(self.notes, self.slots, self.arrays, self.numbers)
 
     @functools.cached_property
     def text(self) -> str:
