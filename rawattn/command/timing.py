@@ -87,9 +87,19 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: i
 class Clock(Protocol):
     """What times a load: ``Gpu``, or another that can do what it can."""
 
-    def load(self, call: Call) -> Load: ...
+    def load(self, call: Call) -> Load:
+        """A call, warmed up, with an estimate of what it costs."""
+        with call.context():
+            call.run()
+            load = Load(call.run, call.context, 1e9, 0.0)
+            us = float(np.median(self.burst(load, 0.0)))
+        return dataclasses.replace(load, us=us, host_us=us)
+
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...
-    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]: ...
+
+    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
+        """Microseconds of runs under load, as of a burst where nothing warms up."""
+        return self.burst(load, seconds, warm_up)
 
 
 class Gpu:
@@ -181,15 +191,8 @@ class Gpu:
         return int(cuda.max_memory_allocated() - before)
 
 
-class CupyGpu:
+class CupyGpu(Clock):
     """The current CUDA device, by CuPy's events, where there is no torch. Launch costs are in the times of short calls."""
-
-    def load(self, call: Call) -> Load:
-        """A call, warmed up."""
-        with call.context():
-            call.run()
-            load = Load(call.run, call.context, 1e9, 0.0)
-            return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of each of as many calls as fill the seconds, three at least, after a rest."""
@@ -199,19 +202,9 @@ class CupyGpu:
         calls = int(np.clip(seconds * 1e6 / load.us, 3, MOST_ISSUES))
         return [float(seconds) * 1e6 for seconds in benchmark(load.issue, n_repeat=calls, n_warmup=1).gpu_times[0]]
 
-    sustain = burst
 
-
-class Host:
+class Host(Clock):
     """The clock of this machine, for calls that are done when they return."""
-
-    def load(self, call: Call) -> Load:
-        """A call, warmed up."""
-        with call.context():
-            call.run()
-            load = Load(call.run, call.context, 1e9, 0.0)
-            us = float(np.median(self.burst(load, 0.0)))
-        return dataclasses.replace(load, us=us, host_us=us)
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of as many calls as fill the seconds, one at least."""
@@ -223,5 +216,3 @@ class Host:
             load.issue()
             samples.append((time.perf_counter() - begin) * 1e6)
         return samples
-
-    sustain = burst

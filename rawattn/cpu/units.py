@@ -75,7 +75,6 @@ class Units(NamedTuple):
 
 
 CHUNKS_PER_THREAD = 8  # of units, which one call of the loops computes
-NO_UNITS = Units(np.zeros((0, 1), np.int64), *[np.zeros(0, np.int64)] * 3)
 
 
 def _flat(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int]:
@@ -104,7 +103,7 @@ def join_units(each: list[Units], places: list[tuple[int, int, int, int, int]]) 
     """The units of several sequences, given for each its number in the batch and first row of q, the place of its first page and
     first row of k, and its number among all."""
     if not each:
-        return NO_UNITS
+        return Units(np.zeros((0, 1), np.int64), *[np.zeros(0, np.int64)] * 3)
     counts = [len(units.table) for units in each]
     first_bounds = np.cumsum([0, *[len(units.begin) for units in each[:-1]]])
     table = np.concatenate([units.table for units in each])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,10 +41,6 @@ class PyramidAddress(NamedTuple):
     number: int
 
 
-class _Shaped(NamedTuple):
-    shape: tuple[int, ...]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostValue:
     """What the host makes of captured numbers; ``dtype`` is that of floats."""
@@ -64,7 +61,9 @@ class Number(HostValue):
         if (exact := _exact(self.of, shapes, numbers)) is not None:
             return exact
         with np.errstate(all="ignore"):
-            value = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
+            value = evaluate(
+                self.of, {}, [types.SimpleNamespace(shape=shape) for shape in shapes], numbers, dtype=self.dtype
+            ).item()
         return int(value) if isinstance(value, bool) else value
 
 
