@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,11 +30,12 @@ from ..operation.spec import Spec
 from ..runtime import explain
 from ..runtime.select import select
 from ..variant.element import BF16, FP32, Element
+from . import timing
 
 GPU_SHAPE, CPU_SHAPE = (2, 4096, 16, 128), (1, 2048, 8, 64)  # batch, length, heads, head_dim
 ROWS = 16  # queries of each batch and head that are compared with the reference
 MARGIN = 4  # a result may err this often as much as the plain formula that rounds logits and probabilities as a kernel does
-WARM_UP, ROUNDS = 5, 25
+TURNS = timing.TimingProtocol("burst", 25, 0.0, 0.0)
 WRONG = "the result is wrong; run `python -m rawattn clear` and try again, and if it stays, report it with what `doctor` prints"
 
 Array = npt.NDArray[Any]
@@ -102,7 +102,7 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
     if torch is not None:
         calls["torch SDPA"] = _sdpa(torch, [_to("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
     with console.status("timing"):
-        seconds = _medians(calls, on_gpu)
+        seconds = _medians(calls, on_gpu, torch)
     _report(console, seconds, _operation(shape, element).flops)
     return right
 
@@ -178,32 +178,11 @@ def _sdpa(torch: Any, inputs: Sequence[Any]) -> Callable[[], Any]:
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _medians(calls: Calls, on_gpu: bool) -> dict[str, float]:
+def _medians(calls: Calls, on_gpu: bool, torch: Any) -> dict[str, float]:
     """Median seconds of each call, the calls taking turns; on a GPU by its own clock."""
-    mark, elapsed = _gpu_clock() if on_gpu else (time.perf_counter, lambda begin, end: end - begin)
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for _ in range(WARM_UP + ROUNDS):
-        for name, call in calls.items():
-            begin = mark()
-            call()
-            marks[name].append((begin, mark()))
-    return {name: statistics.median(elapsed(*pair) for pair in pairs[WARM_UP:]) for name, pairs in marks.items()}
-
-
-def _gpu_clock() -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Records an event on the current stream; gives the seconds between two."""
-    cuda = importlib.import_module("cupy").cuda
-
-    def mark() -> Any:
-        event = cuda.Event()
-        event.record()
-        return event
-
-    def elapsed(begin: Any, end: Any) -> float:
-        end.synchronize()
-        return cuda.get_elapsed_time(begin, end) / 1e3
-
-    return mark, elapsed
+    clock: timing.Clock = timing.Host() if not on_gpu else timing.CupyGpu() if torch is None else timing.Gpu()
+    loads = {name: clock.load(timing.Call(call)) for name, call in calls.items()}
+    return {name: timing.median_of_rounds(us) / 1e6 for name, us in timing.race(clock, loads, TURNS).items()}
 
 
 def _report(console: Console, seconds: dict[str, float], flops: int) -> None:
@@ -211,4 +190,4 @@ def _report(console: Console, seconds: dict[str, float], flops: int) -> None:
     for name, median in seconds.items():
         ratio = f", {torch / median:.2f} of torch's speed" if torch and name != "torch SDPA" else ""
         console.print(f"time     {median * 1e3:.3f} ms, {flops / median * 1e-12:.3g} TFLOP/s{ratio}  ({name})")
-    console.print(f"  medians of {ROUNDS}, in turns{'' if torch else '; torch is not here to compare with'}")
+    console.print(f"  medians of {TURNS.rounds}, in turns{'' if torch else '; torch is not here to compare with'}")
