@@ -227,3 +227,8 @@ def extreme(op: str, a: Any, b: Any) -> Expr:
 
 minimum: Callable[[Any, Any], Expr] = functools.partial(extreme, "min")
 maximum: Callable[[Any, Any], Expr] = functools.partial(extreme, "max")
+CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
+    "add": add, "sub": sub, "mul": mul, "div": div, "neg": negative, "imul": mul, "min": minimum, "max": maximum, "abs": absolute,
+    "floor": floor, "saturate": tame,
+    **{op: functools.partial(integers, op) for op in ("floordiv", "mod", "shl", "shr", "band", "bor", "bxor")},
+}  # fmt: skip

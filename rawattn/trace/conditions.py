@@ -8,27 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ProblemError
-from .arithmetic import (
-    absolute,
-    add,
-    as_type,
-    combine,
-    div,
-    floor,
-    folded,
-    from_linear,
-    has_float,
-    integers,
-    linear,
-    maximum,
-    minimum,
-    mul,
-    negative,
-    ordered,
-    sub,
-    tame,
-    wider,
-)
+from .arithmetic import CONSTRUCTORS, as_type, combine, extreme, folded, from_linear, has_float, integers, linear, ordered, wider
 from .expressions import INSIDE, KV, KV_LEN, OFFSET, Q_LEN, Expr, Q, const, make, wrap
 
 
@@ -127,7 +107,7 @@ def where(condition: Any, a: Any, b: Any) -> Expr:
     if kind == "bool":
         return _choice(c, a, b)
     if c.op == "le" and len({a, b, *c.args}) == 2 and kind != "float":
-        return minimum(a, b) if c.args[0] is a else maximum(a, b)
+        return extreme("min" if c.args[0] is a else "max", a, b)
     return make("where", kind, (c, a, b))
 
 
@@ -142,11 +122,9 @@ def _choice(c: Expr, a: Expr, b: Expr) -> Expr:
 
 
 _CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
-    "add": add, "sub": sub, "mul": mul, "div": div, "neg": negative, "imul": mul, "min": minimum, "max": maximum, "abs": absolute,
-    "where": where, "not": invert, "floor": floor, "saturate": tame,
+    **CONSTRUCTORS, "where": where, "not": invert,
     **{op: functools.partial(compare, op) for op in ("lt", "le", "eq")},
     **{op: functools.partial(logical, op) for op in ("and", "or", "xor")},
-    **{op: functools.partial(integers, op) for op in ("floordiv", "mod", "shl", "shr", "band", "bor", "bxor")},
 }  # fmt: skip
 
 
