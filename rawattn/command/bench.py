@@ -141,7 +141,7 @@ def ours(op: Forward, arrays: dict[str, Any], library: str) -> dict[str, Call]:
     spec, (q, k, v) = op.spec, (arrays[name] for name in "qkv")
     options: dict[str, Any] = {"mask": spec.mask, "score": spec.score, "scale": spec.scale, "sinks": arrays.get("sinks")}
     if library == "torch":
-        return differentiated(lambda q, k, v: api.attention(q, k, v, **options), q, k, v, arrays["do"])
+        return differentiate(lambda q, k, v: api.attention(q, k, v, **options), q, k, v, arrays["do"])
     o, lse = api.attention(q, k, v, return_lse=True, **options)
     return {
         "forward": Call(lambda: api.attention(q, k, v, **options)),
@@ -170,7 +170,7 @@ def sdpa(op: Forward, arrays: dict[str, Any], name: str) -> dict[str, Call]:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more).transpose(1, 2)
 
     with attention.sdpa_kernel(backend):
-        calls = differentiated(attend, arrays["q"], arrays["k"], arrays["v"], arrays["do"])
+        calls = differentiate(attend, arrays["q"], arrays["k"], arrays["v"], arrays["do"])
     return {name: dataclasses.replace(call, context=lambda: attention.sdpa_kernel(backend)) for name, call in calls.items()}
 
 
@@ -181,7 +181,7 @@ def band(torch: Any, op: Forward, device: Any) -> Any:
     return (begin <= keys) & (keys < end)
 
 
-def differentiated(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -> dict[str, Call]:
+def differentiate(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -> dict[str, Call]:
     """The forward, without gradients, and the backward alone, as torch's autograd calls it."""
     torch = importlib.import_module("torch")
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -224,7 +224,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def here() -> tuple[Device, str]:
     """The device that is measured, and the library of the arrays on it."""
     lack, _ = demo.missing_gpu()
-    torch = demo.imported("torch")
+    torch = demo.import_if_there("torch")
     if lack is None:
         return context.device(0), "torch" if torch is not None and torch.cuda.is_available() else "cupy"
     return this_cpu(), "numpy" if torch is None else "torch"

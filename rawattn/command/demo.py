@@ -47,7 +47,7 @@ def run(console: Console) -> int:
     console.print(f"rawattn  {package.__version__}")
     lack, fault = missing_gpu()
     with console.status("importing torch"):
-        torch = imported("torch")
+        torch = import_if_there("torch")
     if lack is None:
         gpu, (major, minor) = context.device(0), context.version()
         console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
@@ -67,7 +67,7 @@ def missing_gpu() -> tuple[str | None, bool]:
         select(_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
-    if imported("cupy") is None:
+    if import_if_there("cupy") is None:
         return f"{gpu.name} needs CuPy and NVRTC; {INSTALL_EITHER}", True
     return None, False
 
@@ -140,7 +140,7 @@ def _error(result: Array, exact: Array) -> float:
     return float((np.abs(result - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
 
 
-def imported(name: str) -> Any:
+def import_if_there(name: str) -> Any:
     """The module, or None."""
     try:
         return importlib.import_module(name)

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 def run(console: Console) -> int:
     """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
     with console.status("looking"):
-        findings = [_beside_tested(finding) for finding in examine()]
+        findings = [_compare_with_tested(finding) for finding in examine()]
     for subject, state, fix, broken in findings:
         mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
         console.print(f"{mark:<5}", style=style, end="")
@@ -64,7 +64,7 @@ def examine() -> Iterator[Finding]:
     yield _cache()
 
 
-def _beside_tested(finding: Finding) -> Finding:
+def _compare_with_tested(finding: Finding) -> Finding:
     """Adds the newest version that was tested, and makes a note of one that is newer."""
     newest = TESTED.get(finding.subject)
     if newest is None or finding.fix or not finding.found[:1].isdigit():

@@ -19,7 +19,7 @@ from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 from .cost import PRODUCTS_PER_SECOND, threads_for
-from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences, undefined
+from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences, undefined_reason
 from .units import key_bounds
 
 Array = npt.NDArray[Any]
@@ -140,7 +140,7 @@ def _refusal(op: AttentionKVCache) -> str | None:
         return f"head_dim is {op.widest}; it takes up to 1024"
     if op.score.logit is None:
         return f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none"
-    if (reason := undefined(op.mask)) is not None:
+    if (reason := undefined_reason(op.mask)) is not None:
         return reason
     return None
 

@@ -34,7 +34,7 @@ class CpuConfig:
     threads: int = 1
 
 
-def undefined(mask: Pairs) -> str | None:
+def undefined_reason(mask: Pairs) -> str | None:
     """The reason why nothing is computed by a mask of several runs of keys that does not say which; None for others."""
     if not mask.lists or mask.keep is not None:
         return None
@@ -200,7 +200,7 @@ def formula_of(element: Element, mask: Pairs, score: Score, scale: float, droppe
     return Formula(np, {}, np.dtype(element.lse_dtype), lambda x: x, mask, score, scale, dropped)
 
 
-def _gathered(sequence: Sequence, x: Array, kv_head: int) -> Array:
+def _gather(sequence: Sequence, x: Array, kv_head: int) -> Array:
     """A head's keys or values of a sequence in order, (kv_len, 1, columns); those that no query keeps are zeros if they are
     several pages."""
     if sequence.kv_len <= x.shape[1] and x.shape[0] == 1:
@@ -217,7 +217,7 @@ def _compute_by_formula(element: Element, scale: float, dropped: Dropped | None,
     formula = formula_of(element, sequence.mask, sequence.score, scale, dropped)
     group = len(sinks) // sequence.k.shape[2]
     heads, rows = slice(kv_head * group, (kv_head + 1) * group), np.arange(queries.start, queries.stop)
-    q, k, v = sequence.q[:, heads], *(_gathered(sequence, x, kv_head) for x in (sequence.k, sequence.v))
+    q, k, v = sequence.q[:, heads], *(_gather(sequence, x, kv_head) for x in (sequence.k, sequence.v))
     lse = np.repeat(sinks[heads, None], len(sequence.q), axis=1)
     o, origin = sequence.o[:, heads], (sequence.batch, heads.start)
     o[queries] = 0

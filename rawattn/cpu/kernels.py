@@ -13,7 +13,7 @@ from ..reference.formula import Dropped
 from ..variant.mask import kept_pairs
 from .backward import run_backward
 from .cost import PRODUCTS_PER_SECOND, SECONDS_PER_NUMBER, SECONDS_PER_THREAD, SECONDS_PER_UNIT, backward_seconds, threads_for
-from .forward import CpuConfig, run_forward, undefined
+from .forward import CpuConfig, run_forward, undefined_reason
 from .units import Array
 
 
@@ -44,7 +44,7 @@ class Cpu:
             reasons.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if op.constant_time:
             reasons.append("a CPU takes longer for some numbers, such as subnormal ones; constant_time is for GPUs")
-        if (reason := undefined(op.mask)) is not None:
+        if (reason := undefined_reason(op.mask)) is not None:
             reasons.append(reason)
         return reasons
 

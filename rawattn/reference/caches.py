@@ -110,13 +110,13 @@ def append(
                 raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
                 continue
-            row_k = None if new_k is None else _rotated(new_k[at], rotary, position)
+            row_k = None if new_k is None else _rotate(new_k[at], rotary, position)
             if q_out is not None and new_q is not None:
-                q_out[at] = _rotated(new_q[at], rotary, position)
+                q_out[at] = _rotate(new_q[at], rotary, position)
         owner = at[0] if len(at) == 2 else owners[at[0]]
         for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:
-                _row(pool, cache.layout, page, row)[...] = _stored(cache, name, x, owner, element)
+                _row(pool, cache.layout, page, row)[...] = _store(cache, name, x, owner, element)
     if cache.v_in_k:
         first_column = (cache.arrays["v"].pointer - cache.arrays["k"].pointer) // cache.element.itemsize
         pools[1] = pools[0][..., first_column : first_column + cache.head_dim_v]
@@ -193,7 +193,7 @@ def _scale(cache: KVCache, name: str, i: int) -> Any:
     return np.broadcast_to(scales[i if len(scales) > 1 else 0], (cache.kv_heads,))[:, None]
 
 
-def _stored(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
+def _store(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
     """Returns what a cache holds for a row of k or v, (kv_heads, columns), which came in this format."""
     if cache.element == element:
         return x
@@ -210,7 +210,7 @@ def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     return result if step.kv_begin is None else FromKey(result, int(to_numpy(step.kv_begin)[i]))
 
 
-def _rotated(x: Any, rotary: Rotary, position: int) -> Any:
+def _rotate(x: Any, rotary: Rotary, position: int) -> Any:
     """The rows x (heads, head_dim) at a position."""
     cos, sin = to_numpy(rotary.cos)[position], to_numpy(rotary.sin)[position]
     dim = 2 * len(cos)

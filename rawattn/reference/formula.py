@@ -115,10 +115,10 @@ def attention_backward(
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    return x.astype(dtype) if isinstance(x, np.ndarray) or not hasattr(x, "detach") else _detached(x).to(dtype)
+    return x.astype(dtype) if isinstance(x, np.ndarray) or not hasattr(x, "detach") else _detach(x).to(dtype)
 
 
-def _detached(x: Any) -> Any:
+def _detach(x: Any) -> Any:
     """A torch tensor to which autograd does not follow. Raises ProblemError where it would have to."""
     if requires_grad(x):
         raise ProblemError(
@@ -131,7 +131,7 @@ def _detached(x: Any) -> Any:
 def to_numpy(x: Any) -> npt.NDArray[Any]:
     """The array as a NumPy one, floats as float64."""
     if hasattr(x, "detach"):
-        x = _detached(x).cpu()
+        x = _detach(x).cpu()
         return (x.double() if x.is_floating_point() else x).numpy()
     x = x.get() if hasattr(x, "get") else np.asarray(x)
     return x if x.dtype.kind in "iu" else x.astype(np.float64)
@@ -147,7 +147,7 @@ def make_formula(
     factor = make_scale(scale)
     q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
     options, captured = functions.taken({"mask": mask, "score": score})
-    held = [_detached(x) if hasattr(x, "detach") else x for x in captured]
+    held = [_detach(x) if hasattr(x, "detach") else x for x in captured]
     by_name = dict(zip(functions.names(options), held, strict=True))
     if functions.among(options):
         arrays = {"q": q, "k": k, "cu_seqlens_q": starts[0]}

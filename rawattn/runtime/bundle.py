@@ -142,7 +142,7 @@ def _write(path: pathlib.Path, manifest: str, binaries: dict[str, Binary]) -> No
     import zipfile
 
     temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
-    content = {MANIFEST: manifest.encode()} | {name: compiler.packed(binary) for name, binary in binaries.items()}
+    content = {MANIFEST: manifest.encode()} | {name: compiler.pack(binary) for name, binary in binaries.items()}
     try:
         with zipfile.ZipFile(temporary, "x") as archive:
             for name, data in content.items():
@@ -169,7 +169,7 @@ def _read(data: bytes) -> list[Binary]:
         if sorted(names) != sorted([MANIFEST, *facts["kernels"]]):
             other = sorted({*names} ^ {MANIFEST, *facts["kernels"]}) or "a member twice"
             raise ProblemError(f"is not as it was made: its list of kernels and what it holds differ by {other}")
-        found = {name: compiler.unpacked(archive.read(name), _key(name), "bundle") for name in facts["kernels"]}
+        found = {name: compiler.unpack(archive.read(name), _key(name), "bundle") for name in facts["kernels"]}
     broken = [name for name, binary in found.items() if binary is None]
     if broken:
         raise ProblemError(f"is damaged: {broken[0]} is not what was written")

@@ -190,7 +190,7 @@ def library(text: str, folder: pathlib.Path) -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(kind: tuple[Any, ...], fields: Fields, entries: str, number: str) -> ctypes.CDLL:
+def _compile(kind: tuple[Any, ...], fields: Fields, entries: str, number: str) -> ctypes.CDLL:
     """The type of an option. Its constants are variables, so that one library serves all values."""
     name, sources, constants = kind
     includes = "".join(f'#include "{source}"\n' for source in sources)
@@ -211,7 +211,7 @@ class OnHost:
     ) -> None:  # fmt: skip
         fields = (*((Field("scale", "Number"),) if scale is not None else ()), *option.fields)
         kind = option.cuda_type, option.sources, tuple(option.constants)
-        self.library = _compiled(kind, fields, entries, {"fp32": "float", "fp64": "double"}[number])
+        self.library = _compile(kind, fields, entries, {"fp32": "float", "fp64": "double"}[number])
         for name, value in {**dict(zip(("tile_q", "tile_kv"), tiles, strict=True)), **option.constants}.items():
             ctypes.c_int.in_dll(self.library, name).value = value
         values = {"scale": scale, **option.values}
@@ -232,7 +232,7 @@ class OnHost:
         return kept
 
 
-def _visited(ends: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
+def _check_visits(ends: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
     """The tiles that ``ends`` visits, after it is compared with what it must be."""
     begin, full_begin, full_end, end = ends
     tile = np.arange(len(needed))
@@ -260,7 +260,7 @@ def check_mask(
     def of_rows(first: int, count: int) -> tuple[int, int]:
         last = min(first + count, q_len)
         by_tile = kept[first:last].reshape(last - first, tiles, tile_kv)
-        return _visited(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
+        return _check_visits(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
 
     for first in range(0, q_len, tile_q):
         block = of_rows(first, tile_q)
@@ -275,7 +275,7 @@ def check_mask(
             pairs[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
             needed = np.logical_or.reduceat(pairs.any(1), starts) if q_tiles else np.zeros(0, bool)
             full = np.logical_and.reduceat(pairs.all(1), starts) if q_tiles else needed
-            _visited(asked.tiles("q_tiles", first, last), needed, full, exact)
+            _check_visits(asked.tiles("q_tiles", first, last), needed, full, exact)
 
 
 def check_inverse(mask: Any, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets = None, head: int = 0) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ProblemError
 from .arithmetic import COMMUTATIVE, RANK
 from .capture import ELEMENTS
-from .conditions import parts, rebuilt
+from .conditions import parts, rebuild
 from .expressions import Expr, children, make, nodes
 from .formulas import FORMULAS
 
@@ -30,12 +30,12 @@ class Code(str):
     @property
     def role(self) -> str:
         """Returns "mask" or "score"."""
-        return _parsed(self)[0]
+        return _parse(self)[0]
 
     @property
     def root(self) -> Expr:
         """The expression."""
-        return _parsed(self)[1]
+        return _parse(self)[1]
 
     @property
     def arrays(self) -> tuple[tuple[str, int], ...]:
@@ -83,7 +83,7 @@ def numbers_of(keys: Sequence[int | str]) -> tuple[int | float, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(code: str) -> tuple[str, Expr]:
+def _parse(code: str) -> tuple[str, Expr]:
     """Role and expression. Raises ProblemError for what is no code: it may come from a file, and becomes a kernel."""
     try:
         role, *rows = json.loads(code)
@@ -117,7 +117,7 @@ def slots_of(root: Expr) -> set[int]:
     return {x.args[0] for x in nodes(root) if x.op in INPUTS}
 
 
-def renumbered(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
+def renumber(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
     """The expression with other numbers for arrays and for numbers."""
     done: dict[Expr, Expr] = {}
     for node in nodes(root):
@@ -125,7 +125,7 @@ def renumbered(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]
             number = (numbers if node.op == "param" else arrays)[node.args[0]]
             done[node] = make(node.op, node.type, (number, *(done[a] if isinstance(a, Expr) else a for a in node.args[1:])))
         else:
-            done[node] = rebuilt(node, done)
+            done[node] = rebuild(node, done)
     return done[root]
 
 
@@ -150,7 +150,7 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
     visit(root)
     arrays, numbers = ([slot for what, slot in slots if what == wanted] for wanted in ("array", "param"))
     places = [{slot: i for i, slot in enumerate(each)} for each in (arrays, numbers)]
-    return encoded(role, renumbered(root, *places)), arrays, numbers
+    return encoded(role, renumber(root, *places)), arrays, numbers
 
 
 def _shape(x: Expr, shapes: Mapping[Expr, str]) -> str:

@@ -344,7 +344,7 @@ class Owner:
         raise ProblemError(f"{self.__label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
 
 
-def called(owner: Owner) -> Any:
+def callee_of(owner: Owner) -> Any:
     """Returns what a call of it calls."""
     return owner._Owner__called()
 

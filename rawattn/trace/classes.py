@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from .canonical import Code
-from .conditions import compare, logical, parts, rebuilt
+from .conditions import compare, logical, parts, rebuild
 from .expressions import Expr, Q, children, make, nodes
-from .pyramid import Pyramid, loaded
+from .pyramid import Pyramid, range_of_load
 from .ranges import Range, bounds, exactly
 
 EMPTY, CUT, FULL = 0, 1, 2
 
 
 @functools.lru_cache(maxsize=256)
-def strengthened(code: Code) -> Expr:
+def strengthen(code: Code) -> Expr:
     """The same condition, to be bounded, with what follows from two of its comparisons together. From a == b and one of a follows
     that of b: a group of -1 that is excluded on one side alone is so on both. From a <= b and b <= c follows a <= c."""
     done: dict[Expr, Expr] = {}
     for node in nodes(code.root):
-        done[node] = rebuilt(node, done) if node.op in ("and", "or", "not") else node
+        done[node] = rebuild(node, done) if node.op in ("and", "or", "not") else node
         if node.op == "and":
             for condition in _following(parts("and", node)):
                 done[node] = logical("and", done[node], condition)
@@ -76,9 +76,9 @@ def classify(
                 return exactly(np.float32(numbers[x.args[0]]) if x.type == "float" else numbers[x.args[0]], x.type)
             case "dim":
                 return exactly(arrays[x.args[0]].shape[x.args[1]], "int")
-        return loaded(arrays[x.args[0]], x.type, operands, functools.partial(pyramid, x.args[0]))
+        return range_of_load(arrays[x.args[0]], x.type, operands, functools.partial(pyramid, x.args[0]))
 
-    root = strengthened(code)
+    root = strengthen(code)
     truth = bounds(root, leaf)[root]
     lo, hi = np.broadcast_arrays(truth.lo, truth.hi, *q, *kv)[:2]
     return np.where(hi == 0, EMPTY, np.where(lo == 1, FULL, CUT)).astype(np.int8)

@@ -70,11 +70,11 @@ def _place(text: str) -> str:
     return text.removeprefix("function::read(").removesuffix(")")
 
 
-def _declared(lines: Sequence[tuple[str, str, str]]) -> str:
+def _declare(lines: Sequence[tuple[str, str, str]]) -> str:
     return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in lines)
 
 
-def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def _lines_needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The lines that some texts are made of, in order."""
     wanted = {word for text in texts for word in re.findall(r"\w+", text)}
     lines_needed: list[tuple[str, str, str]] = []
@@ -268,7 +268,7 @@ class Writer:
             return ""
         lines, words = self.lines["element"], [f"w{i}" for i in range(len(self.neighbours))]
         places = [_place(text) for text in self.neighbours]
-        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _needed(places, lines))
+        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _lines_needed(places, lines))
         loads = "".join(
             f"\n        const auto {word} = function::read_two({place});" for word, place in zip(words, places, strict=True)
         )
@@ -294,7 +294,7 @@ class Writer:
         text = next(iter(self.pairwise))
         place = _place(text)
         known = "".join(
-            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _needed([place], self.lines["element"])
+            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _lines_needed([place], self.lines["element"])
         )
         return _AHEAD.format(known=known, place=place, body=self.body().replace(text, "function::get<n>(two)"), result=result)
 
@@ -337,11 +337,11 @@ class Writer:
         return assignments
 
     def body(self) -> str:
-        return _declared(self.lines["element"])
+        return _declare(self.lines["element"])
 
     def whole_body(self) -> str:
         """The lines of a row and of an element, in one scope, with the variables of an element's place that they use."""
         lines = [*self.lines["row"], *self.lines["element"]]
         words = {word for _, _, text in lines for word in re.findall(r"\w+", text.replace("function::inside", ""))}
         used = [name for name in ("offset", "inside") if name in words]
-        return "".join(f"\n        constexpr i32 {name} = 0;" for name in used) + _declared(lines)
+        return "".join(f"\n        constexpr i32 {name} = 0;" for name in used) + _declare(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from .canonical import Code
-from .classes import strengthened
+from .classes import strengthen
 from .cuda_lines import CTYPES, Writer
 from .expressions import Expr, nodes
 from .fields import PyramidAddress
@@ -17,7 +17,7 @@ NAMES = {"and": "both", "or": "either", "not": "opposite", "xor": "differ", "whe
 def pyramids_of(code: Code) -> tuple[int, ...]:
     """Over how many of its last axes each captured array of a mask has a pyramid."""
     axes_of = [0] * len(code.arrays)
-    for x in nodes(strengthened(code)) if code.role == "mask" else ():
+    for x in nodes(strengthen(code)) if code.role == "mask" else ():
         if x.op == "load":
             wide = [axis for axis, index in enumerate(x.args[2:]) if index.deps & {"q", "kv"}]
             axes = len(x.args) - 2 - wide[0] if wide else 0

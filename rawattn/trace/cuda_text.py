@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .arithmetic import add, mul
 from .canonical import Code
-from .classes import by_blocks, strengthened
+from .classes import by_blocks, strengthen
 from .columns import column_bytes, columns, of_queries
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
@@ -21,7 +21,7 @@ from .diagonals import diagonal
 from .expressions import Expr, nodes
 from .fields import FieldContent
 from .gradients import by_elements, slope
-from .placement import LESS, Lowering, positioned
+from .placement import LESS, Lowering, position
 
 
 class Written(NamedTuple):
@@ -216,7 +216,7 @@ def _include(*paths: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def written(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
+def write(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
     """The struct of a mask or a score. ``checked``: number of an element among the code's nodes, and axis, of each index that is
     brought into its array. ``q_below``: whether q may be below 0."""
     order = nodes(code.root)
@@ -236,10 +236,10 @@ def _inside(lines: Sequence[tuple[str, str, str]]) -> str:
 
 def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     w = Writer(code, "float", q_below=q_below)
-    result = w.add(*positioned(code.root, checked))
+    result = w.add(*position(code.root, checked))
     element, pyramids = w.lines["element"], pyramids_of(code)
     ranges = RangeWriter(w, dict(enumerate(pyramids)))
-    root = ranges.add(strengthened(code))
+    root = ranges.add(strengthen(code))
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
     column, with_column, column_bytes = _columns(code.root, checked, w)
@@ -267,7 +267,7 @@ def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
 def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str, int]:
     """The struct of a mask's columns, the members of a row that make and use them, and the struct's bytes; nothing where there
     are none, or where what is left of an element is not cheap."""
-    placed, moved = positioned(root, checked)
+    placed, moved = position(root, checked)
     values_of_keys = columns(placed, whole.place)
     if not values_of_keys:
         return "", "", 0
@@ -290,7 +290,7 @@ def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple
 def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
     """The structs of what a mask makes of a query alone and of a key alone, and its members that make and use them; nothing
     where neither takes more than a few instructions, or what is left of a pair is not cheap."""
-    placed, moved = positioned(root, checked)
+    placed, moved = position(root, checked)
     queries, keys = of_queries(placed, whole.place), columns(placed, whole.place)
     if not queries and not keys:
         return "", ""
@@ -313,11 +313,11 @@ def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tupl
 def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     value = Writer(code, "Number", q_below=q_below)
     lowering = Lowering(value.place)
-    root, moved = positioned(code.root, checked)
+    root, moved = position(code.root, checked)
     logit = lowering(root, moved)
     result = value.add(*logit)
     derivative = Writer(code, "Number", "d", value.fields, q_below)
-    slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
+    slope_result = derivative.add(*lowering(*position(slope(code.root), checked)))
     exponents = Writer(code, "Number", "e", value.fields, q_below)
     power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
     exponent = exponents.add(*power)
@@ -366,11 +366,11 @@ def gradient(code: Code, checked: tuple[tuple[int, int], ...], node: int) -> Wri
     order = nodes(code.root)
     inside = {(order[i], axis) for i, axis in checked}
     derivative = next(each.derivative for each in by_elements(code) if each.node == node)
-    value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in written(code, checked).fields})
+    value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in write(code, checked).fields})
     lowering = Lowering(value.place)
-    result = value.add(*lowering(*positioned(derivative, inside)))
+    result = value.add(*lowering(*position(derivative, inside)))
     writer = Writer(code, "Number", prefix="e", fields=value.fields)
-    element = writer.number_of(*Lowering(writer.place)(*positioned(order[node], inside)))
+    element = writer.number_of(*Lowering(writer.place)(*position(order[node], inside)))
     head = _HEAD.format(
         role="score, by an element that it reads,", code=code, name="FunctionGradient", includes=_include(*_INCLUDES),
         head_members="".join(w.members("head") for w in (value, writer)), head="".join(w.assign("head") for w in (value, writer)),

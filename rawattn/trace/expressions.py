@@ -115,14 +115,14 @@ class Expr:
     def __index__(self) -> int:
         if self.type == "float":
             raise ProblemError("a float stands where Python needs an int, as range() and the index of a list need it.")
-        return int(_specialised(self, "an int, as range() and the index of a list need it; capture an array in place of a list"))
+        return int(_specialise(self, "an int, as range() and the index of a list need it; capture an array in place of a list"))
 
     def __int__(self) -> int:
-        return int(_specialised(self, "a Python int; write x.int() for one of each pair"))
+        return int(_specialise(self, "a Python int; write x.int() for one of each pair"))
 
     def __float__(self) -> float:
         return float(
-            _specialised(self, "a Python float, as functions of math need it; write np.exp(x) or torch.exp(x), not math.exp(x)")
+            _specialise(self, "a Python float, as functions of math need it; write np.exp(x) or torch.exp(x), not math.exp(x)")
         )
 
     def __getitem__(self, index: Any) -> NoReturn:
@@ -255,7 +255,7 @@ class Expr:
         return call(ufunc.__name__, args, kwargs)
 
 
-def _specialised(x: Expr, need: str) -> Any:
+def _specialise(x: Expr, need: str) -> Any:
     if x.op == "const":
         return x.args[0]
     if x.deps:
@@ -329,10 +329,10 @@ def wrap(x: Any) -> Expr:
     if getattr(x, "shape", None) == () and hasattr(x, "item") and "cuda" not in str(getattr(x, "device", "")):
         return const(x.item())  # made inside of the function, as torch.tensor(0.5) is
     mend = "index the array, as in bias[h, q]" if hasattr(x, "shape") else "give an int or a float"
-    raise ProblemError(f"{_described(x)} stands where a number is needed; {mend}.")
+    raise ProblemError(f"{_describe(x)} stands where a number is needed; {mend}.")
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"a {x.__class__.__name__}" if x is not None else "None, as a function without return gives it,"
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from .arithmetic import add, as_type, div, from_linear, linear, mul, negative, sub, unary
-from .conditions import rebuilt
+from .conditions import rebuild
 from .expressions import FIRST, INSIDE, KV, OFFSET, Expr, S, children, const, is_const, make, nodes, var
 
 PLACES = ("const", "host", "head", "row", "element")
@@ -36,7 +36,7 @@ class Placement:
         return self._known[x]
 
 
-def positioned(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr, set[tuple[Expr, int]]]:
+def position(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr, set[tuple[Expr, int]]]:
     """The expression with kv as first + offset. Keys past the last one are asked for, too: what an index makes of kv is made of
     the last key there, unless the index is checked anyway."""
     done: dict[tuple[Expr, bool], Expr] = {(KV, False): FIRST + OFFSET, (KV, True): FIRST + INSIDE}
@@ -48,7 +48,7 @@ def positioned(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr,
         if "kv" not in x.deps:
             result = x
         elif x.op != "load":
-            result = rebuilt(x, {a: place(a, safe) for a in children(x)})
+            result = rebuild(x, {a: place(a, safe) for a in children(x)})
         else:
             axes = [(x, axis) in checked for axis in range(len(x.args) - 2)]
             indices = [place(i, not check) for i, check in zip(x.args[2:], axes, strict=True)]
@@ -78,7 +78,7 @@ class Lowering:
         for node in order:
             if node in done:
                 continue
-            lowered = rebuilt(node, done)
+            lowered = rebuild(node, done)
             if node.type == "float" and node not in exact and self.place(lowered) == ELEMENT:
                 lowered = self.straightened(self.lowered(lowered))
             done[node] = lowered

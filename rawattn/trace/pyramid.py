@@ -66,7 +66,7 @@ def _of_ends(low: Any, high: Any, kind: str) -> Range:
     return Range(np.where(nan, -np.inf, lo.lo), np.where(nan, np.inf, hi.hi), nan)
 
 
-def loaded(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
+def range_of_load(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
     """Bounds of what is loaded: exact for single elements and small boxes, else by the pyramid of the last axes, else of
     nothing."""
     array = np.asarray(array)

@@ -20,8 +20,8 @@ import numpy as np
 
 from ..errors import ProblemError, RawattnError
 from .arithmetic import as_type
-from .canonical import Code, canonical, number_keys, renumbered, slots_of
-from .capture import Capture, Note, Owner, Slot, called, code_of, reader_of
+from .canonical import Code, canonical, number_keys, renumber, slots_of
+from .capture import Capture, Note, Owner, Slot, callee_of, code_of, reader_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
@@ -214,7 +214,7 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     paths = _Paths(capture.values)
     token = tracer.set(paths)
     try:
-        call = called(replaced) if isinstance(replaced, Owner) else replaced
+        call = callee_of(replaced) if isinstance(replaced, Owner) else replaced
         args, words = _arguments(call, role)
         root = _result(paths.explore(lambda: call(*args, **words)), role)
     finally:
@@ -223,7 +223,7 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     needed = {*arrays, *numbers, *(slot for x in paths.specialised for slot in slots_of(x))}
     kept = sorted(needed)
     order = {slot: i for i, slot in enumerate(kept)}
-    specialised = tuple((renumbered(x, order, order), value) for x, value in paths.specialised.items())
+    specialised = tuple((renumber(x, order, order), value) for x, value in paths.specialised.items())
     unread = [Note(slot.path, "slot", slot) for i, slot in enumerate(capture.slots) if i not in needed]
     labels = tuple(capture.slots[i].label for i in arrays)
     traced = Traced(

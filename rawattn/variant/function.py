@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ProblemError
 from ..trace import cuda_text, fields
 from ..trace.canonical import Code, number_keys, numbers_of
-from ..trace.classes import by_blocks, classify, strengthened
+from ..trace.classes import by_blocks, classify, strengthen
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import nodes
@@ -82,7 +82,7 @@ class Captures(Option):
 
     @property
     def _written(self) -> cuda_text.Written:
-        return cuda_text.written(self.code, self.checked, self.q_below)
+        return cuda_text.write(self.code, self.checked, self.q_below)
 
     @property
     def fields(self) -> Fields:
@@ -141,7 +141,7 @@ class Captures(Option):
         """The comparisons by which tiles are classified, those that follow from the function's own among them, in words: both
         sides with their bounds over the whole problem. A kernel has the same of a tile."""
         labels, shapes = [each.label or each.name for each in self.arrays], [each.shape for each in self.arrays]
-        root = strengthened(self.code)
+        root = strengthen(self.code)
         known, found = intervals(root, shapes, self.numbers, limits), list[str]()
         for node in nodes(root):
             if node.op in ("lt", "le", "eq"):

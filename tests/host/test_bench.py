@@ -174,8 +174,8 @@ def test_contenders_compute_the_same(torch: Any, layer: Layer) -> None:
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    imported = demo.imported
-    monkeypatch.setattr(demo, "imported", lambda name: None if name == "torch" else imported(name))
+    imported = demo.import_if_there
+    monkeypatch.setattr(demo, "import_if_there", lambda name: None if name == "torch" else imported(name))
     out = run(capsys, *TINY, "--dtype", "bf16", "--softcap", "5")
     assert "arrays of numpy" in out and "attention, bf16, 2 heads of 16, softcap 5" in out
     assert len(re.findall(r"x \d+ │ +(?:for|back)ward │ +[\d.e-]+ │ +- │", out)) == 4

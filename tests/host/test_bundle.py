@@ -302,7 +302,7 @@ def test_damaged_file(made: pathlib.Path, tmp_path: pathlib.Path, seed: int) -> 
     except ProblemError as error:
         assert str(path) in str(error) and not compiler._bundled
     else:
-        served = {f"-{key}.cubin": compiler.packed(binary) for key, binary in compiler._bundled.items()}
+        served = {f"-{key}.cubin": compiler.pack(binary) for key, binary in compiler._bundled.items()}
         assert served == {name[name.index("-") :]: data for name, data in expected.items()}
 
 
@@ -336,7 +336,7 @@ def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch
         rawattn.save_bundle([OP], path, [])
     with pytest.raises(UnsupportedError, match=r"no kernel computes .* on T4"):
         rawattn.save_bundle([dataclasses.replace(OP, head_dim=600)], path, ["sm_75"])
-    monkeypatch.setattr(compiler, "packed", lambda binary: 1 / 0)
+    monkeypatch.setattr(compiler, "pack", lambda binary: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rawattn.save_bundle([OP], path, ["sm_90a"])
     assert path.read_bytes() == mine and [each.name for each in tmp_path.iterdir()] == ["k.zip"]

@@ -615,7 +615,7 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
     gpu((13, 0), TYPICAL["sm_90a"])
     calls = []
     cuda = types.SimpleNamespace(is_available=lambda: "torch" in libraries)
-    monkeypatch.setattr(demo, "imported", lambda name: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(demo, "import_if_there", lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(demo, "attend", lambda console, libraries, *rest: calls.append(libraries) or right)
     assert main([]) == int(not right)
     assert calls == [libraries]
