@@ -138,13 +138,13 @@ def files(folder: pathlib.Path) -> list[File]:
 
 
 def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
-    found = []
+    paths = []
     for top in (folder, folder / "failed", folder / "numba"):
         for root, folders, names in os.walk(top):  # which passes over what it cannot read
-            found += [pathlib.Path(root, name) for name in names]
+            paths += [pathlib.Path(root, name) for name in names]
             if top == folder:
                 folders.clear()
-    return [path for path in found if _OURS.fullmatch(path.relative_to(folder).as_posix())]
+    return [path for path in paths if _OURS.fullmatch(path.relative_to(folder).as_posix())]
 
 
 def touch(path: pathlib.Path) -> None:

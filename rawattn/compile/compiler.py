@@ -163,7 +163,7 @@ def compile_all(sources: Iterable[Source]) -> dict[str, Binary]:
     missing that would have to be compiled where there is no NVRTC."""
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
-    def found(source: Source) -> Binary | None:
+    def compile_or_none(source: Source) -> Binary | None:
         try:
             return compile(source)
         except UnsupportedError:
@@ -174,7 +174,7 @@ def compile_all(sources: Iterable[Source]) -> dict[str, Binary]:
         binaries = [*map(_at_hand, listed)]
     else:
         with ThreadPoolExecutor() as pool:
-            binaries = [*pool.map(found, listed)]
+            binaries = [*pool.map(compile_or_none, listed)]
     return {source.key: binary for source, binary in zip(listed, binaries, strict=True) if binary is not None}
 
 
