@@ -21,7 +21,7 @@ from .command import bench, demo, doctor
 from .compile import compiler
 from .compile.cache import CacheWarning, cache_folder
 from .compile.compiler import Binary, Source
-from .driver import driver
+from .driver import context
 from .driver.device import KNOWN, TYPICAL, Device, board
 from .driver.device import cpu as this_cpu
 from .errors import ProblemError, RawattnError, UnsupportedError
@@ -181,8 +181,8 @@ def _device(options: Options) -> Device:
     for and there is no GPU."""
     if options.arch == "cpu":
         return this_cpu()
-    if driver.device_count() and options.arch in (None, driver.device(0).arch):
-        return driver.device(0)
+    if context.device_count() and options.arch in (None, context.device(0).arch):
+        return context.device(0)
     if options.arch is None:
         console.print(f"for {TYPICAL['sm_90a'].name}, the default for want of a GPU here; --arch names another")
     found = board(options.arch or "sm_90a")

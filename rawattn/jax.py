@@ -24,7 +24,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from .api.naming import naming
 from .array import arrays
 from .array.arrays import Array
-from .driver import driver
+from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
@@ -347,7 +347,7 @@ def _arrays(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = _of_bits(cupy, buffers)
     device = found["q"].device
     # A graph may be under way, in which memory for scratch cannot be had otherwise.
-    with device, cupy.cuda.ExternalStream(context.stream, device.id), driver.relaxed_capture():
+    with device, cupy.cuda.ExternalStream(context.stream, device.id), relaxed_capture():
         yield found
 
 

@@ -10,9 +10,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from rawattn import reference
 from rawattn.operation import functions
-from rawattn.reference import Formula, Tile, make_formula
+from rawattn.reference.formula import INF, Formula, Tile, cast, make_formula, to_numpy
 from rawattn.trace.formulas import FORMULAS
 
 Array = npt.NDArray[Any]
@@ -71,7 +70,7 @@ class Expected(NamedTuple):
     def check(self, found: Sequence[Any]) -> None:
         assert len(found) == len(self.gradients)
         for i, (x, wanted, allowed) in enumerate(zip(found, self.gradients, self.errors, strict=True)):
-            error = np.abs(reference._numpy(x) - wanted)
+            error = np.abs(to_numpy(x) - wanted)
             assert error.shape == wanted.shape
             worst = np.unravel_index(np.argmax(error - allowed), error.shape) if error.size else ()
             assert (error <= allowed).all(), (
@@ -89,7 +88,7 @@ def expect(
     numbers. Each of the ``operations`` of a derivative that has many rounds, too, and each tanh in it errs (``OfTanh``)."""
     starts = cu_seqlens_q, cu_seqlens_kv
     asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
-    formula = make_formula(q, k, "float64", lambda x: x, **asked, score=score, starts=starts)
+    formula = make_formula(q, k, **asked, score=score, starts=starts)
     own, captured = functions.taken({"score": score})
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
     exact, size, reach, of_tanh = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(4))
@@ -114,16 +113,16 @@ def _add(
     formula: Formula, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any, starts: Any, lens: Any, *, abs_delta: bool
 ) -> None:  # fmt: skip
     """Adds to the formula's sums the gradients of all sequences."""
-    numbers = [reference._cast(x, formula.dtype) for x in (do, o, lse)]
-    own_dlse = 0 * numbers[2] if dlse is None else reference._cast(dlse, formula.dtype)
+    numbers = [cast(x, formula.dtype) for x in (do, o, lse)]
+    own_dlse = 0 * numbers[2] if dlse is None else cast(dlse, formula.dtype)
     product = (abs(numbers[0] * numbers[1]) if abs_delta else numbers[0] * numbers[1]).sum(-1)
     delta = product.swapaxes(-1, -2) + (abs(own_dlse) if abs_delta else -own_dlse)
     with np.errstate(all="ignore"):
         for batch, rows, keys in formula._sequences(q, *starts):
             at = rows if isinstance(rows, int) else (slice(None), rows)
             n, m = (slice(None if each is None else int(each[batch])) for each in lens)
-            inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-reference.INF] * q.shape[-2]
-            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.place) for x in inputs[1:4]]
+            inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-INF] * q.shape[-2]
+            outputs = [formula.xp.zeros(x.shape, dtype=formula.dtype, **formula.device) for x in inputs[1:4]]
             formula.backward_sequence((batch, 0), *inputs, *outputs, None, (numbers[2][at][:, n], delta[at][:, n]))
 
 

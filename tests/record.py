@@ -54,7 +54,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not config.getoption("record"):
         return
     from perf.lib import machine
-    from rawattn.driver import device, driver
+    from rawattn.driver import context, device
 
     stats = terminalreporter.stats
     passed = [report.keywords for report in stats.get("passed", [])]
@@ -69,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         "said": said,  # by tests that passed, with record_property
         "seconds": round(time.monotonic() - BEGIN),
     }
-    file = machine.record(driver.device(0) if driver.device_count() else device.cpu()) / "tests.json"
+    file = machine.record(context.device(0) if context.device_count() else device.cpu()) / "tests.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=2) + "\n")
     terminalreporter.write_line(f"recorded in {file}")

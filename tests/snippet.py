@@ -9,7 +9,8 @@ from typing import Any
 
 from rawattn.array import tma
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context, tensor_map
+from rawattn.driver.launch import BoundLaunch, LoadedFunction
 from rawattn.kernel import render
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
@@ -35,9 +36,9 @@ def source(
 
 
 @functools.cache
-def function(source: compiler.Source) -> driver.Function:
+def function(source: compiler.Source) -> LoadedFunction:
     """The compiled snippet, loaded once."""
-    return driver.Function(compiler.compile(source).cubin, "snippet", 0)
+    return LoadedFunction(compiler.compile(source).cubin, "snippet", 0)
 
 
 def run(
@@ -55,13 +56,13 @@ def run(
     loaded = function(source(text, fields, constants, products, options or {}))
     values = (value.data.ptr if isinstance(value, cupy.ndarray) else value for _, value in args.values())
     stream = cupy.cuda.get_current_stream()
-    driver.Launch(loaded, 1, render.layout(fields).pack.pack(*values), stream.ptr)()
+    BoundLaunch(loaded, 1, render.layout(fields).pack.pack(*values), stream.ptr)()
     stream.synchronize()
 
 
 def tensor(x: Any, box_rows: int) -> bytes:
     """The TmaTensor of a CuPy array of 16-bit numbers, (batch, rows, heads, columns) or (rows, heads, columns)."""
     shape = tma.geometry(x.shape, tuple(s // 2 for s in x.strides), 2, box_rows)
-    with driver.current(0):
-        encoded = driver.tensor_maps("fp16", shape.sizes, shape.strides, shape.box)(x.data.ptr)
+    with context.current(0):
+        encoded = tensor_map.tensor_maps("fp16", shape.sizes, shape.strides, shape.box)(x.data.ptr)
     return encoded + struct.pack("<2i", shape.head_step, shape.batch_step)

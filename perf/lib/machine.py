@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 
@@ -36,8 +36,8 @@ def record(device: Device) -> pathlib.Path:
 
 def gpu(tool: str) -> Device:
     """The first GPU. Raises SystemExit where there is none."""
-    if driver.device_count():
-        return driver.device(0)
+    if context.device_count():
+        return context.device(0)
     raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; plot, sass, occupancy, mutate, tune --dry and host --dry need none.")
 
 
@@ -65,7 +65,7 @@ def facts() -> dict[str, Any]:
     with contextlib.suppress(RawattnError):
         found["nvrtc"] = compiler.nvrtc_version()
     with contextlib.suppress(RawattnError):
-        found |= {"device": driver.device(0).name, "cuda_of_driver": "{}.{}".format(*driver.version())}
+        found |= {"device": context.device(0).name, "cuda_of_driver": "{}.{}".format(*context.version())}
         found["driver, power limit"] = _output(*SMI, "--query-gpu=driver_version,power.limit")
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -11,7 +11,7 @@ from typing import Any
 import rawattn
 from rawattn.command.timing import Call
 from rawattn.compile.compiler import Source
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 from rawattn.kernel.base import Kernel
@@ -122,5 +122,5 @@ def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], A
 
 def plan_of(task: Task, kernel: Kernel[Any], config: Any, constant_time: bool = False) -> Plan:
     """A plan of a kernel, such as an altered one, in a configuration whose legality is not asked for."""
-    device = driver.device(task.q.get_device())
+    device = context.device(task.q.get_device())
     return Plan(operation(task.case, constant_time), device, Selection(kernel, config, ""), "torch")

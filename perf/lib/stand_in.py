@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
 import types
 from typing import Any
 from unittest import mock
 
 import rawattn.array.arrays
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
+from rawattn.driver.launch import Facts
+from rawattn.runtime import plans
 
 DEVICE = TYPICAL["sm_90a"]
 POOL = 1 << 27  # elements of a dtype, of which no page is touched
@@ -22,6 +25,7 @@ def bindings() -> types.SimpleNamespace:
     """``cuda.bindings.driver`` whose functions do nothing and succeed. It has those that a call asks for, and no others."""
     real = importlib.import_module("cuda.bindings.driver")
     answers: dict[str, tuple[Any, ...]] = {
+        "cuInit": (),
         "cuCtxGetCurrent": (real.CUcontext(1),),
         "cuDevicePrimaryCtxRetain": (real.CUcontext(1),),
         "cuDeviceGet": (0,),
@@ -44,15 +48,16 @@ class Function:
     """A kernel that takes arguments of any size."""
 
     def __init__(self, cubin: bytes, name: str, index: int) -> None:
-        self.handle, self.index = driver.library().CUfunction(1), index
-        self.facts = driver.Facts(smem_bytes=1 << 17, args_bytes=mock.ANY, threads=384, uses_pdl=1)
+        self.handle, self.index = context.library().CUfunction(1), index
+        self.facts = Facts(smem_bytes=1 << 17, args_bytes=mock.ANY, threads=384, uses_pdl=1)
 
 
 def install() -> Device:
     """Puts the stand-ins in place, for the rest of the process, and gives the device. torch's CPU tensors count as the GPU's."""
     import torch
 
-    library, number, make = bindings(), itertools.count(), rawattn.array.arrays.maker
+    sys.modules["cuda.bindings.driver"] = bindings()  # type: ignore[assignment]
+    number, make = itertools.count(), rawattn.array.arrays.maker
     pools, blocks = dict[str, Any](), dict[Any, Any]()
 
     def compiled(*_: Any) -> compiler.Binary:
@@ -74,8 +79,8 @@ def install() -> Device:
 
         return new
 
-    found: list[tuple[Any, str, Any]] = [(driver, "library", lambda: library), (driver, "device", lambda index: DEVICE)]
-    found += [(driver, "Function", Function), (compiler, "compile_together", compiled)]
+    found: list[tuple[Any, str, Any]] = [(context, "device", lambda index: DEVICE)]
+    found += [(plans, "LoadedFunction", Function), (compiler, "compile_together", compiled)]
     found += [(rawattn.array.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.array.arrays, "maker", maker)]
     found += [(torch.Tensor, "get_device", lambda tensor: 0)]
     for owner, name, value in found:

@@ -12,6 +12,7 @@ from typing import Any
 import rawattn
 
 from .checking import failure
+from .differentiable import sdpa
 from .statistics import ratio
 from .task import Unserved
 
@@ -205,18 +206,9 @@ def tensors(caches: Caches) -> list[Callable[[], Any]]:
 
 def cudnn(caches: Caches) -> list[Callable[[], Any]]:
     """torch's SDPA by cuDNN, dense and of one query: there causal and full are the same."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     if caches.page_table is not None or len(set(caches.case.kv_lens)) > 1 or max(caches.case.q_lens) > 1:
         raise Unserved("takes dense caches of one length, and a query of each")
-
-    def call(k: Any, v: Any) -> Any:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            q, k, v = (x.transpose(1, 2) for x in (caches.q, k, v))
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
-
-    return [functools.partial(call, k, v) for k, v in caches.pools]
+    return [functools.partial(sdpa, "CUDNN_ATTENTION", caches.q, k, v, False) for k, v in caches.pools]
 
 
 def fa3(caches: Caches) -> list[Callable[[], Any]]:

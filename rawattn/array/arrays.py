@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..driver import driver
+from ..driver import context
 from ..errors import INSTALL_EITHER, ProblemError, UnsupportedError
 
 CPU = -1
@@ -152,7 +152,7 @@ def import_cupy(what: str) -> Any:
         import cupy
     except ImportError:
         raise UnsupportedError(f"{what} needs CuPy, which is not installed: {INSTALL_EITHER}.") from None
-    driver.library()
+    context.library()
     return cupy
 
 

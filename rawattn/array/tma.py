@@ -1,4 +1,4 @@
-"""This module says which arrays the Tensor Memory Accelerator (TMA) or threads can read 16 bytes at a time, by shape, strides
+"""Which arrays the Tensor Memory Accelerator (TMA) or threads can read 16 bytes at a time, by shape, strides
 and pointer.
 
 The driver checks what TMA needs when it makes a tensor map, but only on a machine that has one, and it gives no reason.
@@ -23,7 +23,7 @@ _RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # of rows; of the two shi
 
 
 def begins_box(column: int, itemsize: int) -> bool:
-    """Says whether a box of swizzled panels may begin at this column, which must be at a multiple of 16 bytes: an H200 answered
+    """Whether a box of swizzled panels may begin at this column, which must be at a multiple of 16 bytes: an H200 answered
     loads and stores of others with "an illegal instruction was encountered" (perf/notes/functions.md)."""
     return column * itemsize % ALIGNMENT == 0
 
@@ -61,7 +61,7 @@ def tma_unsupported_reason(
 
 
 def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int) -> bool:
-    """Says whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
+    """Whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
     if pointer % ALIGNMENT:
         return False
     if _are_readable(strides, itemsize):
@@ -74,7 +74,7 @@ def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, po
 
 @functools.lru_cache(maxsize=4096)
 def _are_readable(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Says whether an array with these strides can be read whatever its shape is."""
+    """Whether an array with these strides can be read whatever its shape is."""
     return all(stride * itemsize % ALIGNMENT == 0 and 0 < stride * itemsize < ROW_LIMIT for stride in strides[:-1])
 
 
@@ -83,7 +83,7 @@ def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...]
     if 0 in shape:
         return None
     steps = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
-    if any(place % ALIGNMENT for place in (pointer, *steps)):
+    if any(step % ALIGNMENT for step in (pointer, *steps)):
         fix = f"{name}.clone() in torch, {name}.copy() in CuPy"
         return f"{name} has an address or a stride that is no multiple of {ALIGNMENT} bytes; copy it: {fix}"
     if shape[-3] > 1 and not 0 <= strides[-3] * itemsize < ROW_LIMIT:
@@ -173,8 +173,8 @@ def page_rows_geometry(
     step = math.gcd(page_bytes, row_bytes)
     page_steps, row_steps = page_bytes // step, row_bytes // step
     if row_bytes >= RAGGED_STRIDE_LIMIT or (pages - 1) * page_steps + rows * row_steps >= _RAGGED_EXTENT:
-        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} bytes apart"
-        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+        layout = f"{name} has {pages} pages {page_bytes} bytes apart, of {rows} rows {row_bytes} bytes apart"
+        raise ProblemError(f"{layout}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
     sizes = columns, _RAGGED_ROWS, heads if has_heads else 1, _RAGGED_EXTENT, _RAGGED_EXTENT
     map_strides = row_bytes, strides[2] * itemsize if has_heads else ALIGNMENT, RAGGED_STRIDE_LIMIT - row_bytes, step
     return PageRowsGeometry(sizes, map_strides, (BOX_COLUMNS, box_rows, 1, 1, 1), int(has_heads), page_steps, row_steps)
@@ -201,8 +201,8 @@ def page_boxes_geometry(name: str, shape: tuple[int, ...], strides: tuple[int, .
     page_steps, head_steps = page_bytes // step, head_bytes // step
     extent = (pages - 1) * page_steps + (heads - 1) * head_steps + 1
     if extent > _RAGGED_EXTENT:
-        found = f"{name} has {pages} pages {page_bytes} bytes apart, of {heads} heads {head_bytes} bytes apart"
-        raise ProblemError(f"{found}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
+        layout = f"{name} has {pages} pages {page_bytes} bytes apart, of {heads} heads {head_bytes} bytes apart"
+        raise ProblemError(f"{layout}; TMA counts up to {_RAGGED_EXTENT} steps of {step} bytes, which divide both.")
     box = BOX_COLUMNS, SWIZZLE_ROWS, columns // BOX_COLUMNS, rows // SWIZZLE_ROWS, 1
     map_strides = row_bytes, BOX_COLUMNS * itemsize, SWIZZLE_ROWS * row_bytes, step
     return PageBoxesGeometry((*box[:4], extent), map_strides, box, page_steps, head_steps)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..api import attention as api
-from ..driver import driver
+from ..driver import context
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError, RawattnError
@@ -39,7 +39,7 @@ BACKENDS = {  # of torch's scaled_dot_product_attention
     "math": "MATH",
 }
 COLORS = {"rawattn": "#c0392b", "cudnn": "#76b900", "flash": "#7f8c8d", "efficient": "#2980b9", "math": "#8e44ad"}
-ON_CPU = timing.Schedule("burst", 3, 0.05, 0.0)
+ON_CPU = timing.TimingProtocol("burst", 3, 0.05, 0.0)
 LENGTHS, CPU_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384), (128, 256, 512)
 MOST_LOGITS = 1 << 29  # that the plain formula is given
 PASSES = ("forward", "backward")
@@ -93,11 +93,13 @@ class Bench:
         shapes = {each.name: each.shape for each in (*op.inputs, op.outputs[0])}
         shapes["do"] = shapes.pop("o")
         if self.library == "torch":
-            torch, place = self.module, "cpu" if self.device.is_cpu else "cuda"
-            random = torch.Generator(place).manual_seed(0)
-            own = getattr(torch, np.dtype(op.element.dtype).name)
-            kinds = {name: torch.float32 if name == "sinks" else own for name in shapes}
-            return {name: torch.randn(shape, device=place, dtype=kinds[name], generator=random) for name, shape in shapes.items()}
+            torch, device = self.module, "cpu" if self.device.is_cpu else "cuda"
+            random = torch.Generator(device).manual_seed(0)
+            dtype = getattr(torch, np.dtype(op.element.dtype).name)
+            kinds = {name: torch.float32 if name == "sinks" else dtype for name in shapes}
+            return {
+                name: torch.randn(shape, device=device, dtype=kinds[name], generator=random) for name, shape in shapes.items()
+            }
         normal = np.random.default_rng(0).standard_normal
         host = {name: normal(shape, np.float32) for name, shape in shapes.items()}
         host |= {name: x.astype(op.element.dtype) for name, x in host.items() if name != "sinks"}
@@ -139,7 +141,7 @@ def ours(op: Forward, arrays: dict[str, Any], library: str) -> dict[str, Call]:
     spec, (q, k, v) = op.spec, (arrays[name] for name in "qkv")
     options: dict[str, Any] = {"mask": spec.mask, "score": spec.score, "scale": spec.scale, "sinks": arrays.get("sinks")}
     if library == "torch":
-        return differentiated(lambda q, k, v: api.attention(q, k, v, **options), q, k, v, arrays["do"])
+        return differentiate(lambda q, k, v: api.attention(q, k, v, **options), q, k, v, arrays["do"])
     o, lse = api.attention(q, k, v, return_lse=True, **options)
     return {
         "forward": Call(lambda: api.attention(q, k, v, **options)),
@@ -168,7 +170,7 @@ def sdpa(op: Forward, arrays: dict[str, Any], name: str) -> dict[str, Call]:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **more).transpose(1, 2)
 
     with attention.sdpa_kernel(backend):
-        calls = differentiated(attend, arrays["q"], arrays["k"], arrays["v"], arrays["do"])
+        calls = differentiate(attend, arrays["q"], arrays["k"], arrays["v"], arrays["do"])
     return {name: dataclasses.replace(call, context=lambda: attention.sdpa_kernel(backend)) for name, call in calls.items()}
 
 
@@ -179,7 +181,7 @@ def band(torch: Any, op: Forward, device: Any) -> Any:
     return (begin <= keys) & (keys < end)
 
 
-def differentiated(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -> dict[str, Call]:
+def differentiate(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -> dict[str, Call]:
     """The forward, without gradients, and the backward alone, as torch's autograd calls it."""
     torch = importlib.import_module("torch")
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
@@ -222,23 +224,23 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def here() -> tuple[Device, str]:
     """The device that is measured, and the library of the arrays on it."""
     lack, _ = demo.missing_gpu()
-    torch = demo.imported("torch")
+    torch = demo.import_if_there("torch")
     if lack is None:
-        return driver.device(0), "torch" if torch is not None and torch.cuda.is_available() else "cupy"
+        return context.device(0), "torch" if torch is not None and torch.cuda.is_available() else "cupy"
     return this_cpu(), "numpy" if torch is None else "torch"
 
 
 def _layers(options: argparse.Namespace, device: Device) -> list[Layer]:
     """The layers of a model, or one; what is asked for by name goes before what the model has."""
     if options.like is not None:
-        found = model_config.read(options.like)
+        layers = model_config.read(options.like)
     else:
         heads, head_dim, dtype = (4, 64, "fp32") if device.is_cpu else (16, 128, "bf16")
         heads, head_dim = options.heads or heads, options.head_dim or head_dim
-        found = [Layer("attention", heads, options.kv_heads or heads, head_dim, head_dim, dtype, options.causal)]
+        layers = [Layer("attention", heads, options.kv_heads or heads, head_dim, head_dim, dtype, options.causal)]
     names = ("heads", "kv_heads", "head_dim", "head_dim_v", "dtype", "softcap")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return [dataclasses.replace(layer, **given) for layer in found]
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return [dataclasses.replace(layer, **asked) for layer in layers]
 
 
 def _unit(device: Device) -> tuple[str, float]:
@@ -254,18 +256,18 @@ def table(layer: Layer, results: Sequence[Result], device: Device) -> Table:
     words = [layer.name, layer.dtype, f"{heads} heads of {dims}", *["causal"] * layer.causal]
     words += [] if layer.softcap is None else [f"softcap {layer.softcap:g}"]
     words += ["sinks"] * layer.sinks
-    found = Table(title=f"{', '.join(words)}: {unit}", title_justify="left")
+    grid = Table(title=f"{', '.join(words)}: {unit}", title_justify="left")
     names = list(dict.fromkeys(each.name for each in results))
     for name in ("batch x length", "", *names, "to the best other"):
-        found.add_column(name, justify="right")
+        grid.add_column(name, justify="right")
     for key in dict.fromkeys((each.batch, each.length, each.direction) for each in results):
         row = {each.name: each for each in results if (each.batch, each.length, each.direction) == key}
         others = [each.tflops for each in row.values() if each.us and each.name != "rawattn"]
         mine = row["rawattn"].tflops
         ratio = f"{mine / max(others):.2f}" if others and row["rawattn"].us else "-"
         cells = (f"{row[name].tflops * factor:.3g}" if row[name].us else "-" for name in names)
-        found.add_row(f"{key[0]} x {key[1]}", key[2], *cells, ratio)
-    return found
+        grid.add_row(f"{key[0]} x {key[1]}", key[2], *cells, ratio)
+    return grid
 
 
 def new_figure(path: pathlib.Path) -> Any:

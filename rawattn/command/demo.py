@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,8 +21,8 @@ from .. import mask, package, reference
 from ..api import attention
 from ..array import arrays
 from ..compile import compiler
-from ..cpu import kernels
-from ..driver import driver
+from ..cpu import loops
+from ..driver import context
 from ..driver.device import TYPICAL
 from ..errors import INSTALL_EITHER, DeviceError, UnsupportedError
 from ..operation import Forward
@@ -31,11 +30,12 @@ from ..operation.spec import Spec
 from ..runtime import explain
 from ..runtime.select import select
 from ..variant.element import BF16, FP32, Element
+from . import timing
 
 GPU_SHAPE, CPU_SHAPE = (2, 4096, 16, 128), (1, 2048, 8, 64)  # batch, length, heads, head_dim
 ROWS = 16  # queries of each batch and head that are compared with the reference
 MARGIN = 4  # a result may err this often as much as the plain formula that rounds logits and probabilities as a kernel does
-WARM_UP, ROUNDS = 5, 25
+TURNS = timing.TimingProtocol("burst", 25, 0.0, 0.0)
 WRONG = "the result is wrong; run `python -m rawattn clear` and try again, and if it stays, report it with what `doctor` prints"
 
 Array = npt.NDArray[Any]
@@ -47,9 +47,9 @@ def run(console: Console) -> int:
     console.print(f"rawattn  {package.__version__}")
     lack, fault = missing_gpu()
     with console.status("importing torch"):
-        torch = imported("torch")
+        torch = import_if_there("torch")
     if lack is None:
-        gpu, (major, minor) = driver.device(0), driver.version()
+        gpu, (major, minor) = context.device(0), context.version()
         console.print(f"machine  {gpu.name}, {gpu.arch}, {gpu.sm_count} multiprocessors, driver for CUDA {major}.{minor}")
         torch = torch if torch is not None and torch.cuda.is_available() else None
         libraries = ["cupy"] if torch is None else ["cupy", "torch"]
@@ -62,12 +62,12 @@ def run(console: Console) -> int:
 def missing_gpu() -> tuple[str | None, bool]:
     """Returns why no GPU can be used (None if one can), and whether that is a fault of this machine, not a lack."""
     try:
-        driver.library()
-        gpu = driver.device(0)
+        context.library()
+        gpu = context.device(0)
         select(_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
-    if imported("cupy") is None:
+    if import_if_there("cupy") is None:
         return f"{gpu.name} needs CuPy and NVRTC; {INSTALL_EITHER}", True
     return None, False
 
@@ -79,7 +79,7 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
         normal = np.random.default_rng(0).standard_normal
         host = [normal(shape, np.float32).astype(element.dtype) for _ in range(3)]
         exact = reference.attention(*host, causal=True, rows=rows)
-        plain = reference.rounded(*host, causal=True, rows=rows)
+        plain = reference.attention(*host, causal=True, rows=rows, rounded=True)
         allowed = MARGIN * _error(plain, exact) + 2 * float(ml_dtypes.finfo(element.dtype).eps)
     calls: Calls = {}
     right = True
@@ -90,9 +90,9 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
             _compile(console, inputs, element)
         with console.status("attention"):
             attention.attention(*inputs, causal=True, out=out)
-            found = _to_host(out).astype(np.float64)
-        error = _error(found[:, rows], exact)
-        good = error <= allowed and bool(np.isfinite(found).all())
+            result = _to_host(out).astype(np.float64)
+        error = _error(result[:, rows], exact)
+        good = error <= allowed and bool(np.isfinite(result).all())
         right &= good
         console.print(f"error    {error:.2g} relative to each query's largest number, {allowed:.2g} allowed  ({library})")
         if not good:
@@ -102,7 +102,7 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
     if torch is not None:
         calls["torch SDPA"] = _sdpa(torch, [_to("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
     with console.status("timing"):
-        seconds = _medians(calls, on_gpu)
+        seconds = _medians(calls, on_gpu, torch)
     _report(console, seconds, _operation(shape, element).flops)
     return right
 
@@ -135,12 +135,12 @@ def _operation(shape: tuple[int, ...], element: Element) -> Forward:
     return Forward(element, batch, length, length, heads, heads, head_dim, head_dim, Spec(mask.Causal()))
 
 
-def _error(found: Array, exact: Array) -> float:
+def _error(result: Array, exact: Array) -> float:
     """The largest error at any query, relative to the largest number that a result has there."""
-    return float((np.abs(found - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
+    return float((np.abs(result - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
 
 
-def imported(name: str) -> Any:
+def import_if_there(name: str) -> Any:
     """The module, or None."""
     try:
         return importlib.import_module(name)
@@ -168,7 +168,7 @@ def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
     if plan.binaries:
         text = describe(plan.binaries[0])
     else:  # this shows its own progress
-        text = "earlier by Numba, now found on disk" if kernels.load(element).cached else "by Numba"
+        text = "earlier by Numba, now found on disk" if loops.load(element).cached else "by Numba"
     console.print(f"compiled {text}; ready after {time.perf_counter() - begin:.2f} s")
 
 
@@ -178,32 +178,11 @@ def _sdpa(torch: Any, inputs: Sequence[Any]) -> Callable[[], Any]:
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _medians(calls: Calls, on_gpu: bool) -> dict[str, float]:
+def _medians(calls: Calls, on_gpu: bool, torch: Any) -> dict[str, float]:
     """Median seconds of each call, the calls taking turns; on a GPU by its own clock."""
-    mark, elapsed = _gpu_clock() if on_gpu else (time.perf_counter, lambda begin, end: end - begin)
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    for _ in range(WARM_UP + ROUNDS):
-        for name, call in calls.items():
-            begin = mark()
-            call()
-            marks[name].append((begin, mark()))
-    return {name: statistics.median(elapsed(*pair) for pair in pairs[WARM_UP:]) for name, pairs in marks.items()}
-
-
-def _gpu_clock() -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Records an event on the current stream; gives the seconds between two."""
-    cuda = importlib.import_module("cupy").cuda
-
-    def mark() -> Any:
-        event = cuda.Event()
-        event.record()
-        return event
-
-    def elapsed(begin: Any, end: Any) -> float:
-        end.synchronize()
-        return cuda.get_elapsed_time(begin, end) / 1e3
-
-    return mark, elapsed
+    clock: timing.Clock = timing.Host() if not on_gpu else timing.CupyGpu() if torch is None else timing.Gpu()
+    loads = {name: clock.load(timing.Call(call)) for name, call in calls.items()}
+    return {name: timing.median_of_rounds(us) / 1e6 for name, us in timing.race(clock, loads, TURNS).items()}
 
 
 def _report(console: Console, seconds: dict[str, float], flops: int) -> None:
@@ -211,4 +190,4 @@ def _report(console: Console, seconds: dict[str, float], flops: int) -> None:
     for name, median in seconds.items():
         ratio = f", {torch / median:.2f} of torch's speed" if torch and name != "torch SDPA" else ""
         console.print(f"time     {median * 1e3:.3f} ms, {flops / median * 1e-12:.3g} TFLOP/s{ratio}  ({name})")
-    console.print(f"  medians of {ROUNDS}, in turns{'' if torch else '; torch is not here to compare with'}")
+    console.print(f"  medians of {TURNS.rounds}, in turns{'' if torch else '; torch is not here to compare with'}")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..compile import compiler
 from ..compile.cache import private_folder
-from ..driver import driver
+from ..driver import context
 from ..errors import INSTALL, INSTALL_EITHER, DeviceError, UnsupportedError
 from ..operation import Forward
 from ..runtime.select import select
@@ -41,11 +41,11 @@ class Finding(NamedTuple):
 def run(console: Console) -> int:
     """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
     with console.status("looking"):
-        findings = [_beside_tested(finding) for finding in examine()]
-    for subject, found, fix, broken in findings:
+        findings = [_compare_with_tested(finding) for finding in examine()]
+    for subject, state, fix, broken in findings:
         mark, style = ("fix", "red") if broken else ("note", "yellow") if fix else ("ok", "green")
         console.print(f"{mark:<5}", style=style, end="")
-        console.print(f"{subject:<8} {found}{f': {fix}' if fix else ''}")
+        console.print(f"{subject:<8} {state}{f': {fix}' if fix else ''}")
     return int(any(finding.broken for finding in findings))
 
 
@@ -64,7 +64,7 @@ def examine() -> Iterator[Finding]:
     yield _cache()
 
 
-def _beside_tested(finding: Finding) -> Finding:
+def _compare_with_tested(finding: Finding) -> Finding:
     """Adds the newest version that was tested, and makes a note of one that is newer."""
     newest = TESTED.get(finding.subject)
     if newest is None or finding.fix or not finding.found[:1].isdigit():
@@ -102,10 +102,10 @@ def _torch(cuda: Version | None) -> Finding:
     """torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "not installed; arrays of CuPy, JAX and NumPy need none")
-    found = _package("torch", "torch", (2, 4), needed=False)
-    if found.fix or cuda is None or importlib.import_module("torch").version.cuda:
-        return found
-    return Finding("torch", f"{found.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
+    finding = _package("torch", "torch", (2, 4), needed=False)
+    if finding.fix or cuda is None or importlib.import_module("torch").version.cuda:
+        return finding
+    return Finding("torch", f"{finding.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
 
 
 def _bindings(cuda: Version | None) -> Finding:
@@ -135,8 +135,8 @@ def _nvrtc(cuda: Version | None) -> Finding:
     if _numbers(version) < (12, 8):
         return Finding("NVRTC", f"{version}, but 12.8 is needed", _pip_line(cuda), cuda is not None)
     if cuda is not None and _numbers(version)[0] > cuda[0]:
-        found = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
-        return Finding("NVRTC", found, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
+        state = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
+        return Finding("NVRTC", state, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
     return Finding("NVRTC", version)
 
 
@@ -150,8 +150,8 @@ def _pip_line(cuda: Version | None) -> str:
 def _driver() -> tuple[Version | None, list[Finding]]:
     """The CUDA version that the driver supports, if there is a GPU, and the lines on driver and GPUs."""
     try:
-        cuda = driver.version()
-        devices = [driver.device(index) for index in range(driver.device_count())]
+        cuda = context.version()
+        devices = [context.device(index) for index in range(context.device_count())]
     except UnsupportedError as error:
         return None, [Finding("GPU", f"none in use ({_first_line(error)})", "attention() runs on the CPU")]
     except DeviceError as error:
@@ -159,13 +159,13 @@ def _driver() -> tuple[Version | None, list[Finding]]:
     old = cuda < (12, 0)
     findings = [Finding("Driver", f"for CUDA {cuda[0]}.{cuda[1]}", "install NVIDIA driver 580 or newer" if old else "", old)]
     for device in devices:
-        found, fix = f"{device.name}, {device.arch}", ""
+        state, fix = f"{device.name}, {device.arch}", ""
         try:
             kernel = select(Forward(BF16, 1, 4096, 4096, 16, 16, 128, 128), device).kernel
-            found = f"{found}, served by {kernel.name}"
+            state = f"{state}, served by {kernel.name}"
         except UnsupportedError:
             fix = "no kernel serves it; arrays on the CPU work"
-        findings.append(Finding(f"GPU {device.index}", found, fix))
+        findings.append(Finding(f"GPU {device.index}", state, fix))
     return cuda, findings
 
 

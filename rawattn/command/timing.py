@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TimingProtocol:
     """``rounds`` of all contenders, each ``seconds`` long, with ``before`` seconds of rest (burst) or of warm-up (sustained)."""
 
     name: str
@@ -62,8 +62,8 @@ class Schedule:
     before: float
 
 
-BURST = Schedule("burst", 5, 0.012, 0.020)
-SUSTAINED = Schedule("sustained", 3, 1.0, 0.3)
+BURST = TimingProtocol("burst", 5, 0.012, 0.020)
+SUSTAINED = TimingProtocol("sustained", 3, 1.0, 0.3)
 PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
@@ -72,7 +72,7 @@ def median_of_rounds(rounds: Sequence[Sequence[float]]) -> float:
     return float(np.median([np.median(samples) for samples in rounds]))
 
 
-def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0) -> dict[Any, Rounds]:
+def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: int = 0) -> dict[Any, Rounds]:
     """Times of each contender, by round; the order is shuffled in every round."""
     times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
@@ -85,11 +85,21 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: Schedule, seed: int = 0
 
 
 class Clock(Protocol):
-    """This is what times a load: ``Gpu``, or another that can do what it can."""
+    """What times a load: ``Gpu``, or another that can do what it can."""
 
-    def load(self, call: Call) -> Load: ...
+    def load(self, call: Call) -> Load:
+        """A call, warmed up, with an estimate of what it costs."""
+        with call.context():
+            call.run()
+            load = Load(call.run, call.context, 1e9, 0.0)
+            us = float(np.median(self.burst(load, 0.0)))
+        return dataclasses.replace(load, us=us, host_us=us)
+
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...
-    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]: ...
+
+    def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
+        """Microseconds of runs under load, as of a burst where nothing warms up."""
+        return self.burst(load, seconds, warm_up)
 
 
 class Gpu:
@@ -145,7 +155,7 @@ class Gpu:
         return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def graph(self, call: Call, launches: int = GRAPH_LAUNCHES) -> Load:
-        """The same captured in a graph."""
+        """A call captured in a graph of so many launches."""
         graph, stream = self.torch.cuda.CUDAGraph(), self.torch.cuda.Stream()
         stream.wait_stream(self.torch.cuda.current_stream())
         with call.context(), self.torch.cuda.stream(stream):
@@ -181,15 +191,8 @@ class Gpu:
         return int(cuda.max_memory_allocated() - before)
 
 
-class CupyGpu:
+class CupyGpu(Clock):
     """The current CUDA device, by CuPy's events, where there is no torch. Launch costs are in the times of short calls."""
-
-    def load(self, call: Call) -> Load:
-        """A call, warmed up."""
-        with call.context():
-            call.run()
-            load = Load(call.run, call.context, 1e9, 0.0)
-            return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of each of as many calls as fill the seconds, three at least, after a rest."""
@@ -199,29 +202,17 @@ class CupyGpu:
         calls = int(np.clip(seconds * 1e6 / load.us, 3, MOST_ISSUES))
         return [float(seconds) * 1e6 for seconds in benchmark(load.issue, n_repeat=calls, n_warmup=1).gpu_times[0]]
 
-    sustain = burst
 
-
-class Host:
+class Host(Clock):
     """The clock of this machine, for calls that are done when they return."""
-
-    def load(self, call: Call) -> Load:
-        """A call, warmed up."""
-        with call.context():
-            call.run()
-            load = Load(call.run, call.context, 1e9, 0.0)
-            us = float(np.median(self.burst(load, 0.0)))
-        return dataclasses.replace(load, us=us, host_us=us)
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
         """Microseconds of as many calls as fill the seconds, one at least."""
         time.sleep(rest)
-        found: list[float] = []
+        samples: list[float] = []
         end = time.perf_counter() + seconds
-        while not found or time.perf_counter() < end:
+        while not samples or time.perf_counter() < end:
             begin = time.perf_counter()
             load.issue()
-            found.append((time.perf_counter() - begin) * 1e6)
-        return found
-
-    sustain = burst
+            samples.append((time.perf_counter() - begin) * 1e6)
+        return samples

@@ -51,8 +51,8 @@ def cache_folder() -> pathlib.Path:
     Raises OSError where that depends on a home folder or a current folder which is unknown.
     """
     try:
-        if given := os.environ.get("RAWATTN_CACHE"):
-            return pathlib.Path(given).expanduser().absolute()
+        if chosen := os.environ.get("RAWATTN_CACHE"):
+            return pathlib.Path(chosen).expanduser().absolute()
         import platformdirs
 
         folder = pathlib.Path(platformdirs.user_cache_dir("rawattn"))
@@ -94,18 +94,18 @@ def check(folder: pathlib.Path) -> None:
 
     Folders above it may be anybody's: in one like /tmp, whose sticky bit is set, others can put nothing in the place of this one.
     """
-    link, found = folder.lstat(), folder.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    link, facts = folder.lstat(), folder.stat()
+    if not stat.S_ISDIR(facts.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
     if not hasattr(os, "geteuid"):  # no such owners and modes
         return
-    for owner in (link.st_uid, found.st_uid):
+    for owner in (link.st_uid, facts.st_uid):
         if owner not in (os.geteuid(), 0):
             raise PermissionError(
                 f"{folder} belongs to the user with number {owner}, and what is in it would run as code of user {os.geteuid()}: "
                 "remove it, or take another folder"
             )
-    if found.st_mode & OTHERS_MAY_WRITE:
+    if facts.st_mode & OTHERS_MAY_WRITE:
         raise PermissionError(
             f"other users may write into {folder}, and what is in it runs as your code: remove it, or, if all that is in it is "
             f"yours, chmod go-w {folder}"
@@ -126,25 +126,25 @@ class File(NamedTuple):
 
 def files(folder: pathlib.Path) -> list[File]:
     """The files of rawattn in the cache folder, locks too, longest unused first. Files that go meanwhile are left out."""
-    found, now = [], time.time()
+    kept, now = [], time.time()
     for path in _paths(folder):
         with contextlib.suppress(OSError):
             facts = path.lstat()
             if facts.st_mtime > now:  # the clock was set back
                 touch(path)
             if stat.S_ISREG(facts.st_mode):
-                found.append(File(min(facts.st_mtime, now), facts.st_size, path))
-    return sorted(found)
+                kept.append(File(min(facts.st_mtime, now), facts.st_size, path))
+    return sorted(kept)
 
 
 def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
-    found = []
+    paths = []
     for top in (folder, folder / "failed", folder / "numba"):
         for root, folders, names in os.walk(top):  # which passes over what it cannot read
-            found += [pathlib.Path(root, name) for name in names]
+            paths += [pathlib.Path(root, name) for name in names]
             if top == folder:
                 folders.clear()
-    return [path for path in found if _OURS.fullmatch(path.relative_to(folder).as_posix())]
+    return [path for path in paths if _OURS.fullmatch(path.relative_to(folder).as_posix())]
 
 
 def touch(path: pathlib.Path) -> None:
@@ -173,20 +173,20 @@ def remove_empty(folder: pathlib.Path) -> None:
 
 def limit() -> float:
     """The most bytes that the cache folder may hold. Raises ProblemError for a RAWATTN_CACHE_GB that is no number above 0."""
-    given = os.environ.get("RAWATTN_CACHE_GB") or LIMIT_GB
+    text = os.environ.get("RAWATTN_CACHE_GB") or LIMIT_GB
     try:
-        if (found := float(given)) > 0:
-            return found * 1e9
+        if (gigabytes := float(text)) > 0:
+            return gigabytes * 1e9
     except ValueError:
         pass
-    raise ProblemError(f"RAWATTN_CACHE_GB is {given!r}; it must be a number > 0, the gigabytes that the cache folder may hold.")
+    raise ProblemError(f"RAWATTN_CACHE_GB is {text!r}; it must be a number > 0, the gigabytes that the cache folder may hold.")
 
 
 def tidy(folder: pathlib.Path, added: pathlib.Path) -> None:
     """Keeps the folder below its limit after a file was added, which stays, and removes what writers that died have left."""
-    most, found = limit(), files(folder)
-    excess = sum(file.bytes for file in found) - most
-    for file in found:
+    most, kept = limit(), files(folder)
+    excess = sum(file.bytes for file in kept) - most
+    for file in kept:
         is_stale = file.is_temporary and file.used < time.time() - STALE_SECONDS
         if is_stale or (excess > 0 and file.bytes and not file.is_temporary and file.path != added):
             with contextlib.suppress(OSError):  # it is not to be removed: others are

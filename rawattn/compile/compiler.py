@@ -129,11 +129,11 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC, or one that does not know the
     architecture yet. Warns once per process with CacheWarning where the cache folder cannot be used.
     """
-    if (found := _at_hand(source)) is not None:
-        return found
+    if (at_hand := _at_hand(source)) is not None:
+        return at_hand
     with _locks.setdefault(source.key, threading.Lock()):
-        if (found := _at_hand(source)) is not None:
-            return found
+        if (at_hand := _at_hand(source)) is not None:
+            return at_hand
         folder = _folder()
         binary = _read(folder, source)
         if binary is None:
@@ -163,19 +163,19 @@ def compile_all(sources: Iterable[Source]) -> dict[str, Binary]:
     missing that would have to be compiled where there is no NVRTC."""
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
-    def found(source: Source) -> Binary | None:
+    def compile_or_none(source: Source) -> Binary | None:
         try:
             return compile(source)
         except UnsupportedError:
             return None
 
-    given = [*sources]
-    if all(map(_at_hand, given)):
-        binaries = [*map(_at_hand, given)]
+    listed = [*sources]
+    if all(map(_at_hand, listed)):
+        binaries = [*map(_at_hand, listed)]
     else:
         with ThreadPoolExecutor() as pool:
-            binaries = [*pool.map(found, given)]
-    return {source.key: binary for source, binary in zip(given, binaries, strict=True) if binary is not None}
+            binaries = [*pool.map(compile_or_none, listed)]
+    return {source.key: binary for source, binary in zip(listed, binaries, strict=True) if binary is not None}
 
 
 def recompile(source: Source) -> Binary:
@@ -282,10 +282,10 @@ def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
     except OSError:
         return None
     cache.touch(path)
-    return unpacked(entry, source.key, "disk")
+    return unpack(entry, source.key, "disk")
 
 
-def unpacked(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binary | None:
+def unpack(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binary | None:
     """The binary that an entry holds; None where it is not whole, or is of another source than the one with this key."""
     data, seal = entry[:-_SEAL_BYTES], entry[-_SEAL_BYTES:]
     if seal != _seal(data):
@@ -295,7 +295,7 @@ def unpacked(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binar
     return Binary(data[:elf_bytes], origin=origin, **facts) if facts["key"] == key else None
 
 
-def packed(binary: Binary) -> bytes:
+def pack(binary: Binary) -> bytes:
     """An entry with this binary."""
     facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
     data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
@@ -316,7 +316,7 @@ def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binar
     try:
         try:
             with open(temporary, "xb") as file:
-                file.write(packed(binary))
+                file.write(pack(binary))
             temporary.replace(entry)
         finally:
             temporary.unlink(missing_ok=True)
@@ -373,7 +373,7 @@ def _run_nvrtc(source: Source, again: bool = True) -> Binary:
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             if (part := re.search(r"failed to open (lib\S*\w)", log)) is None:
-                raise _refused(source, log, str(error)) from None
+                raise _refusal(source, log, str(error)) from None
             if not again:
                 raise CompileError(f"{source.name} for {source.arch}: {MISSING_PART.format(part[1])}", log) from None
             time.sleep(1.0)  # another library may be loading it
@@ -384,7 +384,7 @@ def _run_nvrtc(source: Source, again: bool = True) -> Binary:
     return Binary(cubin, log, nvrtc_version(), time.perf_counter() - begin, "compiled", source.key)
 
 
-def _refused(source: Source, log: str, status: str) -> CompileError:
+def _refusal(source: Source, log: str, status: str) -> CompileError:
     """The error for a refused source, which is kept as files for the user to read, where that can be done."""
     lines = [line.strip() for line in log.splitlines()]
     first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)

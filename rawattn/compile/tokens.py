@@ -27,16 +27,16 @@ def code(text: str) -> str:
 
     Texts with equal tokens compile to equal machine code, as long as they do not ask for ``__LINE__``.
     """
-    found: list[str] = []
+    tokens: list[str] = []
     at_line_start, in_directive = True, False
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup, match[0]
         if kind == "end":
             if in_directive:
-                found.append("")
+                tokens.append("")
             at_line_start, in_directive = True, False
         elif kind not in ("comment", "blank"):
             in_directive |= at_line_start and token == "#"
             at_line_start = False
-            found.append(token)
-    return "\n".join(found)
+            tokens.append(token)
+    return "\n".join(tokens)

@@ -5,7 +5,6 @@ Lengths can be seen here, so a wrong one raises before anything is written.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..driver.device import Device
+from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError
 from ..operation import Append, AttentionKVCache, Combine, functions
 from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
-from . import kernels
+from .cost import PRODUCTS_PER_SECOND, threads_for
+from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences
+from .units import key_bounds
 
 Array = npt.NDArray[Any]
 Views = Mapping[str, Array]
@@ -93,13 +94,13 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
         raise ProblemError(f"{name} is {used[j]}; it must be a page of the cache, from 0 to {op.pages - 1}.")
 
 
-def attend(op: AttentionKVCache, config: Config, views: Views, o: Array, lse: Array | None) -> None:
+def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
-    interval, is_fp8 = functools.lru_cache(maxsize=4096)(kernels.kept), op.kv_element in FP8.values()
+    interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
     sequences, seconds = [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
@@ -114,19 +115,19 @@ def attend(op: AttentionKVCache, config: Config, views: Views, o: Array, lse: Ar
         some = begin < end
         if some.any():
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
-        seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / kernels.PRODUCTS_PER_SECOND
+        seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        found = kernels.Sequence(i, *places, mask, score, begin, end)
+        found = Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
-    threads = min(config.threads, 1 + int(seconds / (4 * kernels.SECONDS_PER_THREAD)))
-    loops = kernels.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
-    kernels.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
+    threads = min(most_threads, threads_for(seconds, this_cpu()))
+    loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
 
 
-def _widened(op: AttentionKVCache, views: Views, sequence: kernels.Sequence) -> kernels.Sequence:
+def _widened(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
     """The sequence with keys and values in the format that is computed in, times their scales, and in one page; of those that no
     query keeps nothing is read."""
     number, some = op.element.lse_dtype, sequence.begin < sequence.end
@@ -137,7 +138,7 @@ def _widened(op: AttentionKVCache, views: Views, sequence: kernels.Sequence) -> 
         factor = views[f"{name}_scale"][sequence.batch] if f"{name}_scale" in views else np.asarray(scale, number)
         x[0, kept] = views[f"{name}_cache"][pages, at].astype(number) * factor
     q, o = sequence.q.astype(number), np.zeros(sequence.o.shape, number)
-    return sequence._replace(q=q, k=k, v=v, pages=kernels.ONE_PAGE, o=o)
+    return sequence._replace(q=q, k=k, v=v, pages=ONE_PAGE, o=o)
 
 
 def append(op: Append, views: Views) -> None:
@@ -222,70 +223,3 @@ def combine(op: Combine, views: Views) -> None:
         divisor = np.swapaxes(np.where(total == 0, 1, total), -1, -2)[..., None]
         views["lse"][...] = np.where(total == 0, -np.inf, top + np.log(total))
     o[...] = found / divisor
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The most threads that compute."""
-
-    threads: int = 1
-
-
-class CpuCache(kernels.Cpu):
-    """What the kernels have in common that compute on the CPU over caches."""
-
-    config_type = Config  # type: ignore[assignment]
-
-    def supports(self, op: Any, device: Device) -> list[str]:
-        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
-        return [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
-
-    def candidates(self, op: Any, device: Device) -> list[Any]:
-        """One thread."""
-        return [Config()]
-
-    def cost(self, config: Any, op: Any, device: Device) -> float:
-        """Estimated seconds."""
-        return op.bytes * 1e-9 + op.flops * 1e-10 / config.threads
-
-
-class CpuAttentionKVCache(CpuCache):
-    """Attention over caches. Threads are as many as the lengths are worth, up to those of the configuration."""
-
-    def supports(self, op: Any, device: Device) -> list[str]:
-        """The reasons why the CPU path does not compute the operation on the device; none where it does."""
-        found = super().supports(op, device)
-        if op.widest > 1024:
-            found.append(f"head_dim is {op.widest}; it takes up to 1024")
-        if op.score.logit is None:
-            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
-        if (reason := kernels.undefined(op.mask)) is not None:
-            found.append(reason)
-        return found
-
-    def candidates(self, op: Any, device: Device) -> list[Any]:
-        """All threads."""
-        return [Config(device.sm_count)]
-
-    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
-        """Computes the operation on NumPy arrays, by name."""
-        attend(op, config, views, views["o"], views.get("lse"))
-
-
-class CpuAppend(CpuCache):
-    """New keys and values."""
-
-    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
-        """Computes the operation on NumPy arrays, by name."""
-        append(op, views | ({"q_out": views["q"]} if op.in_place else {}))
-
-
-class CpuCombine(CpuCache):
-    """Results over different keys merged."""
-
-    def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]
-        """Computes the operation on NumPy arrays, by name."""
-        combine(op, views)
-
-
-CPU_KVCACHE, CPU_APPEND, CPU_COMBINE = CpuAttentionKVCache(), CpuAppend(), CpuCombine()

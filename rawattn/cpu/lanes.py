@@ -5,7 +5,7 @@ lane is a row of q, so nothing is reduced across lanes, and a row's result does 
 broadcast numbers of k or v against vectors of lanes, ``BLOCK`` sums at a time in registers: the register tile of BLIS (Van Zee
 and van de Geijn, ACM TOMS 41(3), 2015).
 
-Numba is imported here, so only ``kernels.load_lanes`` imports this file, and only for a call.
+Numba is imported here, so only ``loops.load_lanes`` imports this file, and only for a call.
 """
 # mypy: ignore-errors
 # The types here are Numba's, inferred and checked by it.
@@ -25,7 +25,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-from .unit import BATCH, BEFORE, BEHIND, BOUNDS, HEAD, KEY, KEYS, KV_HEAD, PAGE, POSITION, QUERIES, QUERY, ROW, SEQUENCE
+from .units import BATCH, BEFORE, BEHIND, BOUNDS, HEAD, KEY, KEYS, KV_HEAD, PAGE, POSITION, QUERIES, QUERY, ROW, SEQUENCE
 
 _WIDE = llvmlite.binding.get_host_cpu_features().get("avx512f", False)
 BYTES = 128 if _WIDE else 64  # of a vector: two registers of AVX or AVX-512, four of NEON

@@ -27,7 +27,7 @@ from ..trace import Traced
 from ..trace.arithmetic import add
 from ..trace.canonical import canonical, number_keys
 from ..trace.capture import ELEMENTS
-from ..trace.conditions import compare, logical, rebuilt
+from ..trace.conditions import compare, logical, rebuild
 from ..trace.expressions import KV, Q, const, make, nodes, var
 from ..trace.pair_axes import PairAxes
 from ..trace.proofs import Limits
@@ -393,7 +393,7 @@ def _with_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...
     first = traced.code.numbers
     done: dict[Any, Any] = {}
     for node in nodes(traced.code.root):
-        done[node] = rebuilt(node, done)
+        done[node] = rebuild(node, done)
         if node.op == "var" and node.args[0] in names:
             number = make("param", "int", (first + names.index(node.args[0]), False))
             done[node] = add(number, node) if node.args[0] == "h" else number

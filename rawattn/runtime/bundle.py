@@ -23,7 +23,7 @@ from typing import Any
 from .. import package
 from ..compile import compiler
 from ..compile.compiler import Binary, Source
-from ..driver import driver
+from ..driver import context
 from ..driver.device import KNOWN, Device, board, boards
 from ..errors import ProblemError
 from ..kernel import render
@@ -133,7 +133,7 @@ def load_bundle(path: str | os.PathLike[str]) -> int:
 def _devices(arch: str) -> list[Device]:
     if (found := board(arch)) is None:
         raise ProblemError(f"archs has {arch!r}; it must have some of {KNOWN}.")
-    here = [driver.device(index) for index in range(driver.device_count())]
+    here = [context.device(index) for index in range(context.device_count())]
     return [*boards(found.arch), *(device for device in here if device.arch == found.arch)]
 
 
@@ -142,7 +142,7 @@ def _write(path: pathlib.Path, manifest: str, binaries: dict[str, Binary]) -> No
     import zipfile
 
     temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
-    content = {MANIFEST: manifest.encode()} | {name: compiler.packed(binary) for name, binary in binaries.items()}
+    content = {MANIFEST: manifest.encode()} | {name: compiler.pack(binary) for name, binary in binaries.items()}
     try:
         with zipfile.ZipFile(temporary, "x") as archive:
             for name, data in content.items():
@@ -169,7 +169,7 @@ def _read(data: bytes) -> list[Binary]:
         if sorted(names) != sorted([MANIFEST, *facts["kernels"]]):
             other = sorted({*names} ^ {MANIFEST, *facts["kernels"]}) or "a member twice"
             raise ProblemError(f"is not as it was made: its list of kernels and what it holds differ by {other}")
-        found = {name: compiler.unpacked(archive.read(name), _key(name), "bundle") for name in facts["kernels"]}
+        found = {name: compiler.unpack(archive.read(name), _key(name), "bundle") for name in facts["kernels"]}
     broken = [name for name, binary in found.items() if binary is None]
     if broken:
         raise ProblemError(f"is damaged: {broken[0]} is not what was written")

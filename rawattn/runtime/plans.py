@@ -16,9 +16,10 @@ import numpy as np
 from ..array import arrays, memory, tma
 from ..array.arrays import Array
 from ..compile import compiler
-from ..driver import driver
+from ..driver import context, counters, graph, tensor_map
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
+from ..driver.launch import BoundLaunch, LoadedFunction
 from ..errors import BinaryError, ProblemError, UnsupportedError
 from ..kernel import render
 from ..kernel.program import Launch, Program, offsets
@@ -163,10 +164,10 @@ class Plan:
 
 
 def spared_capture(first: Array) -> contextlib.AbstractContextManager[None]:
-    """The surroundings in which a plan is made for arrays such as this one: ``driver.spared_capture`` of the current stream."""
+    """The surroundings in which a plan is made for arrays such as this one: ``graph.spared_capture`` of the current stream."""
     if first.is_cpu:
         return contextlib.nullcontext()
-    return driver.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
+    return graph.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
 
 
 def load_all(op: Operation, selection: Selection, device: Device) -> None:
@@ -195,7 +196,7 @@ class _Loaded(NamedTuple):
     counters are."""
 
     binary: compiler.Binary
-    function: driver.Function
+    function: LoadedFunction
     fields: Fields
     layout: render.ArgsLayout
     values: Callable[[Mapping[str, float]], tuple[float, ...]]  # those that ``only_values`` packs, in order
@@ -219,7 +220,7 @@ class _Loaded(NamedTuple):
         )
 
     @classmethod
-    def of(cls, binary: compiler.Binary, function: driver.Function, launch: Launch, op: Operation) -> _Loaded:
+    def of(cls, binary: compiler.Binary, function: LoadedFunction, launch: Launch, op: Operation) -> _Loaded:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
         at = [(field.fill, layout.offsets[field.name]) for field in launch.fields]
         names = tuple(field.name for field in launch.fields if type(field.fill) is Value)
@@ -308,16 +309,16 @@ def _first(
         return _kernels[key]
 
 
-def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, driver.Function]:
+def _on_device(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, LoadedFunction]:
     """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
     try:
-        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+        return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
     except BinaryError as refused:
         try:
             binary = compiler.recompile(launch.source)
         except UnsupportedError as error:
             raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
-        return binary, driver.Function(binary.cubin, launch.entry, device.index)
+        return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
 
 
 _address = struct.Struct("<Q").pack_into
@@ -407,8 +408,8 @@ class GpuCall(_Call):
 
     def _forget(self) -> None:
         """Has no launches: by all that they depend on, and the last ones of which only addresses and numbers may be others."""
-        self._launches: dict[Any, tuple[driver.Launch, ...]] = {}
-        self._last: dict[Any, tuple[tuple[driver.Launch, ...], Sequence[int]]] = {}
+        self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
+        self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
         self._checked = (0,) * len(self._given)
         self.__dict__.pop("_extents", None)
 
@@ -502,7 +503,7 @@ class GpuCall(_Call):
             forms = tuple([x if x is None else self._form_of(x) for x in given]) if read is None else read[0]
             places = [*read[1]] if read and len(read[1]) == len(results) else [*map(arrays.address, results)]
         stream = self._stream(self._device)
-        stream_id, capturing = (0, False) if stream == 0 else driver.stream_state(stream, self._device)
+        stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
         scratch = None
         if self._new_scratch is not None:
             scratch = self._new_scratch(like)
@@ -528,7 +529,7 @@ class GpuCall(_Call):
                 cache_put(self._launches, key, launches, KEPT_LAUNCHES)
                 cache_put(self._last, alike, (launches, every), KEPT_LAUNCHES)
             elif scratch is not None and not self._is_torch:
-                driver.retain(stream, scratch)
+                graph.retain(stream, scratch)
         for launch in launches:
             launch()
         for x in given:
@@ -557,7 +558,7 @@ class GpuCall(_Call):
     def _prepare(
         self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
         capturing: bool,
-    ) -> tuple[driver.Launch, ...]:  # fmt: skip
+    ) -> tuple[BoundLaunch, ...]:  # fmt: skip
         """The launches on a stream, with all that was open filled in. ``addresses`` are those of inputs, outputs and scratch
         memory, ``outputs`` those arrays that were given."""
         texts_of = numbers.texts if numbers else [()] * len(self._args)
@@ -572,19 +573,19 @@ class GpuCall(_Call):
             for offset, text in (*self._encoded(maps, addresses, ()), *texts):
                 block[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
-                _address(block, offset, driver.counters(self._device, size).take(stream_id, capturing))
-            launches.append(driver.Launch(loaded.function, grid, bytes(block), stream))
+                _address(block, offset, counters.of_device(self._device, size).take(stream_id, capturing))
+            launches.append(BoundLaunch(loaded.function, grid, bytes(block), stream))
         return tuple(launches)
 
     def _moved(
-        self, launches: tuple[driver.Launch, ...], before: Sequence[int], addresses: Sequence[int], numbers: Numbered | None
-    ) -> tuple[driver.Launch, ...]:
+        self, launches: tuple[BoundLaunch, ...], before: Sequence[int], addresses: Sequence[int], numbers: Numbered | None
+    ) -> tuple[BoundLaunch, ...]:
         """The launches with other addresses than those ``before``, and with other numbers."""
         texts_of = numbers.texts if numbers else [()] * len(launches)
         parts = (launches, self._places, self._maps, texts_of)
         return tuple(
             [
-                launch.moved(places, addresses, (*self._encoded(maps, addresses, before), *texts))
+                launch.with_addresses(places, addresses, (*self._encoded(maps, addresses, before), *texts))
                 for launch, places, maps, texts in zip(*parts, strict=True)
             ]
         )
@@ -595,7 +596,7 @@ class GpuCall(_Call):
         moved = [(offset, encode, addresses[i]) for offset, encode, i in each if not before or addresses[i] != before[i]]
         if not moved:
             return []
-        with driver.current(self._device):  # which the driver wants
+        with context.current(self._device):  # which the driver wants
             return [(offset, encode(address)) for offset, encode, address in moved]
 
     def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
@@ -628,7 +629,7 @@ class GpuCall(_Call):
 
     def _of_input(self, fill: Any) -> Any:
         if type(fill) is Violations:
-            return driver.violations(self._device)
+            return counters.violations(self._device)
         if type(fill) is Parts:
             return b"".join([_part(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number)])
         array = self._given.get(fill.operand)
@@ -668,7 +669,7 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
     else:
         shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
         rest = struct.pack("<2i", fill.heads, shape.batch_step)
-    return name, driver.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
+    return name, tensor_map.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
 
 
 def _form(fill: Any, array: Array) -> int | bytes:
@@ -801,4 +802,4 @@ def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
 
 def device_of(array: Array) -> Device:
     """The device on which an array lies."""
-    return this_cpu() if array.is_cpu else driver.device(array.device)
+    return this_cpu() if array.is_cpu else context.device(array.device)

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from ..driver import driver
+from ..driver import context
 from ..errors import ProblemError, brief
 from ..operation import Operation, from_json
 from .plans import load_all
@@ -32,7 +32,7 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
         ProblemError: a line of the file is no operation.
         UnsupportedError: no kernel computes one of them on the device.
     """
-    found, where = operations_of(operations), driver.device(device)
+    found, where = operations_of(operations), context.device(device)
     for op in found:
         load_all(op, select(op, where), where)
     return len(found)

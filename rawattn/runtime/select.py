@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..cpu.caches import CPU_APPEND, CPU_COMBINE, CPU_KVCACHE
-from ..cpu.kernels import CPU, CPU_BACKWARD
+from ..cpu.kernels import CPU, CPU_APPEND, CPU_BACKWARD, CPU_COMBINE, CPU_KVCACHE
 from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
 from ..kernel import records

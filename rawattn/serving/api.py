@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..array import arrays, memory
 from ..array.arrays import Array
-from ..driver import driver
+from ..driver import counters
 from ..errors import ProblemError, brief
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
@@ -591,7 +591,7 @@ def violations(device: Any = 0) -> tuple[str, ...]:
     what is no device.
     """
     number = arrays.number_of_device(device)
-    found = 0 if number is None else driver.take_violations(number)
+    found = 0 if number is None else counters.take_violations(number)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from .. import reference
 from ..operation import Forward, functions
 from ..operation.spec import Spec
+from ..reference.formula import Formula, Tile, make_formula
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.element import ELEMENTS
@@ -94,8 +95,8 @@ class Case:
         options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
         options |= {"dropout": self.dropout, "seed": self.seed} if self.dropout else {"dropout": None}
-        found = {name: value for name, value in options.items() if value is not None and value is not False}
-        return found | self.used()
+        named = {name: value for name, value in options.items() if value is not None and value is not False}
+        return named | self.used()
 
     @property
     def op(self) -> Forward:
@@ -120,18 +121,18 @@ class Case:
         everywhere.
         """
         rng, element = np.random.default_rng(self.seed), ELEMENTS[self.dtype]
-        found = []
+        inputs = []
         for name, heads, dim in (
             ("q", self.heads, self.head_dim),
             ("k", self.kv_heads, self.head_dim),
             ("v", self.kv_heads, self.head_dim_v),
         ):
             numbers = rng.standard_normal((*self._rows(name), heads, dim), np.float64 if self.dtype == "fp64" else np.float32)
-            found.append(place(numbers.astype(element.dtype), self._layout(name), library, device))
+            inputs.append(place(numbers.astype(element.dtype), self._layout(name), library, device))
         if self.lengths is not None:
             for lengths in zip(*self.lengths, strict=True) if self.lengths else ((), ()):
-                found.append(_moved(np.cumsum([0, *lengths], dtype=np.int32), library, device))
-        return tuple(found)
+                inputs.append(_moved(np.cumsum([0, *lengths], dtype=np.int32), library, device))
+        return tuple(inputs)
 
     def sink_logits(self, library: str = "numpy", device: Any = None) -> Any:
         """N(0, 1) for each head of q, (heads,), in the dtype of lse."""
@@ -196,8 +197,8 @@ def place(numbers: Array, layout: str, library: str = "numpy", device: Any = Non
 
     flat = np.full(2 * MARGIN + math.prod(stored), np.nan, numbers.dtype)
     view(flat)[...] = numbers[..., :1, :] if layout == "expanded" else numbers
-    found = view(_moved(flat, library, device))
-    return sys.modules[library].broadcast_to(found, numbers.shape) if layout == "expanded" else found
+    x = view(_moved(flat, library, device))
+    return sys.modules[library].broadcast_to(x, numbers.shape) if layout == "expanded" else x
 
 
 def _moved(x: Array, library: str, device: Any) -> Any:
@@ -205,9 +206,9 @@ def _moved(x: Array, library: str, device: Any) -> Any:
     if library == "torch":
         import torch
 
-        own = getattr(torch, x.dtype.name) if x.dtype.isbuiltin == 2 else None  # a type of ml_dtypes
-        bits = x if own is None else x.view(f"int{8 * x.itemsize}")
-        return (torch.from_numpy(bits) if own is None else torch.from_numpy(bits).view(own)).to(device)
+        dtype = getattr(torch, x.dtype.name) if x.dtype.isbuiltin == 2 else None  # a type of ml_dtypes
+        bits = x if dtype is None else x.view(f"int{8 * x.itemsize}")
+        return (torch.from_numpy(bits) if dtype is None else torch.from_numpy(bits).view(dtype)).to(device)
     if library == "cupy":
         import cupy
 
@@ -243,31 +244,31 @@ class ExpectedBackward:
 
     def check(self, dq: Any, dk: Any, dv: Any, dsinks: Any = None) -> None:
         """Raises AssertionError where a gradient has NaN or inf in other places than the reference, or errs by more."""
-        given = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
-        for name, found in given.items():
-            _check(name, found, self.gradients[name], self.errors[name])
+        results = {"dq": dq, "dk": dk, "dv": dv} | ({} if dsinks is None else {"dsinks": dsinks})
+        for name, result in results.items():
+            _check(name, result, self.gradients[name], self.errors[name])
 
 
-def _check(name: str, found: Any, wanted: Array, allowed: Array) -> None:
-    found = _float64(found)
-    assert found.shape == wanted.shape, f"{name} has shape {found.shape}; it must have {wanted.shape}"
-    same = (found == wanted) | (np.isnan(found) & np.isnan(wanted)) | (np.isfinite(found) & np.isfinite(wanted))
-    assert same.all(), _at(name, found, wanted, ~same)
+def _check(name: str, result: Any, wanted: Array, allowed: Array) -> None:
+    result = _float64(result)
+    assert result.shape == wanted.shape, f"{name} has shape {result.shape}; it must have {wanted.shape}"
+    same = (result == wanted) | (np.isnan(result) & np.isnan(wanted)) | (np.isfinite(result) & np.isfinite(wanted))
+    assert same.all(), _at(name, result, wanted, ~same)
     with np.errstate(invalid="ignore"):
-        error = np.nan_to_num(np.abs(found - wanted))
+        error = np.nan_to_num(np.abs(result - wanted))
     wrong = ~(error <= allowed)
     if wrong.any():
         worst = error[wrong].max(), np.broadcast_to(allowed, error.shape)[wrong][error[wrong].argmax()]
-        raise AssertionError(f"{_at(name, found, wanted, wrong)}: off by {worst[0]:.3g}, allowed {worst[1]:.3g}")
+        raise AssertionError(f"{_at(name, result, wanted, wrong)}: off by {worst[0]:.3g}, allowed {worst[1]:.3g}")
 
 
-def _at(name: str, found: Array, wanted: Array, wrong: Array) -> str:
+def _at(name: str, result: Array, wanted: Array, wrong: Array) -> str:
     first = tuple(np.argwhere(wrong)[0].tolist())
-    return f"{name}{list(first)} is {found[first]}, not {wanted[first]} ({wrong.sum()} of {wrong.size} are wrong)"
+    return f"{name}{list(first)} is {result[first]}, not {wanted[first]} ({wrong.sum()} of {wrong.size} are wrong)"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sizes(reference.Formula):
+class _Sizes(Formula):
     """The formula on the sizes of its terms: each sum is the n-th root of the sum of its terms' n-th powers, in float64.
 
     A sum of terms that are each rounded errs in proportion to this with n = 2, since roundings are as often up as down, and one
@@ -278,40 +279,35 @@ class _Sizes(reference.Formula):
     power: int = 2
     of_cap: bool = False  # in place of all terms, what an error of 2^-20 in tanh(s / cap) takes from them
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
+    def attend(self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
         """The size of o, and for lse the mean size of the logits, that of the sink with them."""
-        p, lse, _, s = self.weights(q, k, sink, place, tile)
+        p, lse, _, s = self.weights(q, k, sink, batch_head, tile)
         s = self.xp.where(self.xp.isfinite(s), abs(s), 0.0)
         s_size = self.xp.sum(p * s, axis=-1) + (self.xp.exp(sink - lse) * abs(sink) if math.isfinite(sink) else 0.0)
-        p = self.dropped(p, place, tile)
+        p = self.dropped(p, batch_head, tile)
         return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, batch_head: tuple[int, int], tile: Tile,
         known: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         n, kept = self.power, tile.kept
-        p, lse, dot, s = self.weights(q, k, sink, place, tile)
+        p, lse, dot, s = self.weights(q, k, sink, batch_head, tile)
         if n == 1:  # the exponent s - lse is rounded, and lse was when it was stored
             finite = kept & self.xp.isfinite(lse[:, None])
             p = self.xp.where(finite, p * (1 + (abs(s) + abs(lse[:, None])) / 4), 0.0)
-        dropped = self.dropped(p, place, tile)
+        dropped = self.dropped(p, batch_head, tile)
         q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(dropped, v, kept)))
         delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
-        slope = self.slope(dot, place, tile)
+        slope = self.slope(dot, batch_head, tile)
         if self.of_cap:
             slope = 2 * (1 - slope) * 2.0**-20  # 1 - t^2 errs by 2 t^2 times t's relative error, however small it is itself
         elif n == 1 and self.has_cap:
             slope = slope + 2 * (1 - slope)
-        ds = self.scale * p * (self.dropped(self._root(do_n @ v_n.T), place, tile) + delta)
+        ds = self.scale * p * (self.dropped(self._root(do_n @ v_n.T), batch_head, tile) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
-        return (
-            self.total(ds_n, k_n, kept),
-            self.total(ds_n.T, q_n, kept.T),
-            self.total((dropped**n).T, do_n, kept.T),
-            lse,
-            delta[:, 0],
-        )
+        dq, dk, dv = self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((dropped**n).T, do_n, kept.T)
+        return dq, dk, dv, lse, delta[:, 0]
 
     @property
     def has_cap(self) -> bool:
@@ -325,29 +321,29 @@ class _Sizes(reference.Formula):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Added(reference.Formula):
+class _Added(Formula):
     """The formula with the largest number that a score adds to a logit of the row, in place of lse."""
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
-        _, _, dot, s = self.weights(q, k, sink, place, tile)
+    def attend(self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
+        _, _, dot, s = self.weights(q, k, sink, batch_head, tile)
         added = self.xp.where(self.xp.isfinite(s), abs(s - dot), 0.0)
         return 0.0, self.xp.amax(added, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dots(reference.Formula):
+class _Dots(Formula):
     """The formula with the mean size of the row's scaled dot products in place of lse, or of its logits where those are smaller,
     as under a cap. What a score adds to them is no sum of many terms, nor is a sink."""
 
-    def attend(self, q: Any, k: Any, v: Any, sink: float, place: tuple[int, int], tile: reference.Tile) -> tuple[Any, Any]:
-        p, _, dot, s = self.weights(q, k, sink, place, tile)
+    def attend(self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
+        p, _, dot, s = self.weights(q, k, sink, batch_head, tile)
         s, dot = abs(s), abs(dot)
         size = self.xp.where(s < dot, s, dot)
         return 0.0, self.xp.sum(p * self.xp.where(self.xp.isfinite(size), size, 0.0), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Subnormal(reference.Formula):
+class _Subnormal(Formula):
     """The formula on what is lost where weights, p and ds, are rounded to fp16 below its normal numbers: it gives the variances
     of dq, dk and dv.
 
@@ -355,10 +351,10 @@ class _Subnormal(reference.Formula):
     |w| where w is lost whole."""
 
     def gradients(
-        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: reference.Tile,
+        self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, batch_head: tuple[int, int], tile: Tile,
         known: Any = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, place, tile, known)
+        p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, batch_head, tile, known)
         factor = 1.0 if self.dropout is None else self.dropout.option.factor  # after p is rounded
         of_p, of_ds = (
             self.xp.where(abs(x) < 2.0**-14 * a, self.xp.clip(x**2, 0.0, a * a * 2.0**-50 / 3), 0.0)
@@ -391,9 +387,9 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     tolerance = _Tolerance(q)
     o, lse = map(_float64, reference.attention(q, k, v, **options, return_lse=True))
-    plain_o = _float64(reference.rounded(q, k, v, **options))
+    plain_o = _float64(reference.attention(q, k, v, **options, rounded=True))
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
-    plain_lse = _float64(reference.rounded(*single, **options, return_lse=True)[1])
+    plain_lse = _float64(reference.attention(*single, **options, return_lse=True, rounded=True)[1])
     o_size, s_size = map(_float64, _sizes(q, k, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
     lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
@@ -443,16 +439,16 @@ def expect_backward(
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}
     tolerance = _Tolerance(q)
     exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
-    plain = [_float64(x) for x in reference.rounded_backward(do, q, k, v, **options)]
+    plain = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options, rounded=True)]
     formula, names = _sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
-    given = (do, q, k, v, dlse, *_given(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
-    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(*given)]
+    arguments = (do, q, k, v, dlse, *_given(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
+    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(*arguments)]
     lost = [np.zeros(())] * 3
     if tolerance.is_fp16:
         subnormal = _Subnormal(**_fields(formula))
-        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(*given)[:3]]
+        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(*arguments)[:3]]
     if tolerance.is_16_bit and formula.has_cap:
-        of_cap = dataclasses.replace(formula, of_cap=True).backward(*given)
+        of_cap = dataclasses.replace(formula, of_cap=True).backward(*arguments)
         lost = [lost[i] + np.sqrt(_float64(of_cap[i])) for i in range(2)] + lost[2:]
     errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], 0.5, lost[i]) for i, name in enumerate(names[:3])}
     if len(exact) > 3:
@@ -476,15 +472,15 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked = {name: options.get(name) for name in _OPTIONS[1:]}
+    asked: dict[str, Any] = {name: options.get(name) for name in _OPTIONS[1:]}
     asked |= {"causal": options.get("causal", False), "dropout": options.get("dropout", 0.0), "seed": options.get("seed")}
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-    formula = reference.make_formula(q, k, "float64", lambda x: x, **asked, starts=starts)
+    formula = make_formula(q, k, **asked, starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 
-def _fields(formula: reference.Formula) -> dict[str, Any]:
-    return {field.name: getattr(formula, field.name) for field in dataclasses.fields(reference.Formula)}
+def _fields(formula: Formula) -> dict[str, Any]:
+    return {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
 
 
 class _Tolerance:
@@ -527,8 +523,8 @@ def _kinds(kinds: dict[str, dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
     """One of the kinds of keyword arguments, each as often as another."""
     from hypothesis import strategies as st
 
-    found = {name: st.fixed_dictionaries(each) for name, each in kinds.items()}
-    return st.sampled_from(list(found)).flatmap(found.__getitem__)
+    strategies = {name: st.fixed_dictionaries(each) for name, each in kinds.items()}
+    return st.sampled_from(list(strategies)).flatmap(strategies.__getitem__)
 
 
 def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:

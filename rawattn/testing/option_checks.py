@@ -136,14 +136,14 @@ extern "C" void ask(const Args* args, const Rows* rows, i32 head, const Number* 
 def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
     """A shared library of a text that includes files of ``cuda_src/``, made in a folder. Raises UnsupportedError where there is
     no C++ compiler for the host, and ProblemError with what it said where it refused the text."""
-    found = shutil.which("c++") or shutil.which("g++")
-    if found is None:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
         raise UnsupportedError("a C++ compiler for the host is needed, which compiles CUDA files for the CPU: c++ or g++.")
     (folder / "ptx").mkdir()
     (folder / "ptx" / "base.cuh").write_text(BASE + lanes)
     (folder / "host.cpp").write_text('#include "ptx/base.cuh"\n' + text)
     command = [
-        found,
+        compiler,
         "-std=c++20",
         "-O1",
         "-shared",
@@ -156,12 +156,12 @@ def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
     ]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if ran.returncode:
-        raise ProblemError(f"{pathlib.Path(found).name} refused the CUDA file as C++ for the host:\n{ran.stderr[:4000]}")
+        raise ProblemError(f"{pathlib.Path(compiler).name} refused the CUDA file as C++ for the host:\n{ran.stderr[:4000]}")
     return ctypes.CDLL(str(folder / "host.so"))
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(kind: tuple[Any, ...], fields: Fields, entries: str, number: str) -> ctypes.CDLL:
+def _compile(kind: tuple[Any, ...], fields: Fields, entries: str, number: str) -> ctypes.CDLL:
     """The type of an option. Its constants are variables, so that one library serves all values."""
     name, sources, constants = kind
     includes = "".join(f'#include "{source}"\n' for source in sources)
@@ -182,7 +182,7 @@ class OnHost:
     ) -> None:  # fmt: skip
         fields = (*((Field("scale", "Number"),) if scale is not None else ()), *option.fields)
         kind = option.cuda_type, option.sources, tuple(option.constants)
-        self.library = _compiled(kind, fields, entries, {"fp32": "float", "fp64": "double"}[number])
+        self.library = _compile(kind, fields, entries, {"fp32": "float", "fp64": "double"}[number])
         for name, value in {**dict(zip(("tile_q", "tile_kv"), tiles, strict=True)), **option.constants}.items():
             ctypes.c_int.in_dll(self.library, name).value = value
         values = {"scale": scale, **option.values}
@@ -192,9 +192,9 @@ class OnHost:
 
     def tiles(self, which: str, begin: int, end: int) -> list[int]:
         """Asks ``kv_tiles`` or ``q_tiles``: begin, full_begin, full_end, end."""
-        found = (ctypes.c_int * 4)()
-        getattr(self.library, which)(*self.given, begin, end, found)
-        return list(found)
+        ends = (ctypes.c_int * 4)()
+        getattr(self.library, which)(*self.given, begin, end, ends)
+        return list(ends)
 
     def keep(self, rows: int, keys: int) -> Bools:
         """Says which of the queries keep which keys."""
@@ -203,9 +203,9 @@ class OnHost:
         return kept
 
 
-def _visited(found: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
-    """The tiles that ``found`` visits, after it is compared with what it must be."""
-    begin, full_begin, full_end, end = found
+def _check_visits(ends: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
+    """The tiles that ``ends`` visits, after it is compared with what it must be."""
+    begin, full_begin, full_end, end = ends
     tile = np.arange(len(needed))
     is_visited, is_full = (tile >= begin) & (tile < end), (tile >= full_begin) & (tile < full_end)
     assert is_visited[needed].all(), "a kept pair lies in a tile that is not visited"
@@ -231,13 +231,13 @@ def check_mask(
     def of_rows(first: int, count: int) -> tuple[int, int]:
         last = min(first + count, q_len)
         by_tile = kept[first:last].reshape(last - first, tiles, tile_kv)
-        return _visited(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
+        return _check_visits(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
 
     for first in range(0, q_len, tile_q):
         block = of_rows(first, tile_q)
         for part in range(first, min(first + tile_q, q_len), strip):
-            own = of_rows(part, strip)
-            within = own[0] >= own[1] or (block[0] <= own[0] and own[1] <= block[1])
+            bounds = of_rows(part, strip)
+            within = bounds[0] >= bounds[1] or (block[0] <= bounds[0] and bounds[1] <= block[1])
             assert within, "a warpgroup needs a tile that its block does not load"
     starts = np.arange(q_tiles) * tile_q
     for first in range(0, kv_len, tile_kv):
@@ -246,7 +246,7 @@ def check_mask(
             pairs[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
             needed = np.logical_or.reduceat(pairs.any(1), starts) if q_tiles else np.zeros(0, bool)
             full = np.logical_and.reduceat(pairs.all(1), starts) if q_tiles else needed
-            _visited(asked.tiles("q_tiles", first, last), needed, full, exact)
+            _check_visits(asked.tiles("q_tiles", first, last), needed, full, exact)
 
 
 def check_inverse(mask: Any, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets = None, head: int = 0) -> None:
@@ -275,8 +275,10 @@ def check_boxes(mask: Any, q_len: int, kv_len: int, tile_q: int, tile_kv: int, h
         for column in range(0, kv_len, tile_kv):
             box = wanted[row : row + tile_q, column : column + tile_kv]
             last = min(row + tile_q, q_len) - 1, min(column + tile_kv, kv_len) - 1
-            found = asked.library.classify(*asked.given, row, last[0], column, last[1])
-            assert found in ((0, 1), (1,), (1, 2))[1 + int(box.all()) - int(not box.any())], "a box of pairs is of another class"
+            classes = asked.library.classify(*asked.given, row, last[0], column, last[1])
+            assert classes in ((0, 1), (1,), (1, 2))[1 + int(box.all()) - int(not box.any())], (
+                "a box of pairs is of another class"
+            )
 
 
 def check_score(score: Any, number: str = "fp32", head: int = 0, scale: float = 1.0) -> None:
@@ -286,13 +288,15 @@ def check_score(score: Any, number: str = "fp32", head: int = 0, scale: float = 
     n, m = 7, 40
     dot = np.random.default_rng(0).standard_normal((n, m)) * np.geomspace(1e-3, 1e3, m) * np.sign(scale)
     asked = OnHost(score, SCORE, (n, m), head=head, scale=abs(scale), number=number)
-    given = np.ascontiguousarray(dot, dtype)
-    logit, slope = np.empty_like(given), np.empty_like(given)
-    asked.library.ask(*asked.given, *(x.ctypes.data_as(ctypes.c_void_p) for x in (given, logit, slope)))
-    s, q, kv = given.astype(np.float64) * abs(scale), np.arange(n)[:, None], np.arange(m)[None]
-    wanted, own = score.logit(np, s, 1, head, q, kv), score.slope(np, s, 1, head, q, kv)
+    dots = np.ascontiguousarray(dot, dtype)
+    logit, slope = np.empty_like(dots), np.empty_like(dots)
+    asked.library.ask(*asked.given, *(x.ctypes.data_as(ctypes.c_void_p) for x in (dots, logit, slope)))
+    s, q, kv = dots.astype(np.float64) * abs(scale), np.arange(n)[:, None], np.arange(m)[None]
+    wanted, slope_in_python = score.logit(np, s, 1, head, q, kv), score.slope(np, s, 1, head, q, kv)
     assert (abs(logit - wanted) <= allowed * (abs(wanted) + abs(s) + 1e-6)).all(), "logits differ from those of logit"
-    assert (abs(slope - (1.0 if own is None else own)) <= 2 * allowed).all(), "derivatives differ from those of slope"
+    assert (abs(slope - (1.0 if slope_in_python is None else slope_in_python)) <= 2 * allowed).all(), (
+        "derivatives differ from those of slope"
+    )
 
 
 def check_kernels(option: Any, role: str, arch: str) -> None:
@@ -329,8 +333,10 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
     if not isinstance(option, Option) or (option.interval is None and option.logit is None):
         raise ProblemError(f"option is {option!r}; it must be a mask or a score with a CUDA type, an Option of rawattn.variant.")
     if option.interval is None:
-        for given in ((number, head, scale) for number in ("fp32", "fp64") for head in range(4) for scale in (0.125, -0.5, 2.0)):
-            _tell(check_score, option, *given)
+        for arguments in (
+            (number, head, scale) for number in ("fp32", "fp64") for head in range(4) for scale in (0.125, -0.5, 2.0)
+        ):
+            _tell(check_score, option, *arguments)
     else:
         by_head = option.of_head is not None
         asked = OnHost(option, MASK, (1, 1))
@@ -351,21 +357,21 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
 def _sizes() -> list[tuple[int, int, int, int, int, Offsets, int]]:
     """Lengths of q and of keys, tiles, offsets and heads for ``check_mask``: all small ones, then some of real sizes."""
     small = itertools.product(range(8), range(8), (4,), (2,), (2, 3), (None, (3, 5)), (0, 1))
-    found: list[tuple[int, int, int, int, int, Offsets, int]] = list(small)
+    sizes: list[tuple[int, int, int, int, int, Offsets, int]] = list(small)
     rng = np.random.default_rng(0)
     for largest, count, tiles in ((60, 200, ((2, 1, 3), (6, 3, 5), (14, 7, 11))), (600, 100, ((64, 64, 48), (128, 64, 128)))):
         for i in range(count):
             q_len, kv_len, q_offset, kv_offset = rng.integers(0, largest, 4).tolist()
             offsets = (q_offset, kv_offset) if i % 2 else None
-            found.append((q_len, kv_len, *tiles[i // 2 % len(tiles)], offsets, i % 5))
-    return found
+            sizes.append((q_len, kv_len, *tiles[i // 2 % len(tiles)], offsets, i % 5))
+    return sizes
 
 
-def _tell(check: Any, option: Any, *given: Any) -> None:
+def _tell(check: Any, option: Any, *arguments: Any) -> None:
     """Runs a check, and says in its error of what it was."""
     try:
-        check(option, *given)
+        check(option, *arguments)
     except AssertionError as error:
-        names = check.__code__.co_varnames[1 : 1 + len(given)]
-        where = ", ".join(f"{name} {value}" for name, value in zip(names, given, strict=True) if value is not None)
+        names = check.__code__.co_varnames[1 : 1 + len(arguments)]
+        where = ", ".join(f"{name} {value}" for name, value in zip(names, arguments, strict=True) if value is not None)
         raise AssertionError(f"{option}, {where}: {error}.") from None

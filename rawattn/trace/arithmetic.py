@@ -34,9 +34,9 @@ def as_type(x: Any, kind: str) -> Expr:
     return make("trunc" if x.type == "float" else "cast", kind, (x,))
 
 
-def wider(*given: Expr) -> str:
+def wider(*operands: Expr) -> str:
     """The type that holds the values of all."""
-    return max((x.type for x in given), key=RANK.__getitem__)
+    return max((x.type for x in operands), key=RANK.__getitem__)
 
 
 def tame(x: Expr) -> Expr:
@@ -44,7 +44,7 @@ def tame(x: Expr) -> Expr:
     return make("saturate", "int", (x,)) if x.raw else x
 
 
-def folded(op: str, kind: str, *args: Expr) -> Expr:
+def fold(op: str, kind: str, *args: Expr) -> Expr:
     """The value where all of it is known, else an expression, whose operands are sorted where they may be."""
     if all(x.op == "const" for x in args):
         with np.errstate(all="ignore"):
@@ -84,7 +84,7 @@ def combine(a: Expr, b: Expr, factor: int) -> Expr:
 
 
 def has_float(a: Expr, b: Expr) -> bool:
-    """Says whether one of two is a float."""
+    """Whether one of two is a float."""
     return "float" in (a.type, b.type)
 
 
@@ -93,7 +93,7 @@ def add(a: Any, b: Any) -> Expr:
     if not has_float(a, b):
         return combine(a, b, 1)
     a, b = as_type(a, "float"), as_type(b, "float")
-    return b if is_const(a, 0) else a if is_const(b, 0) else folded("add", "float", a, b)
+    return b if is_const(a, 0) else a if is_const(b, 0) else fold("add", "float", a, b)
 
 
 def sub(a: Any, b: Any) -> Expr:
@@ -101,12 +101,12 @@ def sub(a: Any, b: Any) -> Expr:
     if not has_float(a, b):
         return combine(a, b, -1)
     a, b = as_type(a, "float"), as_type(b, "float")
-    return a if is_const(b, 0) else negative(b) if is_const(a, 0) else folded("sub", "float", a, b)
+    return a if is_const(b, 0) else negative(b) if is_const(a, 0) else fold("sub", "float", a, b)
 
 
 def negative(a: Any) -> Expr:
     a = wrap(a)
-    return folded("neg", "float", a) if a.type == "float" else combine(const(0), a, -1)
+    return fold("neg", "float", a) if a.type == "float" else combine(const(0), a, -1)
 
 
 def mul(a: Any, b: Any) -> Expr:
@@ -118,11 +118,11 @@ def mul(a: Any, b: Any) -> Expr:
                 return combine(const(0), x, y.args[0])
         return make("imul", "int", ordered("imul", (a, b)))
     a, b = as_type(a, "float"), as_type(b, "float")
-    return b if is_const(a, 1) else a if is_const(b, 1) else folded("mul", "float", a, b)
+    return b if is_const(a, 1) else a if is_const(b, 1) else fold("mul", "float", a, b)
 
 
 def div(a: Any, b: Any) -> Expr:
-    return folded("div", "float", as_type(a, "float"), as_type(b, "float"))
+    return fold("div", "float", as_type(a, "float"), as_type(b, "float"))
 
 
 def integers(op: str, a: Any, b: Any) -> Expr:
@@ -132,10 +132,10 @@ def integers(op: str, a: Any, b: Any) -> Expr:
         raise ProblemError(f"{op} of a float; it is for integers: convert by .int() or .astype(int).")
     a, b = as_type(a, "int"), as_type(b, "int")
     if op in ("floordiv", "mod"):
-        return folded(op, "int", tame(a), tame(b))
+        return fold(op, "int", tame(a), tame(b))
     if op in ("shl", "shr"):
-        return folded(op, a.type, a, tame(b))
-    return folded(op, wider(a, b), a, b)
+        return fold(op, a.type, a, tame(b))
+    return fold(op, wider(a, b), a, b)
 
 
 def floor_divide(a: Any, b: Any) -> Expr:
@@ -162,8 +162,8 @@ def power(a: Any, b: Any) -> Expr:
         b = const(tracer.get().specialise(b))
     if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
         n = int(b.args[0])
-        found = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
-        return div(1.0, found) if n < 0 else found
+        product = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
+        return div(1.0, product) if n < 0 else product
     if is_const(b, 0.5):
         return unary("sqrt", a)
     if not has_float(a, b):
@@ -176,16 +176,16 @@ def power(a: Any, b: Any) -> Expr:
             "an integer to the power of an integer that is neither a literal nor a captured int; convert one of both by .float() "
             "or .astype(float), or read a table of the powers."
         )
-    return folded("pow", "float", as_type(a, "float"), as_type(b, "float"))
+    return fold("pow", "float", as_type(a, "float"), as_type(b, "float"))
 
 
 def _of_constant(base: Expr, n: Expr) -> Expr:
     """A whole base to the power of an integer >= 0 is a whole number."""
     factor = unary("log2", base)
-    found = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
+    result = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
     if n.type == "float" or base.args[0] % 1 or factor.args[0] % 1 == 0:
-        return found
-    return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), found, floor(add(found, 0.5)))
+        return result
+    return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), result, floor(add(result, 0.5)))
 
 
 def _product(x: Expr, n: int) -> Expr:
@@ -198,23 +198,23 @@ def _product(x: Expr, n: int) -> Expr:
 
 def unary(op: str, a: Any) -> Expr:
     """A function of one float, by its name."""
-    return folded(op, "float", as_type(a, "float"))
+    return fold(op, "float", as_type(a, "float"))
 
 
 def absolute(a: Any) -> Expr:
     a = wrap(a)
     if a.type == "float":
-        return folded("abs", "float", a)
+        return fold("abs", "float", a)
     constant, terms = linear(a)
     first = next(iter(sorted(terms.items(), key=lambda term: term[0].digest)), None)
     if first is not None and first[1] < 0:  # abs(-x) is abs(x): one form of both
         a = from_linear(-constant, {atom: -c for atom, c in terms.items()})
-    return folded("abs", "int", tame(as_type(a, "int")))
+    return fold("abs", "int", tame(as_type(a, "int")))
 
 
 def floor(a: Any) -> Expr:
     a = wrap(a)
-    return folded("floor", "float", a) if a.type == "float" else a
+    return fold("floor", "float", a) if a.type == "float" else a
 
 
 def extreme(op: str, a: Any, b: Any) -> Expr:
@@ -222,8 +222,13 @@ def extreme(op: str, a: Any, b: Any) -> Expr:
     a, b = wrap(a), wrap(b)
     kind = wider(a, b)
     a, b = (x if x.type == kind or kind == "long" else as_type(x, kind) for x in (a, b))
-    return a if a is b else folded(op, kind, a, b)
+    return a if a is b else fold(op, kind, a, b)
 
 
 minimum: Callable[[Any, Any], Expr] = functools.partial(extreme, "min")
 maximum: Callable[[Any, Any], Expr] = functools.partial(extreme, "max")
+CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
+    "add": add, "sub": sub, "mul": mul, "div": div, "neg": negative, "imul": mul, "min": minimum, "max": maximum, "abs": absolute,
+    "floor": floor, "saturate": tame,
+    **{op: functools.partial(integers, op) for op in ("floordiv", "mod", "shl", "shr", "band", "bor", "bxor")},
+}  # fmt: skip

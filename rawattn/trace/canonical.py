@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ProblemError
 from .arithmetic import COMMUTATIVE, RANK
 from .capture import ELEMENTS
-from .conditions import parts, rebuilt
+from .conditions import parts, rebuild
 from .expressions import Expr, children, make, nodes
 from .formulas import FORMULAS
 
@@ -30,19 +30,19 @@ class Code(str):
     @property
     def role(self) -> str:
         """Returns "mask" or "score"."""
-        return _parsed(self)[0]
+        return _parse(self)[0]
 
     @property
     def root(self) -> Expr:
         """The expression."""
-        return _parsed(self)[1]
+        return _parse(self)[1]
 
     @property
     def arrays(self) -> tuple[tuple[str, int], ...]:
         """Element and number of dimensions of each captured array."""
-        found = {x.args[0]: x.args[2:] for x in nodes(self.root) if x.op == "dim"}
-        found |= {x.args[0]: (x.args[1], len(x.args) - 2) for x in nodes(self.root) if x.op == "load"}
-        return tuple(found[i] for i in range(len(found)))
+        arrays = {x.args[0]: x.args[2:] for x in nodes(self.root) if x.op == "dim"}
+        arrays |= {x.args[0]: (x.args[1], len(x.args) - 2) for x in nodes(self.root) if x.op == "load"}
+        return tuple(arrays[i] for i in range(len(arrays)))
 
     @property
     def numbers(self) -> int:
@@ -83,30 +83,30 @@ def numbers_of(keys: Sequence[int | str]) -> tuple[int | float, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(code: str) -> tuple[str, Expr]:
+def _parse(code: str) -> tuple[str, Expr]:
     """Role and expression. Raises ProblemError for what is no code: it may come from a file, and becomes a kernel."""
     try:
         role, *rows = json.loads(code)
-        found: list[Expr] = []
+        nodes: list[Expr] = []
         for op, kind, *args in rows:
             if op not in OPS or kind not in RANK:
                 raise ValueError(f"{op} of type {kind}")
-            given = (
-                (args[0], tuple((_read(a, found), int(c)) for a, c in args[1]))
+            operands = (
+                (args[0], tuple((_read(a, nodes), int(c)) for a, c in args[1]))
                 if op == "lin"
-                else [_read(a, found) for a in args]
+                else [_read(a, nodes) for a in args]
             )
-            found.append(make(op, kind, tuple(given)))
+            nodes.append(make(op, kind, tuple(operands)))
         if role not in ("mask", "score"):
             raise ValueError(f"role {role}")
-        return role, found[-1]
+        return role, nodes[-1]
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise ProblemError(f"code is {code[:80]!r}; it must be the text of a traced function ({error}).") from error
 
 
-def _read(word: Any, found: list[Expr]) -> Any:
+def _read(word: Any, nodes: list[Expr]) -> Any:
     if isinstance(word, str) and word.startswith("$"):
-        return found[int(word[1:])]
+        return nodes[int(word[1:])]
     if isinstance(word, (bool, int, float)) or word in NAMES:
         return word
     raise ValueError(f"{word!r}")
@@ -117,15 +117,15 @@ def slots_of(root: Expr) -> set[int]:
     return {x.args[0] for x in nodes(root) if x.op in INPUTS}
 
 
-def renumbered(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
+def renumber(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
     """The expression with other numbers for arrays and for numbers."""
     done: dict[Expr, Expr] = {}
     for node in nodes(root):
         if node.op in INPUTS:
-            place = (numbers if node.op == "param" else arrays)[node.args[0]]
-            done[node] = make(node.op, node.type, (place, *(done[a] if isinstance(a, Expr) else a for a in node.args[1:])))
+            number = (numbers if node.op == "param" else arrays)[node.args[0]]
+            done[node] = make(node.op, node.type, (number, *(done[a] if isinstance(a, Expr) else a for a in node.args[1:])))
         else:
-            done[node] = rebuilt(node, done)
+            done[node] = rebuild(node, done)
     return done[root]
 
 
@@ -141,8 +141,8 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
         if x in seen:
             return
         seen.add(x)
-        own = parts(x.op, x) if x.op in ("and", "or") else list(children(x))
-        for part in sorted(own, key=shapes.__getitem__) if x.op in (*COMMUTATIVE, "lin") else own:
+        operands = parts(x.op, x) if x.op in ("and", "or") else list(children(x))
+        for part in sorted(operands, key=shapes.__getitem__) if x.op in (*COMMUTATIVE, "lin") else operands:
             visit(part)
         if x.op in INPUTS:
             slots["param" if x.op == "param" else "array", x.args[0]] = None
@@ -150,7 +150,7 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
     visit(root)
     arrays, numbers = ([slot for what, slot in slots if what == wanted] for wanted in ("array", "param"))
     places = [{slot: i for i, slot in enumerate(each)} for each in (arrays, numbers)]
-    return encoded(role, renumbered(root, *places)), arrays, numbers
+    return encoded(role, renumber(root, *places)), arrays, numbers
 
 
 def _shape(x: Expr, shapes: Mapping[Expr, str]) -> str:

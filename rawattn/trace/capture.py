@@ -1,4 +1,4 @@
-"""This module says what a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
+"""What a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
 compiled in.
 
 Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -46,14 +46,14 @@ class ArraySlot:
     ndim: int
 
     def accepts(self, value: Any) -> bool:
-        """Says whether an array may take its place."""
+        """Whether an array may take its place."""
         array: Any = value
         return type(value) is self.cls and array.dtype == self.dtype and len(array.shape) == self.ndim
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberSlot:
-    """An int or a float, likewise."""
+    """An int or a float: where it was found, and what is compiled in of it."""
 
     path: Path
     label: str
@@ -61,7 +61,7 @@ class NumberSlot:
     is_negative: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Says whether a number may take its place."""
+        """Whether a number may take its place."""
         return number_kind(value) == self.kind and (self.kind != "int" or (value < 0) == self.is_negative)
 
 
@@ -70,21 +70,21 @@ _NUMBERS: dict[type, str] = {int: "int", float: "float"}
 
 
 def number_kind(value: Any) -> str | None:
-    """Returns whether it is an "int" or a "float"; None for what is no number, and for a bool."""
-    found = _NUMBERS.get(type(value))
-    if found is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
-        found = "int" if isinstance(value, (int, np.integer)) else "float"
-    return found
+    """Whether it is an "int" or a "float"; None for what is no number, and for a bool."""
+    kind = _NUMBERS.get(type(value))
+    if kind is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
+        kind = "int" if isinstance(value, (int, np.integer)) else "float"
+    return kind
 
 
 def is_array(value: Any) -> bool:
-    """Says whether it is an array of some library."""
+    """Whether it is an array of some library."""
     cls: Any = type(value)
     return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
 
 
-def _is_value(found: Any, value: Any, function: Any) -> bool:
-    return found is value or (type(found) is type(value) and bool(found == value))
+def _is_value(value_there: Any, value: Any, function: Any) -> bool:
+    return value_there is value or (type(value_there) is type(value) and bool(value_there == value))
 
 
 _ABSENT = (AttributeError, IndexError, KeyError)  # what is raised of what an object does not have
@@ -121,10 +121,12 @@ class Note(NamedTuple):
     value: Any
 
 
+_TEXTS = {  # of a step, which leads from an object to what it has
+    "cell": "{}.__closure__[{}].cell_contents", "global": "{}.__globals__[{}]", "default": "{}.__defaults__[{}]",
+    "keyword": "{}.__kwdefaults__[{}]", "item": "{}[{}]", "type": "type({})",
+}  # fmt: skip
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    "cell": lambda x, i: x.__closure__[i].cell_contents, "global": lambda x, name: x.__globals__[name],
-    "default": lambda x, i: x.__defaults__[i], "keyword": lambda x, name: x.__kwdefaults__[name], "item": lambda x, i: x[i],
-    "attribute": getattr, "type": lambda x, _: type(x),
+    "attribute": getattr, **{step: eval(f"lambda x, at: {text.format('x', 'at')}") for step, text in _TEXTS.items()}
 }  # fmt: skip
 
 
@@ -133,16 +135,6 @@ def follow(x: Any, path: Path) -> Any:
     for step, at in path:
         x = _STEPS[step](x, at)
     return x
-
-
-def follower(path: Path) -> Callable[[Any], Any]:
-    """``follow`` along one path, quicker."""
-    if not path:
-        return lambda x: x
-    if len(path) == 1 and path[0][0] == "cell":
-        i = path[0][1]
-        return lambda x: x.__closure__[i].cell_contents
-    return lambda x: follow(x, path)
 
 
 class SymbolicArray(Row):
@@ -180,15 +172,15 @@ class SymbolicArray(Row):
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
-        given = list(index) if isinstance(index, tuple) else [index]
+        indices_given = list(index) if isinstance(index, tuple) else [index]
         axes = self._open
-        at = next((n for n, i in enumerate(given) if i is Ellipsis), None)
+        at = next((n for n, i in enumerate(indices_given) if i is Ellipsis), None)
         if at is not None:
-            given[at : at + 1] = [slice(None)] * (len(axes) - len(given) + 1)
-        if len(given) > len(axes):
+            indices_given[at : at + 1] = [slice(None)] * (len(axes) - len(indices_given) + 1)
+        if len(indices_given) > len(axes):
             raise ProblemError(f"{self._of.label} has {self._of.ndim} dimensions and is given more indices.")
         indices = list(self._indices)
-        for axis, i in zip(axes, given, strict=False):
+        for axis, i in zip(axes, indices_given, strict=False):
             if not (isinstance(i, slice) and i.start is i.stop is i.step is None):
                 indices[axis] = self._index(i, axis)
         if any(i is None for i in indices):
@@ -293,14 +285,14 @@ class Owner:
             yield item
 
     def __bool__(self) -> bool:
-        found = bool(self.__value)
-        self.__capture.note(self.__path, "truth", found)
-        return found
+        truth = bool(self.__value)
+        self.__capture.note(self.__path, "truth", truth)
+        return truth
 
     def __len__(self) -> int:
-        found = len(self.__value)
-        self.__capture.note(self.__path, "size", found)
-        return found
+        length = len(self.__value)
+        self.__capture.note(self.__path, "size", length)
+        return length
 
     def __eq__(self, other: object) -> bool:
         self.__refuse("and whole objects cannot be compared while a function is traced; compare their numbers, or use `is`")
@@ -352,25 +344,23 @@ class Owner:
         raise ProblemError(f"{self.__label}.{name} is assigned to; a mask or a score changes nothing outside of itself.")
 
 
-def called(owner: Owner) -> Any:
+def callee_of(owner: Owner) -> Any:
     """Returns what a call of it calls."""
     return owner._Owner__called()
 
 
+@collections.abc.Mapping.register
 class _Mapping(Owner):
-    """One that patterns of match take for a mapping."""
+    """An owner that patterns of match take for a mapping."""
 
     __slots__ = ()
 
 
+@collections.abc.Sequence.register
 class _Sequence(Owner):
-    """Likewise for a sequence."""
+    """An owner that patterns of match take for a sequence."""
 
     __slots__ = ()
-
-
-collections.abc.Mapping.register(_Mapping)
-collections.abc.Sequence.register(_Sequence)
 
 
 def _key(key: Any) -> Any:
@@ -437,22 +427,22 @@ def _contents(f: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Says whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
+    """Whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
     class."""
     top = (x.__name__ if isinstance(x, types.ModuleType) else x.__module__).partition(".")[0]
     return top in LIBRARIES or top in _STANDARD or (isinstance(x, type) and issubclass(x, BaseException))
 
 
 def _is_fixed(value: Any) -> bool:
-    """Says whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
+    """Whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
     if value is None or isinstance(value, (bool, np.bool_, str, bytes, enum.Enum)):
         return True
     if isinstance(value, (type, types.ModuleType)):
         return _is_constant(value)
     if isinstance(value, types.BuiltinFunctionType):  # of a module, or bound to an object
-        own = value.__self__
-        is_static = own is None or isinstance(own, (types.ModuleType, np.ufunc))
-        return is_static or (isinstance(own, type) and _is_constant(own))
+        owner = value.__self__
+        is_static = owner is None or isinstance(owner, (types.ModuleType, np.ufunc))
+        return is_static or (isinstance(owner, type) and _is_constant(owner))
     if isinstance(value, (np.ufunc, np.dtype, types.EllipsisType, slice)):
         return True
     if isinstance(value, types.FunctionType):
@@ -488,13 +478,13 @@ class Capture:
             self.notes.append(Note(path, "value", value))
             return value
         if id(value) in self._seen:
-            _, found, first = self._seen[id(value)]
+            _, symbol, first = self._seen[id(value)]
             if first != path:
                 self.notes.append(Note(path, "same", first))
-            return found
-        found = self._replaced(value, path, label)
-        self._seen[id(value)] = (value, found, path)
-        return found
+            return symbol
+        symbol = self._replaced(value, path, label)
+        self._seen[id(value)] = (value, symbol, path)
+        return symbol
 
     def _replaced(self, value: Any, path: Path, label: str) -> Any:
         if is_array(value):
@@ -537,8 +527,8 @@ class Capture:
     def _function(self, f: types.FunctionType, path: Path) -> types.FunctionType:
         self.notes.append(Note(path, "code", f.__code__))
         cells = tuple(types.CellType() for _ in f.__closure__ or ())
-        found = types.FunctionType(f.__code__, dict(f.__globals__), f.__name__, None, cells or None)
-        self._seen[id(f)] = (f, found, path)  # it may call itself
+        copy = types.FunctionType(f.__code__, dict(f.__globals__), f.__name__, None, cells or None)
+        self._seen[id(f)] = (f, copy, path)  # it may call itself
         for i, cell in enumerate(f.__closure__ or ()):
             try:
                 content = cell.cell_contents
@@ -546,17 +536,17 @@ class Capture:
                 continue
             cells[i].cell_contents = self.rebuild(content, (*path, ("cell", i)), f.__code__.co_freevars[i])
         names = _names(f.__code__)
-        found.__globals__.update({name: x for name, x in _OF_SYMBOLS.items() if name in names - f.__globals__.keys()})
+        copy.__globals__.update({name: x for name, x in _OF_SYMBOLS.items() if name in names - f.__globals__.keys()})
         for name in sorted(names & f.__globals__.keys()):
-            found.__globals__[name] = self.rebuild(f.__globals__[name], (*path, ("global", name)), name)
+            copy.__globals__[name] = self.rebuild(f.__globals__[name], (*path, ("global", name)), name)
         arguments = f.__code__.co_varnames[: f.__code__.co_argcount]
         defaults = f.__defaults__ or ()
         labels = arguments[len(arguments) - len(defaults) :]
-        found.__defaults__ = tuple(self.rebuild(x, (*path, ("default", i)), labels[i]) for i, x in enumerate(defaults)) or None
-        found.__kwdefaults__ = {
+        copy.__defaults__ = tuple(self.rebuild(x, (*path, ("default", i)), labels[i]) for i, x in enumerate(defaults)) or None
+        copy.__kwdefaults__ = {
             name: self.rebuild(x, (*path, ("keyword", name)), name) for name, x in (f.__kwdefaults__ or {}).items()
         }
-        return found
+        return copy
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -573,3 +563,51 @@ def code_of(function: Any) -> types.CodeType | None:
     if not isinstance(function, types.FunctionType):
         function = type(function).__call__ if hasattr(type(function), "__call__") else None  # noqa: B004
     return getattr(function, "__code__", None)
+
+
+def reader_of(
+    notes: Sequence[Note], slots: Sequence[Slot], arrays: Sequence[int], numbers: Sequence[int]
+) -> Callable[[Any], tuple[tuple[Any, ...], ...] | None]:
+    """Writes a function that gives what a fresh function of known code has in the slots that are arrays, in those that are
+    numbers, and in all; None where something else is there, or where what was noted does not hold. Each step of a path stands
+    in it as an attribute or an index, so that a call pays for no loop over paths."""
+    lines: list[str] = []
+    known: dict[str, Any] = {}
+    for i, (path, what, value) in enumerate(notes):
+        known |= {f"value{i}": value, f"holds{i}": NOTES[what]}
+        at = _expression(path, known)
+        same = {
+            "code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}", "value": f"{at} is value{i}",
+            "truth": f"bool({at}) is value{i}", "size": f"len({at}) == value{i}",
+        }.get(what, "False")  # fmt: skip
+        lines.append(f"    if not ({same}) and not holds{i}({at}, value{i}, f): return None")
+    for i, slot in enumerate(slots):
+        lines.append(f"    x{i} = {_expression(slot.path, known)}")
+        if isinstance(slot, ArraySlot):
+            known |= {f"cls{i}": slot.cls, f"dtype{i}": slot.dtype}
+            lines.append(f"    if type(x{i}) is not cls{i} or x{i}.dtype != dtype{i} or x{i}.ndim != {slot.ndim}: return None")
+            continue
+        plain, sign = {"int": int, "float": float}[slot.kind], "<" if slot.is_negative else ">="
+        known |= {f"cls{i}": plain, f"accepts{i}": slot.accepts}
+        right = f"x{i} {sign} 0" if slot.kind == "int" else "True"
+        lines.append(f"    if not (type(x{i}) is cls{i} and {right}):")
+        lines.append(f"        if not accepts{i}(x{i}): return None")
+        lines.append(f"        x{i} = cls{i}(x{i})")
+    results = (f"({''.join(f'x{i}, ' for i in each)})" for each in (arrays, numbers, range(len(slots))))
+    exec("\n".join(["def find(f):", *lines, f"    return {', '.join(results)}"]), known)
+    find: Callable[[Any], tuple[tuple[Any, ...], ...] | None] = known["find"]
+    return find
+
+
+def _expression(path: Path, known: dict[str, Any]) -> str:
+    text = "f"
+    for step, at in path:
+        if step == "attribute":
+            text = f"{text}.{at}" if at.isidentifier() else f"getattr({text}, {at!r})"
+        elif step == "item" and type(at) not in (int, str):  # whose repr may be no text of Python
+            name = f"key{len(known)}"
+            known[name] = at
+            text = f"{text}[{name}]"
+        else:
+            text = _TEXTS[step].format(text, repr(at))
+    return text

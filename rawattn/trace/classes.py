@@ -1,4 +1,4 @@
-"""This module says whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
+"""Whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
 ask by tiles."""
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from typing import Any
 import numpy as np
 
 from .canonical import Code
-from .conditions import compare, logical, parts, rebuilt
+from .conditions import compare, logical, parts, rebuild
 from .expressions import Expr, Q, children, make, nodes
-from .pyramid import Pyramid, loaded
+from .pyramid import Pyramid, range_of_load
 from .ranges import Range, bounds, exactly
 
 EMPTY, CUT, FULL = 0, 1, 2
 
 
 @functools.lru_cache(maxsize=256)
-def strengthened(code: Code) -> Expr:
+def strengthen(code: Code) -> Expr:
     """The same condition, to be bounded, with what follows from two of its comparisons together. From a == b and one of a follows
     that of b: a group of -1 that is excluded on one side alone is so on both. From a <= b and b <= c follows a <= c."""
     done: dict[Expr, Expr] = {}
     for node in nodes(code.root):
-        done[node] = rebuilt(node, done) if node.op in ("and", "or", "not") else node
+        done[node] = rebuild(node, done) if node.op in ("and", "or", "not") else node
         if node.op == "and":
-            for found in _following(parts("and", node)):
-                done[node] = logical("and", done[node], found)
+            for condition in _following(parts("and", node)):
+                done[node] = logical("and", done[node], condition)
     return done[code.root]
 
 
 def by_blocks(code: Code) -> bool:
-    """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
+    """Whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
     uses = [node for node in nodes(code.root) if any(each is Q for each in children(node))]
     return bool(uses) and all(node.op == "floordiv" for node in uses)
 
@@ -47,9 +47,9 @@ def _following(asked: Sequence[Expr]) -> Iterator[Expr]:
                 yield make(x.op, "bool", tuple(b if y is a else y for y in x.args))
     for x, y in itertools.permutations(orders, 2):
         if x.args[1] is y.args[0]:
-            found = compare("lt" if "lt" in (x.op, y.op) else "le", x.args[0], y.args[1])
-            if found.deps & {"q", "kv"}:
-                yield found
+            condition = compare("lt" if "lt" in (x.op, y.op) else "le", x.args[0], y.args[1])
+            if condition.deps & {"q", "kv"}:
+                yield condition
 
 
 def classify(
@@ -76,9 +76,9 @@ def classify(
                 return exactly(np.float32(numbers[x.args[0]]) if x.type == "float" else numbers[x.args[0]], x.type)
             case "dim":
                 return exactly(arrays[x.args[0]].shape[x.args[1]], "int")
-        return loaded(arrays[x.args[0]], x.type, operands, functools.partial(pyramid, x.args[0]))
+        return range_of_load(arrays[x.args[0]], x.type, operands, functools.partial(pyramid, x.args[0]))
 
-    root = strengthened(code)
-    found = bounds(root, leaf)[root]
-    lo, hi = np.broadcast_arrays(found.lo, found.hi, *q, *kv)[:2]
+    root = strengthen(code)
+    truth = bounds(root, leaf)[root]
+    lo, hi = np.broadcast_arrays(truth.lo, truth.hi, *q, *kv)[:2]
     return np.where(hi == 0, EMPTY, np.where(lo == 1, FULL, CUT)).astype(np.int8)

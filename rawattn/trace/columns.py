@@ -22,21 +22,21 @@ def columns(root: Expr, place: Placement) -> list[Expr]:
 
 
 def of_queries(root: Expr, place: Placement) -> list[Expr]:
-    """Those that depend on no key, likewise."""
+    """The outmost parts of a placed expression that depend on no key, as ``columns`` gives those that depend on no query."""
     return _outmost(root, {x for x in nodes(root) if place(x) == ROW and "first" not in x.deps})
 
 
-def _outmost(root: Expr, own: set[Expr]) -> list[Expr]:
+def _outmost(root: Expr, wanted: set[Expr]) -> list[Expr]:
     order = nodes(root)
     heavy: set[Expr] = set()
     for x in order:
-        if x in own and (x.op not in _LIGHT or any(a in heavy for a in children(x))):
+        if x in wanted and (x.op not in _LIGHT or any(a in heavy for a in children(x))):
             heavy.add(x)
-    parents = [a for x in order if x not in own for a in children(x)]
-    found = [x for x in order if x in heavy and (x is root or any(a is x for a in parents))]
-    return found if column_bytes(found) <= 4 * MOST_WORDS else []
+    parents = [a for x in order if x not in wanted for a in children(x)]
+    outmost = [x for x in order if x in heavy and (x is root or any(a is x for a in parents))]
+    return outmost if column_bytes(outmost) <= 4 * MOST_WORDS else []
 
 
-def column_bytes(found: Iterable[Expr]) -> int:
+def column_bytes(values: Iterable[Expr]) -> int:
     """The bytes that they take of a key, in shared memory."""
-    return 4 * sum(_WORDS[x.type] for x in found)
+    return 4 * sum(_WORDS[x.type] for x in values)

@@ -8,27 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ProblemError
-from .arithmetic import (
-    absolute,
-    add,
-    as_type,
-    combine,
-    div,
-    floor,
-    folded,
-    from_linear,
-    has_float,
-    integers,
-    linear,
-    maximum,
-    minimum,
-    mul,
-    negative,
-    ordered,
-    sub,
-    tame,
-    wider,
-)
+from .arithmetic import CONSTRUCTORS, as_type, combine, extreme, fold, from_linear, has_float, integers, linear, ordered, wider
 from .expressions import INSIDE, KV, KV_LEN, OFFSET, Q_LEN, Expr, Q, const, make, wrap
 
 
@@ -54,12 +34,12 @@ def compare(op: str, a: Any, b: Any) -> Expr:
     terms cancel."""
     a, b = wrap(a), wrap(b)
     if has_float(a, b):
-        return folded(op, "bool", as_type(a, "float"), as_type(b, "float"))
+        return fold(op, "bool", as_type(a, "float"), as_type(b, "float"))
     if op == "eq" and a.type == b.type == "bool":
         return invert(logical("xor", a, b))
     a, b = as_type(a, "int"), as_type(b, "int")
     if a.type == "long" or b.type == "long":
-        return folded(op, "bool", a, b)
+        return fold(op, "bool", a, b)
     constant, terms = linear(combine(a, b, -1))
     if op == "lt":  # a - b + 1 <= 0
         constant += 1
@@ -109,7 +89,7 @@ def invert(a: Any) -> Expr:
     if a.type == "bool":
         if a.op in ("le", "lt") and "float" not in (a.args[0].type, a.args[1].type):  # NaN is neither less nor not
             return compare("lt" if a.op == "le" else "le", a.args[1], a.args[0])
-        return a.args[0] if a.op == "not" else folded("not", "bool", a)
+        return a.args[0] if a.op == "not" else fold("not", "bool", a)
     if a.type == "float":
         raise ProblemError("~ of a float; it is for conditions and integers.")
     return combine(const(-1), a, -1) if a.type != "long" else integers("bxor", a, const(-1))
@@ -127,12 +107,12 @@ def where(condition: Any, a: Any, b: Any) -> Expr:
     if kind == "bool":
         return _choice(c, a, b)
     if c.op == "le" and len({a, b, *c.args}) == 2 and kind != "float":
-        return minimum(a, b) if c.args[0] is a else maximum(a, b)
+        return extreme("min" if c.args[0] is a else "max", a, b)
     return make("where", kind, (c, a, b))
 
 
 def _choice(c: Expr, a: Expr, b: Expr) -> Expr:
-    """The same of conditions."""
+    """``where(c, a, b)`` of three conditions, by and, or and not."""
     a, b = const(True) if a is c else a, const(False) if b is c else b
     if a.op == "const":
         return logical("or", c, b) if a.args[0] else logical("and", invert(c), b)
@@ -142,15 +122,13 @@ def _choice(c: Expr, a: Expr, b: Expr) -> Expr:
 
 
 _CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
-    "add": add, "sub": sub, "mul": mul, "div": div, "neg": negative, "imul": mul, "min": minimum, "max": maximum, "abs": absolute,
-    "where": where, "not": invert, "floor": floor, "saturate": tame,
+    **CONSTRUCTORS, "where": where, "not": invert,
     **{op: functools.partial(compare, op) for op in ("lt", "le", "eq")},
     **{op: functools.partial(logical, op) for op in ("and", "or", "xor")},
-    **{op: functools.partial(integers, op) for op in ("floordiv", "mod", "shl", "shr", "band", "bor", "bxor")},
 }  # fmt: skip
 
 
-def rebuilt(node: Expr, done: dict[Expr, Expr]) -> Expr:
+def rebuild(node: Expr, done: dict[Expr, Expr]) -> Expr:
     """The node over other operands."""
     if node.op == "lin":
         parts = (combine(const(0), done[atom], c) for atom, c in node.args[1])

@@ -11,7 +11,7 @@ import numpy as np
 from .arithmetic import from_linear, linear
 from .canonical import Code
 from .expressions import INSIDE, Expr, make
-from .fields import Array, Divisor, Made, Number, Size, Step, What
+from .fields import ArrayAddress, ArraySize, ArrayStride, Divisor, FieldContent, HostValue, Number
 from .infix import SIGNS
 from .placement import ELEMENT, HOST, PLACES, ROW, Placement
 from .proofs import is_nonnegative
@@ -70,26 +70,27 @@ def _place(text: str) -> str:
     return text.removeprefix("function::read(").removesuffix(")")
 
 
-def _declared(lines: Sequence[tuple[str, str, str]]) -> str:
+def _declare(lines: Sequence[tuple[str, str, str]]) -> str:
     return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in lines)
 
 
-def _needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+def _lines_needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
     """The lines that some texts are made of, in order."""
     wanted = {word for text in texts for word in re.findall(r"\w+", text)}
-    found: list[tuple[str, str, str]] = []
+    lines_needed: list[tuple[str, str, str]] = []
     for line in reversed(lines):
         if line[1] in wanted:
-            found.append(line)
+            lines_needed.append(line)
             wanted |= set(re.findall(r"\w+", line[2]))
-    return found[::-1]
+    return lines_needed[::-1]
 
 
 class Writer:
     """The lines of a struct, each in its place."""
 
     def __init__(
-        self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, What]] | None = None, q_below: bool = False
+        self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, FieldContent]] | None = None,
+        q_below: bool = False,
     ) -> None:  # fmt: skip
         self.q_below = q_below  # whether q may be below 0
         self.role, self.number, self.prefix = code.role, number, prefix  # number: the C++ type of floats
@@ -111,18 +112,18 @@ class Writer:
 
     def inner(self, prefix: str) -> Writer:
         """Another writer of elements, with the same head and rows."""
-        found = copy.copy(self)
-        found.prefix, found.lines = prefix, {**self.lines, "element": []}
-        found.neighbours, found.pairwise = [], {}
-        found._names = {x: name for x, name in self._names.items() if self.place(x) < ELEMENT}
-        return found
+        writer = copy.copy(self)
+        writer.prefix, writer.lines = prefix, {**self.lines, "element": []}
+        writer.neighbours, writer.pairwise = [], {}
+        writer._names = {x: name for x, name in self._names.items() if self.place(x) < ELEMENT}
+        return writer
 
     def of_pairs(self, prefix: str) -> Writer:
         """Another writer of lines about one query and one key, with the same head."""
-        found = copy.copy(self)
-        found.prefix, found.lines = prefix, {**self.lines, "row": [], "element": []}
-        found._names = {x: name for x, name in self._names.items() if self.place(x) < ROW}
-        return found
+        writer = copy.copy(self)
+        writer.prefix, writer.lines = prefix, {**self.lines, "row": [], "element": []}
+        writer._names = {x: name for x, name in self._names.items() if self.place(x) < ROW}
+        return writer
 
     def name(self, x: Expr, text: str) -> None:
         """Says how a value that is known is called."""
@@ -131,7 +132,7 @@ class Writer:
     def ctype(self, kind: str) -> str:
         return {"bool": "bool", "int": "i32", "long": "i64", "float": self.number}[kind]
 
-    def field(self, name: str, ctype: str, what: What) -> str:
+    def field(self, name: str, ctype: str, what: FieldContent) -> str:
         self.fields[name] = (ctype, what)
         return f"args.{name}"
 
@@ -170,12 +171,12 @@ class Writer:
         return self.keep(at, self.ctype(x.type), self.formula(x, at))
 
     def host(self, x: Expr) -> str:
-        found = self.made(
+        text = self.made(
             "number",
             "i32" if x.type == "bool" else self.ctype(x.type),
             Number(x, self.dtype),
         )
-        return f"({found} != 0)" if x.type == "bool" else found
+        return f"({text} != 0)" if x.type == "bool" else text
 
     def formula(self, x: Expr, at: str) -> str:
         if x.op == "lin":
@@ -194,7 +195,7 @@ class Writer:
         return self._formulas[x.op].format(*args) if x.op in self._formulas else f"function::{x.op}({', '.join(args)})"
 
     def is_distance(self, x: Expr) -> bool:
-        """Says whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
+        """Whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
         integers = x.op == "le" and x.args[0].op == "abs" and x.args[0].type == x.args[1].type == "int"
         return integers and self.place(x.args[1]) < ELEMENT == self.place(x)
 
@@ -219,7 +220,7 @@ class Writer:
         floor = "udiv" if is_nonnegative(a, self.q_below) and is_nonnegative(b, self.q_below) else "floordiv"
         return f"function::{floor}({self.text(a)}, {divisor})"
 
-    def made(self, word: str, ctype: str, what: Made) -> str:
+    def made(self, word: str, ctype: str, what: HostValue) -> str:
         """A field that the host makes of captured numbers, once."""
         alike = {name: known for name, (_, known) in self.fields.items() if isinstance(known, type(what))}
         name = next((name for name, known in alike.items() if known.of is what.of), f"{self.role}_{word}_{len(alike)}")
@@ -228,14 +229,16 @@ class Writer:
     # ---- elements of arrays
 
     def array(self, i: int) -> str:
-        return self.field(f"{self.role}_{i}", f"const {CTYPES[self.elements[i][0]][0]}*", Array(i))
+        return self.field(f"{self.role}_{i}", f"const {CTYPES[self.elements[i][0]][0]}*", ArrayAddress(i))
 
     def size(self, i: int, axis: int) -> str:
-        return self.field(f"{self.role}_{i}_size_{axis}", "i32", Size(i, axis))
+        return self.field(f"{self.role}_{i}_size_{axis}", "i32", ArraySize(i, axis))
 
     def stride(self, i: int, axis: int) -> str:
         """In elements; that of the last axis is 1."""
-        return "1" if axis == self.elements[i][1] - 1 else self.field(f"{self.role}_{i}_stride_{axis}", "i64", Step(i, axis))
+        return (
+            "1" if axis == self.elements[i][1] - 1 else self.field(f"{self.role}_{i}_stride_{axis}", "i64", ArrayStride(i, axis))
+        )
 
     def load(self, x: Expr, at: str) -> str:
         pointer, indices = self.array(x.args[0]), x.args[2:]
@@ -246,18 +249,18 @@ class Writer:
             if steps:
                 pointer = self.keep(outer, ctype, " + ".join([pointer, *steps]))
         here = [self.step(x, axis) for axis, place in enumerate(places) if PLACES[place] == at]
-        found = f"function::read({' + '.join([pointer, *here])})"
-        if at == "element" and len(here) == 1 and x.type == "float" and self._steps_by_one(x) and found not in self.neighbours:
-            self.neighbours.append(found)
+        text = f"function::read({' + '.join([pointer, *here])})"
+        if at == "element" and len(here) == 1 and x.type == "float" and self._steps_by_one(x) and text not in self.neighbours:
+            self.neighbours.append(text)
             if "q" in x.deps:
-                self.pairwise[found] = x.args[1]
-        return f"{self.number}({found})" if x.type == "float" else found
+                self.pairwise[text] = x.args[1]
+        return f"{self.number}({text})" if x.type == "float" else text
 
     def _steps_by_one(self, x: Expr) -> bool:
-        """Says whether the last index is the key, and something of an outer place besides."""
+        """Whether the last index is the key, and something of an outer place besides."""
         _, terms = linear(x.args[-1])
-        own = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] == "element"}
-        return own == {INSIDE: 1} and (x, len(x.args) - 3) not in self.checked and x.args[1] != "fp64"
+        steps = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] == "element"}
+        return steps == {INSIDE: 1} and (x, len(x.args) - 3) not in self.checked and x.args[1] != "fp64"
 
     def pairs(self, result: str) -> str:
         """Members that compute the values of two neighbouring keys, whose elements one load reads; nothing where none can."""
@@ -265,19 +268,19 @@ class Writer:
             return ""
         lines, words = self.lines["element"], [f"w{i}" for i in range(len(self.neighbours))]
         places = [_place(text) for text in self.neighbours]
-        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _needed(places, lines))
+        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _lines_needed(places, lines))
         loads = "".join(
             f"\n        const auto {word} = function::read_two({place});" for word, place in zip(words, places, strict=True)
         )
         body = self.body()
         for word, text in zip(words, self.neighbours, strict=True):
             body = body.replace(text, f"function::get<n>({word})")
-        found = _PAIRS.format(
+        members = _PAIRS.format(
             known=known, loads=loads, body=body, result=result, words=", ".join(words),
             aligned=" && ".join(f"function::is_two({place})" for place in places),
             parameters=", ".join(f"auto {word}" for word in words),
         )  # fmt: skip
-        return found + self.ahead(result)
+        return members + self.ahead(result)
 
     @property
     def ahead_bytes(self) -> int:
@@ -291,7 +294,7 @@ class Writer:
         text = next(iter(self.pairwise))
         place = _place(text)
         known = "".join(
-            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _needed([place], self.lines["element"])
+            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _lines_needed([place], self.lines["element"])
         )
         return _AHEAD.format(known=known, place=place, body=self.body().replace(text, "function::get<n>(two)"), result=result)
 
@@ -311,34 +314,34 @@ class Writer:
         self.checked |= set(checked)
         array, indices = x.args[0], x.args[2:]
         places = [PLACES[max(self.place(i), PLACES.index("head"))] for i in indices]
-        found = "i64(0)"
+        text = "i64(0)"
         for at in PLACES[PLACES.index("head") :]:
             steps = []
             for axis, place in enumerate(places):
                 if place == at:
                     sizes = [self.size(array, after) for after in range(axis + 1, len(indices))]
                     steps.append(" * ".join([f"i64({self.index(x, axis)})", *sizes]))
-            found = self.keep(at, "i64", " + ".join([found, *steps])) if steps else found
-        return found
+            text = self.keep(at, "i64", " + ".join([text, *steps])) if steps else text
+        return text
 
     def members(self, place: str) -> str:
         return "".join(f"\n    {ctype} {name};" for ctype, name, _ in self.lines[place])
 
     def assign(self, place: str, after: str = "") -> str:
         """The lines of a place, or those that depend on a variable."""
-        known, found = {after}, ""
+        known, assignments = {after}, ""
         for _, name, text in self.lines[place]:
             if not after or known & set(re.findall(r"\w+", text)):
                 known.add(name)
-                found += f"\n        {name} = {text};"
-        return found
+                assignments += f"\n        {name} = {text};"
+        return assignments
 
     def body(self) -> str:
-        return _declared(self.lines["element"])
+        return _declare(self.lines["element"])
 
     def whole_body(self) -> str:
         """The lines of a row and of an element, in one scope, with the variables of an element's place that they use."""
         lines = [*self.lines["row"], *self.lines["element"]]
         words = {word for _, _, text in lines for word in re.findall(r"\w+", text.replace("function::inside", ""))}
         used = [name for name in ("offset", "inside") if name in words]
-        return "".join(f"\n        constexpr i32 {name} = 0;" for name in used) + _declared(lines)
+        return "".join(f"\n        constexpr i32 {name} = 0;" for name in used) + _declare(lines)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 from .canonical import Code
-from .classes import strengthened
+from .classes import strengthen
 from .cuda_lines import CTYPES, Writer
 from .expressions import Expr, nodes
-from .fields import Blocks
+from .fields import PyramidAddress
 from .placement import HOST
 
 NAMES = {"and": "both", "or": "either", "not": "opposite", "xor": "differ", "where": "choose"}  # where the operation's is another
@@ -16,13 +16,13 @@ NAMES = {"and": "both", "or": "either", "not": "opposite", "xor": "differ", "whe
 
 def pyramids_of(code: Code) -> tuple[int, ...]:
     """Over how many of its last axes each captured array of a mask has a pyramid."""
-    found = [0] * len(code.arrays)
-    for x in nodes(strengthened(code)) if code.role == "mask" else ():
+    axes_of = [0] * len(code.arrays)
+    for x in nodes(strengthen(code)) if code.role == "mask" else ():
         if x.op == "load":
             wide = [axis for axis, index in enumerate(x.args[2:]) if index.deps & {"q", "kv"}]
             axes = len(x.args) - 2 - wide[0] if wide else 0
-            found[x.args[0]] = max(found[x.args[0]], axes if axes <= 2 else 0)
-    return tuple(found)
+            axes_of[x.args[0]] = max(axes_of[x.args[0]], axes if axes <= 2 else 0)
+    return tuple(axes_of)
 
 
 class RangeWriter:
@@ -78,7 +78,7 @@ class RangeWriter:
         at = " + ".join([w.array(i), *steps])
         if not ranged:
             return f"function::point(function::read({at}))"
-        pyramid = w.field(f"{w.role}_{i}_pyramid", f"const {CTYPES[x.args[1]][0]}*", Blocks(i))
+        pyramid = w.field(f"{w.role}_{i}_pyramid", f"const {CTYPES[x.args[1]][0]}*", PyramidAddress(i))
         number = functools.reduce(
             lambda text, a: f"({text} * {w.size(i, a[0])} + {a[1]})", zip(fixed, places, strict=True), "i64(0)"
         )

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from .arithmetic import add, mul
 from .canonical import Code
-from .classes import by_blocks, strengthened
+from .classes import by_blocks, strengthen
 from .columns import column_bytes, columns, of_queries
 from .cuda_lines import Writer
 from .cuda_ranges import RangeWriter, pyramids_of
 from .diagonals import diagonal
 from .expressions import Expr, nodes
-from .fields import What
+from .fields import FieldContent
 from .gradients import by_elements, slope
-from .placement import LESS, Lowering, positioned
+from .placement import LESS, Lowering, position
 
 
 class Written(NamedTuple):
@@ -30,7 +30,7 @@ class Written(NamedTuple):
     read for each pair, or 0, and whether pairs of a diagonal share part of a score."""
 
     text: str
-    fields: tuple[tuple[str, str, What], ...]
+    fields: tuple[tuple[str, str, FieldContent], ...]
     pyramids: tuple[int, ...]
     column_bytes: int = 0
     ahead_bytes: int = 0
@@ -216,14 +216,14 @@ def _include(*paths: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def written(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
+def write(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
     """The struct of a mask or a score. ``checked``: number of an element among the code's nodes, and axis, of each index that is
     brought into its array. ``q_below``: whether q may be below 0."""
     order = nodes(code.root)
     return (_mask if code.role == "mask" else _score)(code, {(order[i], axis) for i, axis in checked}, q_below)
 
 
-def _sorted(fields: dict[str, tuple[str, What]]) -> tuple[tuple[str, str, What], ...]:
+def _sorted(fields: dict[str, tuple[str, FieldContent]]) -> tuple[tuple[str, str, FieldContent], ...]:
     """The widest first, so that struct Args has no gaps."""
     narrow = {"i32", "float", "Number"}
     return tuple(sorted(((name, ctype, what) for name, (ctype, what) in fields.items()), key=lambda x: (x[1] in narrow, x[0])))
@@ -236,10 +236,10 @@ def _inside(lines: Sequence[tuple[str, str, str]]) -> str:
 
 def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     w = Writer(code, "float", q_below=q_below)
-    result = w.add(*positioned(code.root, checked))
+    result = w.add(*position(code.root, checked))
     element, pyramids = w.lines["element"], pyramids_of(code)
     ranges = RangeWriter(w, dict(enumerate(pyramids)))
-    root = ranges.add(strengthened(code))
+    root = ranges.add(strengthen(code))
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
     column, with_column, column_bytes = _columns(code.root, checked, w)
@@ -259,7 +259,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
-    """Says whether it is a few instructions without loads."""
+    """Whether it is a few instructions without loads."""
     texts = [text.replace("function::within", "") for _, _, text in element]
     return len(texts) <= 8 and not any("function::" in text or " / " in text for text in texts)
 
@@ -267,39 +267,39 @@ def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
 def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str, int]:
     """The struct of a mask's columns, the members of a row that make and use them, and the struct's bytes; nothing where there
     are none, or where what is left of an element is not cheap."""
-    placed, moved = positioned(root, checked)
-    found = columns(placed, whole.place)
-    if not found:
+    placed, moved = position(root, checked)
+    values_of_keys = columns(placed, whole.place)
+    if not values_of_keys:
         return "", "", 0
-    own, rest = whole.inner("c"), whole.inner("k")
-    values = [own.add(x, moved) for x in found]
-    kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in found]
-    for i, x in enumerate(found):
+    columns_writer, rest = whole.inner("c"), whole.inner("k")
+    values = [columns_writer.add(x, moved) for x in values_of_keys]
+    kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in values_of_keys]
+    for i, x in enumerate(values_of_keys):
         rest.name(x, f"(column.of_{i} != 0)" if x.type == "bool" else f"column.of_{i}")
     result = rest.add(placed, moved)
     if not _is_cheap(rest.lines["element"]):
         return "", "", 0
     with_column = _WITH_COLUMN.format(
-        inside=_inside(own.lines["element"]), lines=own.body(), values=", ".join(values),
+        inside=_inside(columns_writer.lines["element"]), lines=columns_writer.body(), values=", ".join(values),
         rest_inside=_inside(rest.lines["element"]), rest=rest.body(), result=result, moved=whole.assign("row", after="first"),
     )  # fmt: skip
     members = "".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds))
-    return _COLUMN.format(members=members), with_column, column_bytes(found)
+    return _COLUMN.format(members=members), with_column, column_bytes(values_of_keys)
 
 
 def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
     """The structs of what a mask makes of a query alone and of a key alone, and its members that make and use them; nothing
     where neither takes more than a few instructions, or what is left of a pair is not cheap."""
-    placed, moved = positioned(root, checked)
+    placed, moved = position(root, checked)
     queries, keys = of_queries(placed, whole.place), columns(placed, whole.place)
     if not queries and not keys:
         return "", ""
     writers, members, values = [whole.of_pairs(prefix) for prefix in "uyz"], [], []
-    for writer, name, found in zip(writers, ("query", "key"), (queries, keys), strict=False):
-        values.append(", ".join([writer.add(x, moved) for x in found]))
-        kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in found]
+    for writer, name, values_of_side in zip(writers, ("query", "key"), (queries, keys), strict=False):
+        values.append(", ".join([writer.add(x, moved) for x in values_of_side]))
+        kinds = ["i32" if x.type == "bool" else whole.ctype(x.type) for x in values_of_side]
         members.append("".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds)))
-        for i, x in enumerate(found):
+        for i, x in enumerate(values_of_side):
             writers[2].name(x, f"({name}.of_{i} != 0)" if x.type == "bool" else f"{name}.of_{i}")
     result = writers[2].add(placed, moved)
     if not _is_cheap([*writers[2].lines["row"], *writers[2].lines["element"]]):
@@ -313,11 +313,11 @@ def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tupl
 def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     value = Writer(code, "Number", q_below=q_below)
     lowering = Lowering(value.place)
-    root, moved = positioned(code.root, checked)
+    root, moved = position(code.root, checked)
     logit = lowering(root, moved)
     result = value.add(*logit)
     derivative = Writer(code, "Number", "d", value.fields, q_below)
-    slope_result = derivative.add(*lowering(*positioned(slope(code.root), checked)))
+    slope_result = derivative.add(*lowering(*position(slope(code.root), checked)))
     exponents = Writer(code, "Number", "e", value.fields, q_below)
     power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
     exponent = exponents.add(*power)
@@ -344,10 +344,10 @@ def _diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr
     """The members of a row that make what a diagonal shares, and values with it; nothing where it shares nothing."""
     if x is None:
         return ""
-    own = whole.inner("g")
-    value = own.add(x, checked)
-    found = _DIAGONAL.format(inside=_inside(own.lines["element"]), lines=own.body(), value=value)
-    return found + _on_diagonal(whole, x, root, checked)
+    writer = whole.inner("g")
+    value = writer.add(x, checked)
+    text = _DIAGONAL.format(inside=_inside(writer.lines["element"]), lines=writer.body(), value=value)
+    return text + _on_diagonal(whole, x, root, checked)
 
 
 def _on_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
@@ -366,18 +366,18 @@ def gradient(code: Code, checked: tuple[tuple[int, int], ...], node: int) -> Wri
     order = nodes(code.root)
     inside = {(order[i], axis) for i, axis in checked}
     derivative = next(each.derivative for each in by_elements(code) if each.node == node)
-    value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in written(code, checked).fields})
+    value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in write(code, checked).fields})
     lowering = Lowering(value.place)
-    result = value.add(*lowering(*positioned(derivative, inside)))
-    place = Writer(code, "Number", prefix="e", fields=value.fields)
-    element = place.number_of(*Lowering(place.place)(*positioned(order[node], inside)))
+    result = value.add(*lowering(*position(derivative, inside)))
+    writer = Writer(code, "Number", prefix="e", fields=value.fields)
+    element = writer.number_of(*Lowering(writer.place)(*position(order[node], inside)))
     head = _HEAD.format(
         role="score, by an element that it reads,", code=code, name="FunctionGradient", includes=_include(*_INCLUDES),
-        head_members="".join(w.members("head") for w in (value, place)), head="".join(w.assign("head") for w in (value, place)),
+        head_members="".join(w.members("head") for w in (value, writer)), head="".join(w.assign("head") for w in (value, writer)),
     )  # fmt: skip
     body = _GRADIENT_STRUCT.format(
-        row_members="".join(w.members("row") for w in (value, place)), row="".join(w.assign("row") for w in (value, place)),
+        row_members="".join(w.members("row") for w in (value, writer)), row="".join(w.assign("row") for w in (value, writer)),
         inside=_inside(value.lines["element"]), value_lines=value.body(), value=result,
-        element_inside=_inside(place.lines["element"]), element_lines=place.body(), element=element,
+        element_inside=_inside(writer.lines["element"]), element_lines=writer.body(), element=element,
     )  # fmt: skip
     return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))

@@ -17,7 +17,7 @@ LEAST_WORK = 4  # of a part that is worth its way through shared memory; a dear 
 
 
 def _is_of_distance(x: Expr, known: set[Expr]) -> bool:
-    """Says whether the value is the same for all pairs of a diagonal, where those that are ``known`` are. A key that is there is
+    """Whether the value is the same for all pairs of a diagonal, where those that are ``known`` are. A key that is there is
     first + offset and first + inside."""
     if x.op in ("lt", "le", "eq") and x.args[0].type == x.args[1].type == "int":
         terms = linear(combine(x.args[0], x.args[1], -1))[1]
@@ -33,22 +33,22 @@ def diagonal(place: Placement, *roots: Expr) -> Expr | None:
     """The one part of placed expressions that the distance alone decides and that takes more than a few instructions: a float,
     the same in all of them. None where there are none or several, or where an element is read for each pair besides, which has a
     way of its own (``cuda_src/variant/ahead/elements.cuh``)."""
-    found = [_outmost(root, place) for root in roots]
-    if any(len(each) != 1 or each[0] is not found[0][0] for each in found) or found[0][0].type != "float":
+    outmost = [_outmost(root, place) for root in roots]
+    if any(len(each) != 1 or each[0] is not outmost[0][0] for each in outmost) or outmost[0][0].type != "float":
         return None
-    own = set(nodes(found[0][0]))
-    besides = (x for x in nodes(*roots) if x.op == "load" and x not in own)
-    return None if any("q" in x.deps and x.deps & {"offset", "inside"} for x in besides) else found[0][0]
+    of_distance = set(nodes(outmost[0][0]))
+    besides = (x for x in nodes(*roots) if x.op == "load" and x not in of_distance)
+    return None if any("q" in x.deps and x.deps & {"offset", "inside"} for x in besides) else outmost[0][0]
 
 
 def _outmost(root: Expr, place: Placement) -> list[Expr]:
-    order, own = nodes(root), set[Expr]()
+    order, of_distance = nodes(root), set[Expr]()
     for x in order:
-        if place(x) == ELEMENT and _is_of_distance(x, own):
-            own.add(x)
-    used = {a for x in order if x not in own for a in children(x)} | {root}
-    return [x for x in order if x in own and x in used and _work(x, own) >= LEAST_WORK]
+        if place(x) == ELEMENT and _is_of_distance(x, of_distance):
+            of_distance.add(x)
+    used = {a for x in order if x not in of_distance for a in children(x)} | {root}
+    return [x for x in order if x in of_distance and x in used and _work(x, of_distance) >= LEAST_WORK]
 
 
-def _work(x: Expr, own: set[Expr]) -> int:
-    return sum(LEAST_WORK if y.op in _DEAR else y.op not in _FREE for y in nodes(x) if y in own)
+def _work(x: Expr, of_distance: set[Expr]) -> int:
+    return sum(LEAST_WORK if y.op in _DEAR else y.op not in _FREE for y in nodes(x) if y in of_distance)

@@ -27,7 +27,7 @@ CHOICES = ("where", "min", "max", "band", "bor", "bxor", "shl", "shr")  # of raw
 
 
 class Tracer(Protocol):
-    """This is what runs a function on expressions, and is asked where Python needs a value."""
+    """What runs a function on expressions, and is asked where Python needs a value."""
 
     def choose(self, condition: Expr) -> bool: ...
     def specialise(self, x: Expr) -> Any: ...
@@ -115,14 +115,14 @@ class Expr:
     def __index__(self) -> int:
         if self.type == "float":
             raise ProblemError("a float stands where Python needs an int, as range() and the index of a list need it.")
-        return int(_specialised(self, "an int, as range() and the index of a list need it; capture an array in place of a list"))
+        return int(_specialise(self, "an int, as range() and the index of a list need it; capture an array in place of a list"))
 
     def __int__(self) -> int:
-        return int(_specialised(self, "a Python int; write x.int() for one of each pair"))
+        return int(_specialise(self, "a Python int; write x.int() for one of each pair"))
 
     def __float__(self) -> float:
         return float(
-            _specialised(self, "a Python float, as functions of math need it; write np.exp(x) or torch.exp(x), not math.exp(x)")
+            _specialise(self, "a Python float, as functions of math need it; write np.exp(x) or torch.exp(x), not math.exp(x)")
         )
 
     def __getitem__(self, index: Any) -> NoReturn:
@@ -255,7 +255,7 @@ class Expr:
         return call(ufunc.__name__, args, kwargs)
 
 
-def _specialised(x: Expr, need: str) -> Any:
+def _specialise(x: Expr, need: str) -> Any:
     if x.op == "const":
         return x.args[0]
     if x.deps:
@@ -272,17 +272,17 @@ def make(op: str, kind: str, args: tuple[Any, ...]) -> Expr:
     words = [f"${x.digest}" if isinstance(x, Expr) else _word(x) for x in args]
     digest = hashlib.blake2b("\0".join((op, kind, *words)).encode(), digest_size=12).hexdigest()
     with _lock:
-        found = _interned.get(digest)
-        if found is None:
-            found = Expr()
-            found.op, found.type, found.args, found.digest = op, kind, args, digest
-            own = frozenset(args) if op == "var" else frozenset()
-            found.deps = own.union(*(x.deps for x in children(found)))
-            found.raw = kind in ("int", "long") and (
-                (op == "load" and args[1] not in NARROW) or (op in CHOICES and any(x.raw for x in children(found)))
+        node = _interned.get(digest)
+        if node is None:
+            node = Expr()
+            node.op, node.type, node.args, node.digest = op, kind, args, digest
+            variables = frozenset(args) if op == "var" else frozenset()
+            node.deps = variables.union(*(x.deps for x in children(node)))
+            node.raw = kind in ("int", "long") and (
+                (op == "load" and args[1] not in NARROW) or (op in CHOICES and any(x.raw for x in children(node)))
             )
-            _interned[digest] = found
-    return found
+            _interned[digest] = node
+    return node
 
 
 def _word(x: Any) -> str:
@@ -329,19 +329,19 @@ def wrap(x: Any) -> Expr:
     if getattr(x, "shape", None) == () and hasattr(x, "item") and "cuda" not in str(getattr(x, "device", "")):
         return const(x.item())  # made inside of the function, as torch.tensor(0.5) is
     mend = "index the array, as in bias[h, q]" if hasattr(x, "shape") else "give an int or a float"
-    raise ProblemError(f"{_described(x)} stands where a number is needed; {mend}.")
+    raise ProblemError(f"{_describe(x)} stands where a number is needed; {mend}.")
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"a {x.__class__.__name__}" if x is not None else "None, as a function without return gives it,"
 
 
 def is_const(x: Expr, value: float) -> bool:
-    """Says whether it is this constant."""
+    """Whether it is this constant."""
     return x.op == "const" and x.args[0] == value
 
 
 Q, KV, S = var("q"), var("kv"), var("s", "float")
 Q_LEN, KV_LEN = var("q_len"), var("kv_len")
 FIRST, OFFSET = var("first"), var("offset")  # of a kernel: kv is first + offset, and the offset is a constant there
-INSIDE = var("inside")  # likewise, the offset of a key that is there: the offset, or that of the last key
+INSIDE = var("inside")  # the offset of a key that is there: the offset, or that of the last key

@@ -1,10 +1,11 @@
-"""This module says what the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
+"""What the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
 numbers."""
 
 from __future__ import annotations
 
 import dataclasses
 import struct
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,39 +15,35 @@ from .evaluation import evaluate
 from .expressions import Expr
 
 
-class Array(NamedTuple):
+class ArrayAddress(NamedTuple):
     """The address of a captured array."""
 
     number: int
 
 
-class Size(NamedTuple):
-    """Its length along an axis."""
+class ArraySize(NamedTuple):
+    """The length of a captured array along an axis."""
 
     number: int
     axis: int
 
 
-class Step(NamedTuple):
-    """Its stride along an axis, in elements."""
+class ArrayStride(NamedTuple):
+    """The stride of a captured array along an axis, in elements."""
 
     number: int
     axis: int
 
 
-class Blocks(NamedTuple):
-    """The address of its pyramid."""
+class PyramidAddress(NamedTuple):
+    """The address of a captured array's pyramid."""
 
     number: int
-
-
-class _Shaped(NamedTuple):
-    shape: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Made:
-    """This is what the host makes of captured numbers; ``dtype`` is that of floats."""
+class HostValue:
+    """What the host makes of captured numbers; ``dtype`` is that of floats."""
 
     of: Expr
     dtype: Any = np.float64
@@ -56,7 +53,7 @@ class Made:
         raise NotImplementedError
 
 
-class Number(Made):
+class Number(HostValue):
     """A number."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
@@ -64,8 +61,10 @@ class Number(Made):
         if (exact := _exact(self.of, shapes, numbers)) is not None:
             return exact
         with np.errstate(all="ignore"):
-            found = evaluate(self.of, {}, [_Shaped(shape) for shape in shapes], numbers, dtype=self.dtype).item()
-        return int(found) if isinstance(found, bool) else found
+            value = evaluate(
+                self.of, {}, [types.SimpleNamespace(shape=shape) for shape in shapes], numbers, dtype=self.dtype
+            ).item()
+        return int(value) if isinstance(value, bool) else value
 
 
 def _exact(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> int | None:
@@ -78,15 +77,15 @@ def _exact(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -
         return int(x.args[0])
     if x.op != "lin":
         return None
-    found: int = x.args[0]
+    total: int = x.args[0]
     for atom, factor in x.args[1]:
-        if (each := _exact(atom, shapes, numbers)) is None:
+        if (term := _exact(atom, shapes, numbers)) is None:
             return None
-        found += factor * each
-    return found
+        total += factor * term
+    return total
 
 
-class Divisor(Made):
+class Divisor(HostValue):
     """A number that is divided by: itself, and the multiplier and shift that do it; see Hacker's Delight, 10-9."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bytes:
@@ -96,4 +95,4 @@ class Divisor(Made):
         return struct.pack("<iIi", d, -(-(1 << 31 + bits) // abs(d)) if d else 0, bits)
 
 
-What = Array | Size | Step | Blocks | Made
+FieldContent = ArrayAddress | ArraySize | ArrayStride | PyramidAddress | HostValue

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from .arithmetic import add, div, folded, mul, negative, sub, unary
+from .arithmetic import add, div, fold, mul, negative, sub, unary
 from .canonical import Code
 from .conditions import where
 from .expressions import Expr, S, const, nodes
@@ -16,7 +16,7 @@ _Rule = Callable[..., tuple["Expr | None", ...]]
 
 
 def _by_base(a: Expr, b: Expr) -> Expr:
-    return where(b == 0, 0.0, mul(b, folded("pow", "float", a, sub(b, 1.0))))
+    return where(b == 0, 0.0, mul(b, fold("pow", "float", a, sub(b, 1.0))))
 
 
 # Of each operand, from the operands, the result and the gradient of the result; None where it is not followed. At a corner of
@@ -73,8 +73,10 @@ class ElementGradient(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def by_elements(code: Code) -> tuple[ElementGradient, ...]:
     """The derivatives of a score by the elements of float arrays that it reads, in the order of the code's nodes."""
-    found = gradients(code.root)
-    return tuple(ElementGradient(i, x, found[x]) for i, x in enumerate(nodes(code.root)) if x.op == "load" and x in found)
+    gradient_of = gradients(code.root)
+    return tuple(
+        ElementGradient(i, x, gradient_of[x]) for i, x in enumerate(nodes(code.root)) if x.op == "load" and x in gradient_of
+    )
 
 
 def gathering(load: Expr, checked: Collection[int] = ()) -> str:

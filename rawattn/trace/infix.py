@@ -20,7 +20,7 @@ def infix(code: Code, labels: Sequence[str], numbers: Sequence[int | float]) -> 
 
 
 def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) -> str:
-    """The same of an expression in it."""
+    """An expression of a function, with captured arrays by name and numbers by value."""
 
     def words(x: Expr, alone: bool = False) -> str:
         """``alone``: where nothing binds more tightly beside it."""
@@ -38,8 +38,8 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
                 indices = ", ".join(words(a, True) for a in parts)
                 return f"{labels[x.args[0]]}[{indices}]" if parts else labels[x.args[0]]
             case "lin":
-                found = _sum(x, words)
-                return found if alone else f"({found})"
+                text = _sum(x, words)
+                return text if alone else f"({text})"
             case "saturate" | "cast":
                 return words(parts[0], alone)
             case "not":
@@ -47,22 +47,22 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
             case "neg":
                 return f"-{words(parts[0])}"
         if x.op in SIGNS:
-            found = f" {SIGNS[x.op]} ".join(map(words, parts))
-            return found if alone else f"({found})"
+            text = f" {SIGNS[x.op]} ".join(map(words, parts))
+            return text if alone else f"({text})"
         return f"{x.op}({', '.join(words(a, True) for a in parts)})"
 
-    found = words(root, True)
-    return found if len(found) <= MOST else f"{found[:MOST]} ..."
+    text = words(root, True)
+    return text if len(text) <= MOST else f"{text[:MOST]} ..."
 
 
 def _sum(x: Expr, words: object) -> str:
     """A sum of multiples, what is added before what is subtracted."""
     constant, terms = x.args
-    found = ""
+    text = ""
     for atom, factor in sorted(terms, key=lambda term: term[1] < 0):
         sign = " - " if factor < 0 else " + "
         each = words(atom) if abs(factor) == 1 else f"{abs(factor)} * {words(atom)}"  # type: ignore[operator]
-        found += f"{sign}{each}" if found else f"-{each}" if factor < 0 else each
+        text += f"{sign}{each}" if text else f"-{each}" if factor < 0 else each
     if constant:
-        found += f" - {-constant}" if constant < 0 else f" + {constant}"
-    return found
+        text += f" - {-constant}" if constant < 0 else f" + {constant}"
+    return text

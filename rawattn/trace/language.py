@@ -39,8 +39,8 @@ def _kind(dtype: Any) -> str:
 
 def _clamp(x: Any, min: Any = None, max: Any = None, **words: Any) -> Expr:  # the libraries' names
     low, high = words.get("a_min", min), words.get("a_max", max)
-    found = wrap(x) if low is None else maximum(x, low)
-    return found if high is None else minimum(found, high)
+    clamped = wrap(x) if low is None else maximum(x, low)
+    return clamped if high is None else minimum(clamped, high)
 
 
 def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
@@ -49,7 +49,7 @@ def _divide(a: Any, b: Any, rounding_mode: str | None = None) -> Expr:
     raise ProblemError(f'rounding_mode is {rounding_mode!r}; it must be None or "floor".')
 
 
-def _scaled(f: Any) -> Any:
+def _scale(f: Any) -> Any:
     return lambda a, b, alpha=1: f(a, mul(alpha, b))
 
 
@@ -57,7 +57,7 @@ def _to(x: Any, dtype: Any, *_: Any, **__: Any) -> Expr:
     return as_type(x, _kind(dtype))
 
 
-def _made(value: Any) -> Any:
+def _make(value: Any) -> Any:
     """zeros and ones, which functions of masks begin with."""
     return lambda x, *_, dtype=bool, **__: as_type(const(value), _kind(dtype))
 
@@ -72,12 +72,12 @@ def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
     if not is_const(wrap(beta), 1):
         return div(_softplus(mul(x, beta), 1, threshold), beta)
     above = compare("lt", 0.0, x)
-    found = add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
-    return found if is_const(wrap(threshold), 20) else where(compare("lt", threshold, x), x, found)
+    result = add(where(above, x, 0.0), unary("log1p", unary("exp", where(above, negative(x), x))))
+    return result if is_const(wrap(threshold), 20) else where(compare("lt", threshold, x), x, result)
 
 
 def _logaddexp(a: Any, b: Any) -> Expr:
-    """max(a, b) + log1p(exp(-|a - b|)), likewise; of the same infinity twice it is that."""
+    """max(a, b) + log1p(exp(-|a - b|)), without overflow; of one infinity twice it is that infinity."""
     a, b = as_type(a, "float"), as_type(b, "float")
     above = compare("lt", b, a)
     same = logical("and", compare("eq", a, b), compare("eq", absolute(b), math.inf))
@@ -125,10 +125,10 @@ def _unary(name: str) -> Any:
     return lambda x: unary(name, x)
 
 
-def _compared(op: str, *, swapped: bool = False, opposite: bool = False) -> Any:
+def _compare(op: str, *, swapped: bool = False, opposite: bool = False) -> Any:
     def f(a: Any, b: Any) -> Expr:
-        found = compare(op, b, a) if swapped else compare(op, a, b)
-        return invert(found) if opposite else found
+        result = compare(op, b, a) if swapped else compare(op, a, b)
+        return invert(result) if opposite else result
 
     return f
 
@@ -145,8 +145,8 @@ FUNCTIONS |= {name: _unary(name) for name in UNARY}
 FUNCTIONS |= {
     "where": where, "minimum": minimum, "maximum": maximum, "fmin": minimum, "fmax": maximum, "min": minimum, "max": maximum,
     "abs": absolute, "absolute": absolute, "fabs": absolute, "floor": floor, "ceil": _ceil, "clamp": _clamp, "clip": _clamp,
-    "clamp_min": lambda x, low: maximum(x, low), "clamp_max": lambda x, high: minimum(x, high), "add": _scaled(add),
-    "radd": add, "sub": _scaled(sub), "subtract": _scaled(sub), "rsub": lambda a, b: sub(b, a), "mul": mul, "multiply": mul,
+    "clamp_min": lambda x, low: maximum(x, low), "clamp_max": lambda x, high: minimum(x, high), "add": _scale(add),
+    "radd": add, "sub": _scale(sub), "subtract": _scale(sub), "rsub": lambda a, b: sub(b, a), "mul": mul, "multiply": mul,
     "rmul": mul, "div": _divide, "divide": _divide, "true_divide": div, "rdiv": lambda a, b: div(b, a), "neg": negative,
     "negative": negative, "positive": wrap, "pow": power, "power": power,
     "float_power": lambda a, b: power(as_type(a, "float"), b),
@@ -160,15 +160,15 @@ FUNCTIONS |= {
     "bitwise_xor": _bits("xor"), "invert": invert, "bitwise_not": invert, "lshift": lambda a, b: integers("shl", a, b),
     "rshift": lambda a, b: integers("shr", a, b), "left_shift": lambda a, b: integers("shl", a, b),
     "right_shift": lambda a, b: integers("shr", a, b), "bitwise_left_shift": lambda a, b: integers("shl", a, b),
-    "bitwise_right_shift": lambda a, b: integers("shr", a, b), "lt": _compared("lt"), "less": _compared("lt"),
-    "le": _compared("le"), "less_equal": _compared("le"), "gt": _compared("lt", swapped=True),
-    "greater": _compared("lt", swapped=True), "ge": _compared("le", swapped=True),
-    "greater_equal": _compared("le", swapped=True), "eq": _compared("eq"), "equal": _compared("eq"),
-    "ne": _compared("eq", opposite=True), "not_equal": _compared("eq", opposite=True), "bool": lambda x: as_type(x, "bool"),
+    "bitwise_right_shift": lambda a, b: integers("shr", a, b), "lt": _compare("lt"), "less": _compare("lt"),
+    "le": _compare("le"), "less_equal": _compare("le"), "gt": _compare("lt", swapped=True),
+    "greater": _compare("lt", swapped=True), "ge": _compare("le", swapped=True),
+    "greater_equal": _compare("le", swapped=True), "eq": _compare("eq"), "equal": _compare("eq"),
+    "ne": _compare("eq", opposite=True), "not_equal": _compare("eq", opposite=True), "bool": lambda x: as_type(x, "bool"),
     "int": lambda x: as_type(x, "int"), "long": lambda x: as_type(x, "int"), "float": lambda x: as_type(x, "float"),
     "double": lambda x: as_type(x, "float"), "to": _to, "astype": _to, "type": _to,
-    "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _made(0), "new_ones": _made(1),
-    "zeros_like": _made(0), "ones_like": _made(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
+    "type_as": lambda x, other: as_type(x, wrap(other).type), "new_zeros": _make(0), "new_ones": _make(1),
+    "zeros_like": _make(0), "ones_like": _make(1), "full_like": lambda x, value, **_: wrap(value), "clone": wrap,
     "detach": wrap, "contiguous": wrap, "round": _round, "around": _round, "rint": _round, "trunc": _trunc, "fix": _trunc,
     "logaddexp": _logaddexp, "leaky_relu": _leaky_relu, "tan": _tan, "isnan": lambda x: invert(compare("eq", x, x)),
 }  # fmt: skip

@@ -22,7 +22,7 @@ class PairAxes(NamedTuple):
     first_kv: int = 0
 
     def is_shared(self, one_sequence: bool, one_head: bool) -> bool:
-        """Says whether several sequences or heads share an element."""
+        """Whether several sequences or heads share an element."""
         return (self.batch is None and not one_sequence) or (self.head is None and not one_head)
 
     def view(
@@ -39,20 +39,20 @@ def pair_axes(load: Expr, checked: Collection[int] = ()) -> PairAxes | None:
     """The axes of an element; None where it is none of pairs, or its indices are not the variables themselves, in any order but
     for the key, which is last. A constant may be added to the query and to the key, and other indices are 0. ``checked`` are the
     axes whose index is brought into the array."""
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     first = {"q": 0, "kv": 0}
     indices = load.args[2:]
     for axis, index in enumerate(indices):
         if index.op == "const" and index.args[0] == 0:
             continue
         name, more = _variable(index)
-        if name not in ("b", "h", "q", "kv") or name in found or axis in checked or (more and name not in first):
+        if name not in ("b", "h", "q", "kv") or name in axes or axis in checked or (more and name not in first):
             return None
-        found[name] = axis
+        axes[name] = axis
         first |= {name: more} if more else {}
-    if "q" not in found or found.get("kv") != len(indices) - 1:
+    if "q" not in axes or axes.get("kv") != len(indices) - 1:
         return None
-    return PairAxes(found.get("b"), found["q"], found.get("h"), found["kv"], first["q"], first["kv"])
+    return PairAxes(axes.get("b"), axes["q"], axes.get("h"), axes["kv"], first["q"], first["kv"])
 
 
 def _variable(index: Expr) -> tuple[str | None, int]:

@@ -1,4 +1,4 @@
-"""This module says where a kernel computes each part of an expression: as seldom as it can.
+"""Where a kernel computes each part of an expression: as seldom as it can.
 
 There are five places: constants; the host, for captured numbers and what is made of them alone; the head, once for each work;
 the row, once for a query and a run of keys; and the element, whose key is ``first + offset`` with an offset that is a constant
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from .arithmetic import add, as_type, div, from_linear, linear, mul, negative, sub, unary
-from .conditions import rebuilt
+from .conditions import rebuild
 from .expressions import FIRST, INSIDE, KV, OFFSET, Expr, S, children, const, is_const, make, nodes, var
 
 PLACES = ("const", "host", "head", "row", "element")
@@ -31,12 +31,12 @@ class Placement:
     def __call__(self, x: Expr) -> int:
         """The number of the place where it is computed."""
         for node in nodes(x) if x not in self._known else ():
-            own = _VARIABLES.get(node.args[0], "head") if node.op == "var" else _OWN.get(node.op, "const")
-            self._known[node] = max([PLACES.index(own), *(self._known[a] for a in children(node))])
+            own_place = _VARIABLES.get(node.args[0], "head") if node.op == "var" else _OWN.get(node.op, "const")
+            self._known[node] = max([PLACES.index(own_place), *(self._known[a] for a in children(node))])
         return self._known[x]
 
 
-def positioned(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr, set[tuple[Expr, int]]]:
+def position(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr, set[tuple[Expr, int]]]:
     """The expression with kv as first + offset. Keys past the last one are asked for, too: what an index makes of kv is made of
     the last key there, unless the index is checked anyway."""
     done: dict[tuple[Expr, bool], Expr] = {(KV, False): FIRST + OFFSET, (KV, True): FIRST + INSIDE}
@@ -46,16 +46,16 @@ def positioned(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr,
         if (x, safe) in done:
             return done[x, safe]
         if "kv" not in x.deps:
-            found = x
+            result = x
         elif x.op != "load":
-            found = rebuilt(x, {a: place(a, safe) for a in children(x)})
+            result = rebuild(x, {a: place(a, safe) for a in children(x)})
         else:
             axes = [(x, axis) in checked for axis in range(len(x.args) - 2)]
             indices = [place(i, not check) for i, check in zip(x.args[2:], axes, strict=True)]
-            found = make("load", x.type, (*x.args[:2], *indices))
-            moved.update((found, axis) for axis, check in enumerate(axes) if check)
-        done[x, safe] = found
-        return found
+            result = make("load", x.type, (*x.args[:2], *indices))
+            moved.update((result, axis) for axis, check in enumerate(axes) if check)
+        done[x, safe] = result
+        return result
 
     return place(root, False), moved
 
@@ -78,10 +78,10 @@ class Lowering:
         for node in order:
             if node in done:
                 continue
-            found = rebuilt(node, done)
-            if node.type == "float" and node not in exact and self.place(found) == ELEMENT:
-                found = self.straightened(self.lowered(found))
-            done[node] = found
+            lowered = rebuild(node, done)
+            if node.type == "float" and node not in exact and self.place(lowered) == ELEMENT:
+                lowered = self.straightened(self.lowered(lowered))
+            done[node] = lowered
         return done[root], {(done[load], axis) for load, axis in checked if load in done}
 
     def lowered(self, x: Expr) -> Expr:
@@ -129,13 +129,13 @@ class Lowering:
     def straightened(self, x: Expr) -> Expr:
         """As a chain of multiply-adds: first what depends on s, which is there last, so that nothing is computed before it and
         kept; the offset, a constant, at the end."""
-        terms, found = self.multiples(x)
+        terms, result = self.multiples(x)
         for atom in sorted(terms, key=lambda y: ("s" not in y.deps, y.op == "cast", y.digest)):
             factor = terms[atom]
             if is_const(factor, 1.0):
-                found = add(atom, found)
-            elif is_const(found, 0.0):
-                found = mul(atom, factor)
+                result = add(atom, result)
+            elif is_const(result, 0.0):
+                result = mul(atom, factor)
             else:
-                found = make("fma", "float", (factor, atom, found))
-        return found
+                result = make("fma", "float", (factor, atom, result))
+        return result

@@ -1,4 +1,4 @@
-"""This module says what is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
+"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
 stay in their arrays.
 
 Nothing on the device is read: an element may be any number that its dtype holds.
@@ -47,8 +47,8 @@ class Limits(NamedTuple):
             "kv_len": length,
         }
         most |= {"q_start": self.q_rows, "kv_start": self.kv_rows}
-        found = {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
-        return found | {"q": Range(np.int64(-self.q_below), found["q"].hi)}
+        box = {name: Range(np.int64(0), np.int64(max(0, hi))) for name, hi in most.items()}
+        return box | {"q": Range(np.int64(-self.q_below), box["q"].hi)}
 
 
 def checked_indices(
@@ -63,7 +63,7 @@ def checked_indices(
 
 
 def holds_for(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> bool:
-    """Says whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
+    """Whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
     if _holds_below(code, shapes, tuple([_class_of(x) for x in numbers]), limits):
         return True
     try:
@@ -94,7 +94,7 @@ def _class_of(x: int | float) -> Class:
 
 @functools.lru_cache(maxsize=4096)
 def _holds_for_all(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[Class, ...], limits: Limits) -> bool:
-    """Says whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
+    """Whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
     try:
         return not prove(code, shapes, classes, limits)
     except ProblemError:  # some may be small enough
@@ -125,7 +125,7 @@ def prove(
     captured number divides by 0."""
     is_empty = min(limits[:4]) == 0
     order = nodes(code.root)
-    place = {x: i for i, x in enumerate(order)}
+    number = {x: i for i, x in enumerate(order)}
     checked: list[tuple[int, int]] = []
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:
@@ -134,14 +134,14 @@ def prove(
             if 0 in shape and not is_empty:
                 raise ProblemError(f"an array of shape {shape} was captured, which has no element that the function could read.")
             checked.extend(
-                (place[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n
+                (number[x], axis) for axis, (i, n) in enumerate(zip(operands, shape, strict=True)) if i.lo < 0 or i.hi >= n
             )
         return known(x, operands)
 
     known = _leaf(shapes, numbers, limits)
-    found = bounds(code.root, leaf, _check)
+    ranges = bounds(code.root, leaf, _check)
     for x in order:
-        _check_operands(x, found, any(isinstance(n, tuple) for n in numbers))
+        _check_operands(x, ranges, any(isinstance(n, tuple) for n in numbers))
     return () if is_empty else tuple(sorted(checked))
 
 
@@ -170,7 +170,7 @@ def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Lim
 
 
 def _is_beyond(x: float) -> bool:
-    """Says whether a finite number is infinite in float32."""
+    """Whether a finite number is infinite in float32."""
     return FLOAT32_END <= abs(x) < math.inf
 
 
@@ -197,10 +197,10 @@ def _exact_int(x: int) -> Range:
     return Range(np.int64(x), np.int64(x))
 
 
-def _check(x: Expr, found: Range) -> None:
+def _check(x: Expr, result: Range) -> None:
     lo, hi = LIMITS["int"]
-    if x.type == "int" and (found.lo < lo or found.hi > hi):
-        _refuse(x, int(found.hi if found.hi > hi else found.lo))
+    if x.type == "int" and (result.lo < lo or result.hi > hi):
+        _refuse(x, int(result.hi if result.hi > hi else result.lo))
 
 
 def _refuse(x: Expr, reached: int) -> None:
@@ -210,28 +210,28 @@ def _refuse(x: Expr, reached: int) -> None:
     )
 
 
-def _check_operands(x: Expr, found: dict[Expr, Range], has_classes: bool) -> None:
+def _check_operands(x: Expr, ranges: dict[Expr, Range], has_classes: bool) -> None:
     """Raises ProblemError for operands that no kernel computes with; where numbers are classes, for what one of them may make."""
     if x.op == "const" and x.type == "float":
         _check_float(x.args[0])
     if x.op == "lin":  # the terms are added in any order
-        reached = abs(x.args[0]) + sum(max(abs(c * int(found[atom].lo)), abs(c * int(found[atom].hi))) for atom, c in x.args[1])
+        reached = abs(x.args[0]) + sum(max(abs(c * int(ranges[atom].lo)), abs(c * int(ranges[atom].hi))) for atom, c in x.args[1])
         if reached > LIMITS["int"][1]:
             _refuse(x, reached)
     if x.op in ("shl", "shr"):
-        by = found[x.args[1]]
+        by = ranges[x.args[1]]
         most = 63 if x.type == "long" else 31
         if by.lo < 0 or by.hi > most:
             raise ProblemError(f"{x!r} may shift by less than 0 or more than {most}; write the shift as n % {most + 1}.")
     if x.op in ("floordiv", "mod"):
-        divisor = found[x.args[1]]
+        divisor = ranges[x.args[1]]
         is_zero = divisor.lo <= 0 <= divisor.hi if has_classes else divisor.lo == divisor.hi == 0
         if not x.args[1].deps and is_zero:
             raise ProblemError(f"{x!r} divides by 0; give a number that is not.")
 
 
 def is_nonnegative(root: Expr, q_below: bool) -> bool:
-    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
+    """Whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
     ``q_below`` says whether q may be below 0."""
     high = LIMITS["int"][1]
 

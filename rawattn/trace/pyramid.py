@@ -66,7 +66,7 @@ def _of_ends(low: Any, high: Any, kind: str) -> Range:
     return Range(np.where(nan, -np.inf, lo.lo), np.where(nan, np.inf, hi.hi), nan)
 
 
-def loaded(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
+def range_of_load(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
     """Bounds of what is loaded: exact for single elements and small boxes, else by the pyramid of the last axes, else of
     nothing."""
     array = np.asarray(array)
@@ -82,7 +82,7 @@ def loaded(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[i
     if array.ndim - wide[0] > 2:
         return anything(kind)
     axes = array.ndim - wide[0]
-    found = pyramid(axes).query(tuple(i.lo for i in clipped[:-axes]), clipped[-axes:], kind)
+    bounds_of_blocks = pyramid(axes).query(tuple(i.lo for i in clipped[:-axes]), clipped[-axes:], kind)
     point = functools.reduce(np.logical_and, [i.point for i in clipped])
-    parts = ((exact.lo, found.lo), (exact.hi, found.hi), (exact.nan, found.nan))
+    parts = ((exact.lo, bounds_of_blocks.lo), (exact.hi, bounds_of_blocks.hi), (exact.nan, bounds_of_blocks.nan))
     return Range(*(np.where(point, x, y) for x, y in parts))

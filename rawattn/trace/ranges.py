@@ -63,7 +63,7 @@ def rounded(x: float) -> Range:
 
 
 def _of_float32(r: Range) -> Range:
-    """The same where a bound that float32 does not hold is infinite in kernels: two such may meet, and make NaN."""
+    """A range whose bounds, where float32 does not hold them, are infinite, as in kernels: two such may meet, and make NaN."""
     lo, hi = (
         np.where((np.abs(x) >= MOST) & ~np.isinf(x), np.where(x > 0, up, down), x)
         for x, up, down in ((r.lo, MOST, -np.inf), (r.hi, np.inf, -MOST))
@@ -79,18 +79,18 @@ def hull(*parts: Range) -> Range:
 
 def _corners(f: Callable[[Any, Any], Any], a: Range, b: Range) -> Range:
     with np.errstate(all="ignore"):
-        found = [f(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
-    return Range(functools.reduce(np.minimum, found), functools.reduce(np.maximum, found))
+        corners = [f(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
+    return Range(functools.reduce(np.minimum, corners), functools.reduce(np.maximum, corners))
 
 
-def _floats(found: Range, *operands: Range) -> Range:
+def _floats(result: Range, *operands: Range) -> Range:
     """The range of a function of floats that is made of NaN where an operand is, or where two infinities or an infinity and 0
     meet."""
     nan = functools.reduce(np.logical_or, [x.nan for x in operands])
     far = functools.reduce(np.logical_or, [np.isinf(x.lo) | np.isinf(x.hi) for x in operands])
-    lost = np.isnan(found.lo) | np.isnan(found.hi) | (nan & ~(found.lo <= found.hi))
+    lost = np.isnan(result.lo) | np.isnan(result.hi) | (nan & ~(result.lo <= result.hi))
     lost = lost | (far & (len(operands) > 1))
-    return Range(np.where(lost, -np.inf, found.lo), np.where(lost, np.inf, found.hi), nan | lost)
+    return Range(np.where(lost, -np.inf, result.lo), np.where(lost, np.inf, result.hi), nan | lost)
 
 
 def _wider(r: Range, lo: float = -np.inf, hi: float = np.inf) -> Range:
@@ -106,8 +106,8 @@ def _increasing(name: str, lo: float = -np.inf, hi: float = np.inf, domain: floa
 
     def bounds(a: Range) -> Range:
         with np.errstate(all="ignore"):
-            found = _wider(Range(f(np.maximum(a.lo, domain)), f(np.maximum(a.hi, domain))), lo, hi)
-        return Range(found.lo, found.hi, a.nan | (a.lo < domain))
+            result = _wider(Range(f(np.maximum(a.lo, domain)), f(np.maximum(a.hi, domain))), lo, hi)
+        return Range(result.lo, result.hi, a.nan | (a.lo < domain))
 
     return bounds
 
@@ -147,10 +147,10 @@ def _mod(a: Range, b: Range) -> Range:
 
 def _ones(*parts: Any) -> Any:
     """All bits up to the highest one that any of these, or its complement where it is negative, has."""
-    found = functools.reduce(np.bitwise_or, [np.where(x < 0, ~x, x) for x in parts])
+    bits = functools.reduce(np.bitwise_or, [np.where(x < 0, ~x, x) for x in parts])
     for shift in (1, 2, 4, 8, 16, 32):
-        found = found | (found >> shift)
-    return found
+        bits = bits | (bits >> shift)
+    return bits
 
 
 def _low_bits(a: Range, mask: Any) -> Range:
@@ -163,12 +163,12 @@ def _band(a: Range, b: Range) -> Range:
     both, some = a.point & b.point, (a.lo >= 0) | (b.lo >= 0)
     top = np.where(a.lo < 0, b.hi, np.where(b.lo < 0, a.hi, np.minimum(a.hi, b.hi)))
     lo = np.where(both, a.lo & b.lo, np.where(some, 0, ~_ones(a.lo, a.hi, b.lo, b.hi)))
-    found = Range(lo, np.where(both, a.lo & b.lo, np.where(some, top, np.maximum(a.hi, b.hi))))
+    result = Range(lo, np.where(both, a.lo & b.lo, np.where(some, top, np.maximum(a.hi, b.hi))))
     for x, y in ((a, b), (b, a)):
         lowest = y.point & (y.lo >= 0) & (y.lo & (y.lo + 1) == 0)
         bits = _low_bits(x, y.lo)
-        found = Range(np.where(lowest, bits.lo, found.lo), np.where(lowest, bits.hi, found.hi))
-    return found
+        result = Range(np.where(lowest, bits.lo, result.lo), np.where(lowest, bits.hi, result.hi))
+    return result
 
 
 def _bits(f: Callable[[Any, Any], Any]) -> Callable[[Range, Range], Range]:
@@ -203,12 +203,12 @@ def _extreme(f: Any) -> Callable[[Range, Range], Range]:
     """Of min and max, which pass over NaN: where one may be NaN, the other one alone may be the result."""
 
     def bounds(a: Range, b: Range) -> Range:
-        found = Range(f(a.lo, b.lo), f(a.hi, b.hi), np.logical_and(a.nan, b.nan))
+        result = Range(f(a.lo, b.lo), f(a.hi, b.hi), np.logical_and(a.nan, b.nan))
         if not (np.any(a.nan) or np.any(b.nan)):
-            return found
-        all_of = hull(found, a, b)
+            return result
+        all_of = hull(result, a, b)
         some = np.logical_or(a.nan, b.nan)
-        return Range(np.where(some, all_of.lo, found.lo), np.where(some, all_of.hi, found.hi), found.nan)
+        return Range(np.where(some, all_of.lo, result.lo), np.where(some, all_of.hi, result.hi), result.nan)
 
     return bounds
 
@@ -292,19 +292,19 @@ def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None =
     for node in nodes(root):
         operands = [done[a] for a in node.args if isinstance(a, Expr)]
         if node.op == "const":
-            found = rounded(node.args[0]) if node.type == "float" else exactly(node.args[0], node.type)
+            result = rounded(node.args[0]) if node.type == "float" else exactly(node.args[0], node.type)
         elif node.op in ("var", "param", "dim", "load"):
-            found = leaf(node, operands)
+            result = leaf(node, operands)
         elif node.op == "lin":
-            found = _sum(node, done)
+            result = _sum(node, done)
         else:
-            found = _cast(node, *operands) if node.op == "cast" else RULES[node.op](*operands)
+            result = _cast(node, *operands) if node.op == "cast" else RULES[node.op](*operands)
         if check is not None:
-            check(node, found)
+            check(node, result)
         if node.type == "int":
             lo, hi = LIMITS["int"]
-            found = Range(np.clip(found.lo, lo, hi), np.clip(found.hi, lo, hi))
+            result = Range(np.clip(result.lo, lo, hi), np.clip(result.hi, lo, hi))
         elif node.type == "float" and operands:
-            found = _of_float32(found)
-        done[node] = found
+            result = _of_float32(result)
+        done[node] = result
     return done

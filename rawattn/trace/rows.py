@@ -14,7 +14,7 @@ MOST_ELEMENTS = 64  # of a row; each is read for each pair
 
 
 def _fold(name: str, *start: Any) -> Callable[[tuple[Expr, ...]], Any]:
-    return lambda found: functools.reduce(FUNCTIONS[name], (*start, *found))
+    return lambda elements: functools.reduce(FUNCTIONS[name], (*start, *elements))
 
 
 REDUCTIONS: dict[str, Callable[[tuple[Expr, ...]], Any]] = {
@@ -98,15 +98,15 @@ def of_each(f: Callable[..., Any]) -> Callable[..., Any]:
     """A function of elements that works on rows, too, one element after the other."""
 
     @functools.wraps(f)
-    def found(*given: Any, **words: Any) -> Any:
-        rows = {i: x.elements() for i, x in enumerate(given) if isinstance(x, Row)}
+    def function_of_rows(*operands: Any, **words: Any) -> Any:
+        rows = {i: x.elements() for i, x in enumerate(operands) if isinstance(x, Row)}
         if not rows:
-            return f(*given, **words)
+            return f(*operands, **words)
         if len({len(each) for each in rows.values()}) > 1:
             raise ProblemError(
                 f"rows of {' and '.join(str(len(x)) for x in rows.values())} elements meet; they must have as many."
             )
         count = len(next(iter(rows.values())))
-        return Row(tuple(f(*(rows[i][n] if i in rows else x for i, x in enumerate(given)), **words) for n in range(count)))
+        return Row(tuple(f(*(rows[i][n] if i in rows else x for i, x in enumerate(operands)), **words) for n in range(count)))
 
-    return found
+    return function_of_rows

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError, RawattnError
-from . import binding
 from .arithmetic import as_type
-from .canonical import Code, canonical, number_keys, renumbered, slots_of
-from .capture import Capture, Note, Owner, Slot, called, code_of
+from .canonical import Code, canonical, number_keys, renumber, slots_of
+from .capture import Capture, Note, Owner, Slot, callee_of, code_of, reader_of
 from .conditions import where
 from .evaluation import evaluate
 from .expressions import Expr, S, tracer, var, wrap
@@ -54,7 +53,7 @@ class Traced:
     labels: tuple[str, ...] = ()
     slots: tuple[Slot, ...] = ()
     arrays: tuple[int, ...] = ()  # of the slots, those that are arrays of the code, in its order
-    numbers: tuple[int, ...] = ()  # likewise
+    numbers: tuple[int, ...] = ()  # slots, as of arrays
     notes: tuple[Note, ...] = ()
     specialised: tuple[tuple[Expr, Any], ...] = ()  # values that are compiled in, made of numbers and of arrays' shapes
 
@@ -66,23 +65,23 @@ class Traced:
     def bind(self, function: Any) -> tuple[tuple[Any, ...], tuple[int | float, ...]] | None:
         """The arrays and numbers that a function captured, where it is the traced one up to their values; else None."""
         try:
-            found = self._find(function)
+            captured = self._find(function)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return None
-        if found is None:
+        if captured is None:
             return None
         for x, known in self.specialised:
-            if number_keys([_value_of(x, found[2])]) != number_keys([known]):
+            if number_keys([_value_of(x, captured[2])]) != number_keys([known]):
                 return None
-        return found[:2]
+        return captured[:2]
 
     @functools.cached_property
     def _find(self) -> Callable[[Any], Any]:
-        return binding.written(self.notes, self.slots, self.arrays, self.numbers)
+        return reader_of(self.notes, self.slots, self.arrays, self.numbers)
 
     @functools.cached_property
     def text(self) -> str:
-        """The same as text, which graphs of torch.compile hold."""
+        """``to_json`` as text, which graphs of torch.compile hold."""
         return json.dumps(self.to_json())
 
     @classmethod
@@ -98,10 +97,10 @@ class Traced:
     def from_json(cls, fields: Sequence[str]) -> Traced:
         """The inverse of ``to_json``. What comes back binds no function."""
         code, *labels = fields
-        found = Code(code)
-        if len(labels) != len(found.arrays):
-            raise ProblemError(f"a traced function is {[*fields]!r}; it must have the names of {len(found.arrays)} arrays.")
-        return cls(found, tuple(labels))
+        of_text = Code(code)
+        if len(labels) != len(of_text.arrays):
+            raise ProblemError(f"a traced function is {[*fields]!r}; it must have the names of {len(of_text.arrays)} arrays.")
+        return cls(of_text, tuple(labels))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Traced) and self.code == other.code
@@ -215,7 +214,7 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     paths = _Paths(capture.values)
     token = tracer.set(paths)
     try:
-        call = called(replaced) if isinstance(replaced, Owner) else replaced
+        call = callee_of(replaced) if isinstance(replaced, Owner) else replaced
         args, words = _arguments(call, role)
         root = _result(paths.explore(lambda: call(*args, **words)), role)
     finally:
@@ -223,16 +222,16 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     code, arrays, numbers = canonical(root, role)
     needed = {*arrays, *numbers, *(slot for x in paths.specialised for slot in slots_of(x))}
     kept = sorted(needed)
-    place = {slot: i for i, slot in enumerate(kept)}
-    specialised = tuple((renumbered(x, place, place), value) for x, value in paths.specialised.items())
+    order = {slot: i for i, slot in enumerate(kept)}
+    specialised = tuple((renumber(x, order, order), value) for x, value in paths.specialised.items())
     unread = [Note(slot.path, "slot", slot) for i, slot in enumerate(capture.slots) if i not in needed]
     labels = tuple(capture.slots[i].label for i in arrays)
-    found = Traced(
-        code, labels, tuple(capture.slots[i] for i in kept), tuple(place[i] for i in arrays), tuple(place[i] for i in numbers),
+    traced = Traced(
+        code, labels, tuple(capture.slots[i] for i in kept), tuple(order[i] for i in arrays), tuple(order[i] for i in numbers),
         (*capture.notes, *unread), specialised,
     )  # fmt: skip
     values = capture.values
-    return found, tuple(values[i] for i in arrays), tuple(_number(values[i]) for i in numbers)
+    return traced, tuple(values[i] for i in arrays), tuple(_number(values[i]) for i in numbers)
 
 
 def _traced_anew(function: Any, role: str) -> Bound:
@@ -253,7 +252,7 @@ def _traced_anew(function: Any, role: str) -> Bound:
 
 
 class _Cache:
-    """This is what was traced, by code and role. It is bounded, and holds no arrays."""
+    """What was traced, by code and role. It is bounded, and holds no arrays."""
 
     codes, variants = 1024, 32
 
@@ -288,14 +287,13 @@ def bind(function: Any, role: str) -> Bound:
     if code is None:
         raise ProblemError(f"{role} is {function!r}; it must be a Python function, or an option such as rawattn.mask.Causal().")
     for traced in _cache.get((code, role)):
-        found = traced.bind(function)
-        if found is not None:
-            return Bound(traced, found[0], found[1])
+        if (captured := traced.bind(function)) is not None:
+            return Bound(traced, *captured)
     bound = _traced_anew(function, role)
     _cache.put((code, role), bound.traced)
     return bound
 
 
 def trace(function: Any, role: str) -> Traced:
-    """A mask or a score without what it captured: ``bind`` without the rest."""
+    """A mask or a score without the arrays and numbers that it captured."""
     return bind(function, role).traced

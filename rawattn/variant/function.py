@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ProblemError
 from ..trace import cuda_text, fields
 from ..trace.canonical import Code, number_keys, numbers_of
-from ..trace.classes import by_blocks, classify, strengthened
+from ..trace.classes import by_blocks, classify, strengthen
 from ..trace.cuda_ranges import pyramids_of
 from ..trace.evaluation import Evaluation, evaluate
 from ..trace.expressions import nodes
@@ -82,7 +82,7 @@ class Captures(Option):
 
     @property
     def _written(self) -> cuda_text.Written:
-        return cuda_text.written(self.code, self.checked, self.q_below)
+        return cuda_text.write(self.code, self.checked, self.q_below)
 
     @property
     def fields(self) -> Fields:
@@ -94,13 +94,13 @@ class Captures(Option):
 
     def _fill(self, what: Any) -> Fill:
         match what:
-            case fields.Array(i):
+            case fields.ArrayAddress(i):
                 return Pointer(f"{self.role}_{i}")
-            case fields.Size(i, axis):
+            case fields.ArraySize(i, axis):
                 return Dim(f"{self.role}_{i}", axis)
-            case fields.Step(i, axis):
+            case fields.ArrayStride(i, axis):
                 return AxisStride(f"{self.role}_{i}", axis)
-            case fields.Blocks(i):
+            case fields.PyramidAddress(i):
                 return Scratch(f"{self.role}_{i}_pyramid")
         return Value()
 
@@ -119,7 +119,7 @@ class Captures(Option):
     def made(self, written: cuda_text.Written, numbers: tuple[int | float, ...]) -> dict[str, Any]:
         """The values of its fields that the host makes of captured numbers."""
         shapes = tuple([array.shape for array in self.arrays])
-        return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.Made)}
+        return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.HostValue)}
 
     def __str__(self) -> str:
         return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
@@ -141,7 +141,7 @@ class Captures(Option):
         """The comparisons by which tiles are classified, those that follow from the function's own among them, in words: both
         sides with their bounds over the whole problem. A kernel has the same of a tile."""
         labels, shapes = [each.label or each.name for each in self.arrays], [each.shape for each in self.arrays]
-        root = strengthened(self.code)
+        root = strengthen(self.code)
         known, found = intervals(root, shapes, self.numbers, limits), list[str]()
         for node in nodes(root):
             if node.op in ("lt", "le", "eq"):

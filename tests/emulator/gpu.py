@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from rawattn.array import arrays
-from rawattn.driver import driver
+from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import program
 from rawattn.runtime import plans
@@ -36,7 +36,7 @@ class Launch:
     def __init__(self, function: Any, grid: int, args: bytes, stream: int) -> None:
         self.kernel, self.grid, self.args, self.stream = function, grid, args, stream
 
-    def moved(self, places: Any, addresses: Any, texts: Any = ()) -> Launch:
+    def with_addresses(self, places: Any, addresses: Any, texts: Any = ()) -> Launch:
         args = bytearray(self.args)
         for number, offset in places:
             args[offset : offset + 8] = addresses[number].to_bytes(8, "little")
@@ -75,11 +75,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
         return plans._Loaded.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
 
     for owner, name, value in (
-        (arrays, "CPU", -2), (driver, "current", lambda index: contextlib.nullcontext()), (driver, "device", lambda index: gpu),
-        (driver, "Launch", Launch), (driver, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
-        (driver, "counters", functools.cache(lambda index, size: _Counters(size))), (driver, "tensor_maps", _tensor_maps),
+        (arrays, "CPU", -2), (context, "current", lambda index: contextlib.nullcontext()), (context, "device", lambda index: gpu),
+        (plans, "BoundLaunch", Launch), (graph, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (counters, "of_device", functools.cache(lambda index, size: _Counters(size))), (tensor_map, "tensor_maps", _tensor_maps),
         (plans, "_calls", {}),  # with addresses of counters
-        (driver, "violations", lambda index: word.ctypes.data), (driver, "take_violations", lambda index: word[0]),
+        (counters, "violations", lambda index: word.ctypes.data), (counters, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

@@ -25,7 +25,7 @@ from rawattn.api import attention
 from rawattn.command import demo, doctor
 from rawattn.compile import cache as cache_module
 from rawattn.compile import compiler
-from rawattn.driver import device, driver
+from rawattn.driver import context, device
 from rawattn.driver.device import TYPICAL, Device
 
 main = command_line.main
@@ -129,11 +129,11 @@ def test_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def target(arch: str | None) -> Device:
         return command_line._device(argparse.Namespace(arch=arch))
 
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
+    monkeypatch.setattr(context, "device_count", lambda: 0)
     assert target(None) is target("sm_90a") is TYPICAL["sm_90a"]
     assert target("cpu").is_cpu
-    monkeypatch.setattr(driver, "device_count", lambda: 1)
-    monkeypatch.setattr(driver, "device", lambda index: RTX4090)
+    monkeypatch.setattr(context, "device_count", lambda: 1)
+    monkeypatch.setattr(context, "device", lambda index: RTX4090)
     assert target(None) is RTX4090 and target("sm_90a") is TYPICAL["sm_90a"]
 
 
@@ -159,8 +159,8 @@ def test_every_board_has_one_name() -> None:
 
 def test_a_board_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is of one board; an architecture is whatever of it is here."""
-    monkeypatch.setattr(driver, "device_count", lambda: 1)
-    monkeypatch.setattr(driver, "device", lambda index: RTX4090)
+    monkeypatch.setattr(context, "device_count", lambda: 1)
+    monkeypatch.setattr(context, "device", lambda index: RTX4090)
     assert command_line._device(argparse.Namespace(arch="sm_89")) is RTX4090
     assert command_line._device(argparse.Namespace(arch="l4")) is TYPICAL["sm_89"]
 
@@ -168,7 +168,7 @@ def test_a_board_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", [["choose"], ["show", *SMALL]])
 def test_the_default_is_said(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said = "for H200 (typical), the default for want of a GPU here; --arch names another\n"
-    monkeypatch.setattr(driver, "device_count", lambda: 0)
+    monkeypatch.setattr(context, "device_count", lambda: 0)
     assert main(command) == 0 and said in capsys.readouterr().out
     assert main([*command, "--arch", "h200"]) == 0 and said not in capsys.readouterr().out
 
@@ -345,17 +345,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Stands in for a driver and its GPUs."""
 
     def install(cuda: tuple[int, int] = (13, 0), *devices: Device) -> None:
-        monkeypatch.setattr(driver, "version", lambda: cuda)
-        monkeypatch.setattr(driver, "library", lambda: None)
-        monkeypatch.setattr(driver, "device_count", lambda: len(devices))
-        monkeypatch.setattr(driver, "device", lambda index: devices[index])
+        monkeypatch.setattr(context, "version", lambda: cuda)
+        monkeypatch.setattr(context, "library", lambda: None)
+        monkeypatch.setattr(context, "device_count", lambda: len(devices))
+        monkeypatch.setattr(context, "device", lambda index: devices[index])
 
     return install
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "library", no_driver)
+    monkeypatch.setattr(context, "library", no_driver)
 
 
 def test_doctor_without_a_gpu(no_gpu: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,7 +425,7 @@ def test_doctor_without_bindings(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def version(name: str) -> str:
         raise doctor.importlib.metadata.PackageNotFoundError(name)
 
-    driver.library.cache_clear()
+    context.library.cache_clear()
     without(monkeypatch, "cuda.bindings.driver")
     monkeypatch.setattr(doctor.importlib.metadata, "version", version)
     status, found = examine(capsys)
@@ -515,7 +515,7 @@ def test_doctor_with_a_bad_driver(
 
     gpu(cuda)
     if cuda is None:
-        monkeypatch.setattr(driver, "version", broken)
+        monkeypatch.setattr(context, "version", broken)
     status, found = examine(capsys)
     assert status == 1 and found["Driver"][0] == "fix" and "NVIDIA driver" in found["Driver"][1]
 
@@ -615,7 +615,7 @@ def test_demo_with_a_gpu(libraries: list[str], right: bool, small: None, gpu: An
     gpu((13, 0), TYPICAL["sm_90a"])
     calls = []
     cuda = types.SimpleNamespace(is_available=lambda: "torch" in libraries)
-    monkeypatch.setattr(demo, "imported", lambda name: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(demo, "import_if_there", lambda name: types.SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(demo, "attend", lambda console, libraries, *rest: calls.append(libraries) or right)
     assert main([]) == int(not right)
     assert calls == [libraries]

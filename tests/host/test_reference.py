@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
+from rawattn.reference.formula import Formula
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
 from rawattn.variant import Option
 from rawattn.variant.mask import Both, Causal, Full, Mask, Window
@@ -256,7 +257,7 @@ def test_sinks_of_another_length() -> None:
 def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
     case = Case(dtype, 1, 200, 200, 2, 2, scale=0.1)
     inputs = case.inputs(library)
-    o, plain = reference.attention(*inputs, **case.options), reference.rounded(*inputs, **case.options)
+    o, plain = reference.attention(*inputs, **case.options), reference.attention(*inputs, **case.options, rounded=True)
     error = float(abs(plain - o).max() / abs(o).max())
     eps = float(ml_dtypes.finfo(case.op.element.dtype).eps)
     assert 0.02 * eps < error < (8 if dtype == "fp32" else 2) * eps
@@ -267,7 +268,7 @@ def test_plain_formula_errs_like_its_format(dtype: str, library: str) -> None:
 def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
     """It is the formula with logits and probabilities rounded, and not the one that leaves out either."""
     case = Case(dtype, q_len=60, kv_len=90)
-    o, lse = reference.rounded(*case.inputs(), return_lse=True)
+    o, lse = reference.attention(*case.inputs(), return_lse=True, rounded=True)
     q, k, v = (x[0, :, 0].astype(np.float32) for x in case.inputs())
 
     def rounding(name: str, x: Any) -> Any:
@@ -343,7 +344,7 @@ def test_o_tolerance_would_not_bear_a_factor_of_4(dtype: str, causal: bool) -> N
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa / (4 * eps)) * (4 * eps), exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, case.op.spec.placed_mask, case.op.score, case.op.scale)
+    formula = Formula(np, {}, np.float64, coarse, case.op.spec.placed_mask, case.op.score, case.op.scale)
     o, _ = formula.forward(*case.inputs(), None, None, None)
     with pytest.raises(AssertionError, match="allowed"):
         expected.check(o)
@@ -452,11 +453,11 @@ def test_what_requires_grad_is_refused() -> None:
     slopes = torch.randn(2, requires_grad=True)
     for i in range(4):
         followed = [x.clone().requires_grad_() if i == j else x for j, x in enumerate(plain)]
-        for call in (reference.attention, reference.rounded)[: 2 * (i < 3)]:
+        for rounded in (False, True)[: 2 * (i < 3)]:
             with pytest.raises(ProblemError, match=r"requires grad, and rawattn\.reference has no autograd; detach it"):
-                call(*followed[:3])
+                reference.attention(*followed[:3], rounded=rounded)
             with torch.no_grad():
-                call(*followed[:3])
+                reference.attention(*followed[:3], rounded=rounded)
         with pytest.raises(ProblemError, match=r"rawattn\.reference\.attention_backward gives gradients"):
             reference.attention_backward(followed[3], *followed[:3])
     with pytest.raises(ProblemError, match="requires grad"):

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import UnsupportedError, reference
+from rawattn.reference.formula import Formula
 from rawattn.testing import LAYOUTS, Case, cases, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.mask import Causal, Full
@@ -170,7 +171,7 @@ def by_hand(case: Case, rounding: Any) -> tuple[Any, ...]:
 def test_plain_formula_rounds(dtype: str, left_out: str | None) -> None:
     """It is the formula with all four rounded, and not the one that leaves out any of them."""
     case = Case(dtype, q_len=60, kv_len=90)
-    plain = reference.rounded_backward(case.output_gradients()[0], *case.inputs())
+    plain = reference.attention_backward(case.output_gradients()[0], *case.inputs(), rounded=True)
     numbers = case.op.element.dtype
     found = by_hand(case, lambda name, x: x if name == left_out else x.astype(numbers).astype(np.float32))
     close = [np.allclose(x[0, :, 0], y, rtol=1e-4, atol=1e-5) for x, y in zip(plain, found, strict=True)]
@@ -226,7 +227,7 @@ def kernel_like(case: Case, flush: bool) -> dict[str, Any]:
         return np.where(flush & (np.abs(near) < 2.0**-14), 0.0, near)
 
     @dataclasses.dataclass(frozen=True)
-    class Rounded(reference.Formula):
+    class Rounded(Formula):
         def weights_backward(self, *given: Any) -> tuple[Any, ...]:
             p, ds, *rest = super().weights_backward(*given)
             return (rounding(p), rounding(ds), *rest)
@@ -286,7 +287,7 @@ def test_tolerance_would_not_bear_a_factor_of_4(dtype: str) -> None:
         mantissa, exponent = np.frexp(x)
         return np.ldexp(np.round(mantissa * 2 / (8 * eps)) * (8 * eps) / 2, exponent)
 
-    formula = reference.Formula(np, {}, np.float64, coarse, Full(), case.op.score, case.op.scale)
+    formula = Formula(np, {}, np.float64, coarse, Full(), case.op.score, case.op.scale)
     found = dict(zip(NAMES, formula.backward(do, *inputs, None, None, None, None), strict=False))
     for name in ("dq", "dk", "dv"):
         error = np.abs(found[name] - expected.gradients[name]) / expected.errors[name]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.errors import RawattnError
 from rawattn.operation import Backward
 from rawattn.runtime.select import KERNELS_OF, select
@@ -31,7 +31,7 @@ def sources(items: list[pytest.Item]) -> dict[str, compiler.Source]:
         case = parameters.get("case")
         if isinstance(case, Case):
             with contextlib.suppress(RawattnError):  # the test will say so itself
-                device, kernel = driver.device(0), parameters.get("kernel")
+                device, kernel = context.device(0), parameters.get("kernel")
                 spec = dataclasses.replace(case.op.spec, constant_time=parameters.get("constant_time", False))
                 forward = dataclasses.replace(case.op, spec=spec)
                 ops: list[Any] = [forward] if "dlse" not in parameters else [forward, Backward(forward, parameters["dlse"])]
@@ -46,8 +46,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test whose parameter ``kernel``, or the kernel that it names, does not run here."""
     kernel = item.callspec.params.get("kernel") if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
     kernel = BY_NAME.get(kernel, kernel) if isinstance(kernel, str) else kernel
-    if kernel is not None and driver.device_count() and not kernel.runs_on(driver.device(0)):
-        pytest.skip(f"{kernel.name} does not run on {driver.device(0).arch}")
+    if kernel is not None and context.device_count() and not kernel.runs_on(context.device(0)):
+        pytest.skip(f"{kernel.name} does not run on {context.device(0).arch}")
 
 
 @pytest.fixture(autouse=True)

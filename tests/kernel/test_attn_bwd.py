@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.array import arrays
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
 from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
@@ -625,7 +625,7 @@ def test_addresses_that_are_no_multiple_of_16_bytes(dtype: str) -> None:
         x = getattr(call, name)
         wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), float("nan"), dtype=x.dtype, device="cuda")
         setattr(call, name, wide[..., 3:-2].copy_(x))
-    if dtype == "bf16" and ATTN_BWD_MMA.runs_on(driver.device(0)):
+    if dtype == "bf16" and ATTN_BWD_MMA.runs_on(context.device(0)):
         with pytest.raises(rawattn.UnsupportedError, match="kernel='attn_bwd_simt'"):
             call.run()
     else:

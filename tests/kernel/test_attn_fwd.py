@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -393,7 +393,7 @@ def test_reversed_rows_are_refused(kernel: Kernel) -> None:
 def test_other_numbers_of_queries(kernel: Kernel) -> None:
     """Of lengths that what was lowered for one serves, in turn, also while a graph is captured: the bits of a call for which
     nothing was kept."""
-    if not kernel.runs_on(driver.device(0)):
+    if not kernel.runs_on(context.device(0)):
         pytest.skip(f"{kernel.name} does not run here")
     rows = [torch.randn(2, 700, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)]
 

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from rawattn.command import bench
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.runtime.model_config import Layer
 
 pytestmark = pytest.mark.gpu("any")
@@ -18,7 +18,7 @@ LAYERS = [Layer("full", 16, 4, 128, 128), Layer("window 256", 16, 16, 64, 64, wi
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_times(layer: Layer, library: str) -> None:
     pytest.importorskip(library)
-    found = bench.Bench(driver.device(0), library)
+    found = bench.Bench(context.device(0), library)
     found.measure(layer, 1, 512)
     found.measure(layer, 2, 8192)
     ours = [each for each in found.results if each.name == "rawattn"]
@@ -34,7 +34,7 @@ def test_times(layer: Layer, library: str) -> None:
 def test_clocks_agree() -> None:
     us = []
     for library in ("torch", "cupy"):
-        found = bench.Bench(driver.device(0), library)
+        found = bench.Bench(context.device(0), library)
         found.measure(LAYERS[0], 2, 8192)
         us += [each.us for each in found.results if each.name == "rawattn" and each.direction == "forward"]
     assert us[0] is not None and us[1] is not None and 0.7 < us[0] / us[1] < 1.4

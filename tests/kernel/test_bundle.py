@@ -80,10 +80,10 @@ def run(bundle: str, spec: pathlib.Path, cache: pathlib.Path, **environment: str
 
 def test_a_bundle_computes_the_same(tmp_path: pathlib.Path) -> None:
     """Forward, backward, and decoding over a cache: the bits of the run that compiled, and no cache folder."""
-    from rawattn.driver import driver
+    from rawattn.driver.context import device
 
     spec, out, nowhere = tmp_path / "operations.jsonl", tmp_path / "kernels.zip", tmp_path / "nowhere"
     expected = run("", spec, tmp_path / "cache", RAWATTN_LOG=str(spec))
-    command = [sys.executable, "-m", "rawattn", "bundle", "--arch", driver.device(0).arch, "--spec", str(spec), "--out", str(out)]
+    command = [sys.executable, "-m", "rawattn", "bundle", "--arch", device(0).arch, "--spec", str(spec), "--out", str(out)]
     subprocess.run(command, check=True, env=os.environ | {"RAWATTN_CACHE": str(tmp_path / "cache")})
     assert run(str(out), spec, nowhere) == expected

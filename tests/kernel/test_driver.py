@@ -1,4 +1,4 @@
-"""driver.py on a GPU: what launches count with, what graphs keep and give back, and what is said when the driver refuses."""
+"""driver/ on a GPU: what launches count with, what graphs keep and give back, and what is said when the driver refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ import pytest
 
 import rawattn
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context, tensor_map
+from rawattn.driver import counters as driver_counters
+from rawattn.driver import graph as driver_graph
+from rawattn.driver.counters import Counters
 from rawattn.driver.device import TYPICAL
+from rawattn.driver.graph import drop, retain, stream_state
+from rawattn.driver.launch import BoundLaunch, LoadedFunction
 from rawattn.errors import BinaryError, DeviceError
 from rawattn.kernel.attn_fwd import ATTN_FWD, Config
 from rawattn.runtime import calls, plans
@@ -43,7 +48,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 def until(condition: Callable[[], bool]) -> None:
     """Waits for what the driver does in a thread of its own."""
     for _ in range(1000):
-        driver.drop()
+        drop()
         if condition():
             return
         time.sleep(0.01)
@@ -69,21 +74,21 @@ def capturing(graph: Any) -> Iterator[int]:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[driver.Counters]:
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counters]:
     """The counters of device 0, eight for streams and eight for graphs, and plans that know no others."""
-    monkeypatch.setattr(driver, "COUNTERS", 8)
-    counters = driver.Counters(0)
-    monkeypatch.setattr(driver, "counters", lambda index, size: counters)
+    monkeypatch.setattr(driver_counters, "COUNTERS", 8)
+    counters = Counters(0)
+    monkeypatch.setattr(driver_counters, "of_device", lambda index, size: counters)
     plans._calls.clear()
     yield counters
     plans._calls.clear()
 
 
-def memory_of(counters: driver.Counters) -> bytes:
-    memory = bytearray(8 * (1 + 2 * driver.COUNTERS))
+def memory_of(counters: Counters) -> bytes:
+    memory = bytearray(8 * (1 + 2 * driver_counters.COUNTERS))
     torch.cuda.synchronize()
-    with driver.current(0):
-        driver.call("cuMemcpyDtoH", memory, counters._base, len(memory))
+    with context.current(0):
+        context.call("cuMemcpyDtoH", memory, counters._base, len(memory))
     return bytes(memory)
 
 
@@ -93,17 +98,17 @@ def memory_of(counters: driver.Counters) -> bytes:
 def test_streams_are_told_apart() -> None:
     streams = [torch.cuda.Stream() for _ in range(4)]
     handles = [0, *(stream.cuda_stream for stream in streams)]
-    states = [driver.stream_state(handle) for handle in handles]
+    states = [stream_state(handle) for handle in handles]
     assert len({identity for identity, _ in states}) == 5
     assert not any(capturing for _, capturing in states)
-    assert in_thread(lambda: [driver.stream_state(handle) for handle in handles]) == states
+    assert in_thread(lambda: [stream_state(handle) for handle in handles]) == states
     with capturing(torch.cuda.CUDAGraph()) as stream:
-        assert driver.stream_state(stream) == (stream, True)
+        assert stream_state(stream) == (stream, True)
 
 
 def test_each_thread_has_a_stream_of_its_own() -> None:
     """It has one handle for all, which means nothing where there is no context."""
-    here, there = driver.stream_state(2), in_thread(lambda: driver.stream_state(2))
+    here, there = stream_state(2), in_thread(lambda: stream_state(2))
     assert here != there and (0, False) not in (here, there)
 
 
@@ -111,7 +116,7 @@ def test_each_thread_has_a_stream_of_its_own() -> None:
 
 
 def test_counters() -> None:
-    counters, graph = driver.Counters(0), torch.cuda.CUDAGraph()
+    counters, graph = Counters(0), torch.cuda.CUDAGraph()
     eager = [counters.take(identity, False) for identity in (0, 7)]
     with capturing(graph) as stream:
         captured = [counters.take(stream, True) for _ in range(2)]
@@ -119,7 +124,7 @@ def test_counters() -> None:
     assert [counters.take(identity, False) for identity in (7, 0)] == [eager[1], eager[0]]
 
 
-def test_launches_leave_the_counters_zero(few: driver.Counters) -> None:
+def test_launches_leave_the_counters_zero(few: Counters) -> None:
     inputs = CASE.inputs("torch", "cuda")
     plan = rawattn.plan(*inputs, **CASE.options)
     for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
@@ -129,7 +134,7 @@ def test_launches_leave_the_counters_zero(few: driver.Counters) -> None:
     assert few._streams == 2 and not any(memory_of(few))
 
 
-def test_recapturing(few: driver.Counters) -> None:
+def test_recapturing(few: Counters) -> None:
     """More often than there are counters: a graph that is gone gives its own back."""
     inputs = CASE.inputs("torch", "cuda")
     plan = rawattn.plan(*inputs, **CASE.options)
@@ -149,7 +154,7 @@ def test_recapturing(few: driver.Counters) -> None:
     assert few._launches == 8 and not any(memory_of(few))
 
 
-def test_a_graph_that_lives_keeps_its_counters(few: driver.Counters) -> None:
+def test_a_graph_that_lives_keeps_its_counters(few: Counters) -> None:
     graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
     for graph in graphs:
         with capturing(graph) as stream:
@@ -165,8 +170,8 @@ def test_a_graph_that_lives_keeps_its_counters(few: driver.Counters) -> None:
     assert len(few._clean) == 4, "cleaned outside of captures"
 
 
-def test_more_streams_than_counters(few: driver.Counters) -> None:
-    inputs, before = CASE.inputs("torch", "cuda"), driver._era
+def test_more_streams_than_counters(few: Counters) -> None:
+    inputs, before = CASE.inputs("torch", "cuda"), driver_graph.era
     plan = rawattn.plan(*inputs, **CASE.options)
     wanted, found = plan.run(*inputs), []
     torch.cuda.synchronize()
@@ -175,7 +180,7 @@ def test_more_streams_than_counters(few: driver.Counters) -> None:
             with torch.cuda.stream(stream):
                 found += [plan.run(*inputs) for _ in range(3)]
     torch.cuda.synchronize()
-    assert driver._era > before and all(torch.equal(each, wanted) for each in found)
+    assert driver_graph.era > before and all(torch.equal(each, wanted) for each in found)
     assert not any(memory_of(few))
 
 
@@ -189,11 +194,11 @@ def test_a_graph_keeps_things() -> None:
     graph, thing = torch.cuda.CUDAGraph(), Thing()
     watched = weakref.ref(thing)
     with capturing(graph) as stream:
-        driver.retain(stream, thing)
+        retain(stream, thing)
     del thing
     graph.replay()
     torch.cuda.synchronize()
-    driver.drop()
+    drop()
     assert watched() is not None
     del graph
     until(lambda: watched() is None)
@@ -207,7 +212,7 @@ def cubin() -> bytes:
 @pytest.mark.parametrize("where", ["in the thread that captures", "in another thread"])
 def test_loading_does_not_spoil_a_capture(where: str, cubin: bytes) -> None:
     def load() -> int:
-        return driver.Function(cubin, ATTN_FWD.name, 0).facts.args_bytes + driver.Counters(0).take(7, False)
+        return LoadedFunction(cubin, ATTN_FWD.name, 0).facts.args_bytes + Counters(0).take(7, False)
 
     graph, x = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     with capturing(graph):
@@ -226,8 +231,8 @@ def test_loading_does_not_spoil_the_capture_of_a_blocking_stream(cubin: bytes) -
         x += 1
         stream.synchronize()
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        driver.Function(cubin, ATTN_FWD.name, 0)
-        driver.Counters(0).take(*driver.stream_state(stream.ptr))
+        LoadedFunction(cubin, ATTN_FWD.name, 0)
+        Counters(0).take(*stream_state(stream.ptr))
         x += 1
         graph = stream.end_capture()
         graph.launch(stream)
@@ -340,17 +345,17 @@ graph.replay()
 
 
 def test_arguments_of_another_size_are_refused(cubin: bytes) -> None:
-    function = driver.Function(cubin, ATTN_FWD.name, 0)
+    function = LoadedFunction(cubin, ATTN_FWD.name, 0)
     with pytest.raises(DeviceError, match=f"{function.facts.args_bytes} bytes of arguments; the host filled 8"):
-        driver.Launch(function, 1, bytes(8), 0)
+        BoundLaunch(function, 1, bytes(8), 0)
 
 
 def test_errors_have_the_drivers_name() -> None:
-    with pytest.raises(DeviceError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught, driver.current(0):
-        driver.call("cuMemAlloc", 1 << 50)
+    with pytest.raises(DeviceError, match=r"cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)") as caught, context.current(0):
+        context.call("cuMemAlloc", 1 << 50)
     assert caught.value.code == 2
     with pytest.raises(DeviceError, match="cuTensorMapEncodeTiled failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.tensor_maps("bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))(0)
+        tensor_map.tensor_maps("bf16", (64, 0, 1, 1), (128, 128, 128), (64, 128, 1, 1))(0)
 
 
 def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
@@ -358,10 +363,10 @@ def test_machine_code_that_cannot_be_loaded_is_told_apart(cubin: bytes) -> None:
     other = compiler.compile(selected.kernel.render(CASE.op, selected.config, "sm_75")).cubin
     for binary, name in ((b"no machine code", ATTN_FWD.name), (other, selected.kernel.name), (cubin, "another")):
         with pytest.raises(BinaryError, match="failed: CUDA_ERROR_"):
-            driver.Function(binary, name, 0)
+            LoadedFunction(binary, name, 0)
 
 
 def test_a_tensor_map_does_not_depend_on_where_it_was_made() -> None:
     """CUDA wants 64 bytes of alignment for it, and the bindings give it 16."""
-    encode = driver.tensor_maps("bf16", (64, 700, 4, 2), (512, 128, 358400), (64, 128, 1, 1))
+    encode = tensor_map.tensor_maps("bf16", (64, 700, 4, 2), (512, 128, 358400), (64, 128, 1, 1))
     assert len({encode(1 << 20) for _ in range(100)}) == 1

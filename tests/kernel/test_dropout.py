@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
@@ -40,7 +40,7 @@ def case_of(shape: str, head_dim: int = 64, dtype: str = "bf16", p: float = 0.3)
 
 def kernels(given: tuple[Any, ...], op: Any) -> list[Any]:
     """Those that compute the operation on this GPU."""
-    return [each for each in given if not each.supports(op, driver.device(0))]
+    return [each for each in given if not each.supports(op, context.device(0))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,7 +97,7 @@ def test_with_functions(shape: str, kernel: Any) -> None:
     inputs = case.inputs("torch", "cuda")
     starts = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), inputs[3:], strict=False))
     call = rawattn.attention_varlen if starts else rawattn.attention
-    if kernel.supports(rawattn.explain(*inputs, **options).op, driver.device(0)):
+    if kernel.supports(rawattn.explain(*inputs, **options).op, context.device(0)):
         pytest.skip(f"{kernel} does not compute this here")
     o, lse = call(*inputs, **options, kernel=kernel.name, return_lse=True)
     expect(*inputs, **options).check(o, lse)

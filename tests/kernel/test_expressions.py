@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.driver import driver
+from rawattn.driver import context
 from tests import programs
 
 torch = pytest.importorskip("torch")
@@ -18,7 +18,7 @@ SOME = {"derandomize": False, "phases": [hypothesis.Phase.generate]}  # a seed d
 
 
 def kernels(on_hopper: str, *others: str) -> list[str]:
-    return [on_hopper, *others] if driver.device(0).arch.startswith("sm_90") else [*others]
+    return [on_hopper, *others] if context.device(0).arch.startswith("sm_90") else [*others]
 
 
 def on_gpu(x: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 import rawattn
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.errors import UnsupportedError
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -124,7 +124,7 @@ class EachPair(AttnFwd):
 @pytest.mark.parametrize("name", ["t5_table", "t5_buckets", "kerple"])
 def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: Config) -> None:
     """Rows and keys end inside of tiles, lists have holes, and there are parts of longer sequences."""
-    inputs, device = CASE.inputs("torch", "cuda"), driver.device(0)
+    inputs, device = CASE.inputs("torch", "cuda"), context.device(0)
     score, mask = on_gpu(name, 333, 470), on_gpu("documents", 333, 470)
     for options in ({}, {"causal": True}, {"mask": mask}, {"q_offset": 100, "kv_offset": 37}):
         op = rawattn.explain(*inputs, score=score, **options, return_lse=True, kernel="attn_fwd").op
@@ -151,7 +151,7 @@ def check_each(names: list[str], role: str, kernel: Any, seed: int) -> None:
         case = dataclasses.replace(CASE, q_len=n, kv_len=m)
         f = among(which, [on_gpu(name, n, m, seed) for name in names])
         op = rawattn.explain(*case.inputs("torch", "cuda"), **{role: f}, kernel="attn_fwd_simt").op
-        some = [c for c in kernel.candidates(op, driver.device(0)) if kernel is not ATTN_FWD or c.tile_q == 128]
+        some = [c for c in kernel.candidates(op, context.device(0)) if kernel is not ATTN_FWD or c.tile_q == 128]
         check(case, kernel, **{role: f}, config=min(some, key=lambda c: c.tile_q * c.tile_kv))
 
 

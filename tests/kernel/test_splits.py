@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.kernel import tiling
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.runtime.select import select
@@ -49,7 +49,7 @@ def test_no_row(batch: int, q_len: int) -> None:
 
 def test_the_library_splits() -> None:
     """At (1, 1, 8192) with grouped heads there are two launches; where keys are few there is one."""
-    device = driver.device(0)
+    device = context.device(0)
     for kv_len, launches in ((8192, 2), (2 * KEYS - 1, 1)):
         op = Case(q_len=1, kv_len=kv_len, heads=32, kv_heads=8, head_dim=128, head_dim_v=128).op
         selection = select(op, device)

@@ -11,7 +11,8 @@ import pytest
 
 import rawattn
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
+from rawattn.driver.launch import BoundLaunch, LoadedFunction
 from rawattn.kernel import pyramid, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
@@ -189,7 +190,7 @@ def test_an_interval_as_a_list_has_the_same_bits(kernel: Any, mask: Any, head_di
 
     call = Call("checkerboard", (2, 700, 1300, 4, 2, head_dim))
     op = rawattn.plan(call.q, call.k, call.v, mask=lists.Listed(mask), kernel=kernel.name).op
-    config = select(op, driver.device(0), kernel.name).config
+    config = select(op, context.device(0), kernel.name).config
     found, wanted = (
         rawattn.attention(call.q, call.k, call.v, mask=way, return_lse=True, kernel=kernel.name, config=config)
         for way in (lists.Listed(mask), mask)
@@ -221,11 +222,11 @@ def test_pyramid(element: str, shape: tuple[int, ...], axes: int) -> None:
     """pyramid.cu as one launch, twice: the counters are ready for the second."""
     import torch
 
-    device, rng = driver.device(0), np.random.default_rng(0)
+    device, rng = context.device(0), np.random.default_rng(0)
     x = (rng.standard_normal(shape) * 100).astype(DTYPES[element])
     captured = Captured("mask_0", element, shape, axes)
     launch, size = pyramid.launch(captured, device), pyramid.buffer(captured).bytes
-    function = driver.Function(compiler.compile(launch.source).cubin, launch.entry, 0)
+    function = LoadedFunction(compiler.compile(launch.source).cubin, launch.entry, 0)
     array = torch.from_numpy(np.ascontiguousarray(x).view(np.uint8).ravel()).cuda()
     counters = torch.zeros(max(2, launch.grid), dtype=torch.int32, device="cuda")
     wanted = lists.pyramid(x, axes)
@@ -239,7 +240,7 @@ def test_pyramid(element: str, shape: tuple[int, ...], axes: int) -> None:
             for name, _, fill in launch.fields
         ]  # fmt: skip
         args = render.layout(launch.fields).pack.pack(*values)
-        driver.Launch(function, launch.grid, args, torch.cuda.current_stream().cuda_stream)()
+        BoundLaunch(function, launch.grid, args, torch.cuda.current_stream().cuda_stream)()
         torch.cuda.synchronize()
         got = found.cpu().numpy().view(DTYPES[element]).reshape(wanted.shape)
         np.testing.assert_array_equal(got, wanted)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn.driver import driver
+from rawattn.driver.counters import Counters
 from rawattn.kernel import attn_decode
 from rawattn.testing import Case, _moved
 from tests.caches import Cached
@@ -60,13 +60,13 @@ def test_lengths_that_another_stream_changes() -> None:
 def test_counters_that_a_torn_launch_left(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch counts in the half of its words that the one before has not used."""
     cupy = pytest.importorskip("cupy")
-    places, take = [], driver.Counters.take
+    places, take = [], Counters.take
 
-    def taken(self: driver.Counters, *rest: Any) -> int:
+    def taken(self: Counters, *rest: Any) -> int:
         places.append((self._size, take(self, *rest)))
         return places[-1][1]
 
-    monkeypatch.setattr(driver.Counters, "take", taken)
+    monkeypatch.setattr(Counters, "take", taken)
     call, _ = decoding()
     with torch.cuda.stream(torch.cuda.Stream()):
         run, found = call, call()

@@ -22,7 +22,8 @@ import json
 from perf.lib import stand_in
 stand_in.install()
 from perf.host import Host
-from rawattn.driver import driver
+from rawattn.driver import context
+from rawattn.driver.launch import BoundLaunch
 from rawattn.runtime import plans
 counts, host = {"maps": 0, "launches": 0, "issued": 0, "plans": 0}, Host(30, dry=True)
 
@@ -33,9 +34,9 @@ def counting(owner, name, what):
         return original(*given)
     setattr(owner, name, counted)
 
-counting(driver.library(), "cuTensorMapEncodeTiled", "maps")
-counting(driver.Launch, "__init__", "launches")
-counting(driver.Launch, "__call__", "issued")
+counting(context.library(), "cuTensorMapEncodeTiled", "maps")
+counting(BoundLaunch, "__init__", "launches")
+counting(BoundLaunch, "__call__", "issued")
 counting(plans.Plan, "__init__", "plans")
 found = {}
 for name in (

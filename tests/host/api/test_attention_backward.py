@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.array import arrays
-from rawattn.cpu import kernels as cpu
+from rawattn.cpu.backward import run_backward
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError
@@ -69,7 +69,7 @@ def check(case: Case, library: str = "numpy", dlse: bool = True) -> None:
 @settings(max_examples=40, deadline=None)
 @given(cases(longest=100, head_dims=(1, 8, 17, 64), sinks=None), st.booleans())
 def test_numpy(case: Case, dlse: bool) -> None:
-    """The same bits as ``cpu.run_backward``, which has tests of its own, for everything that a call may have."""
+    """The same bits as ``run_backward``, which has tests of its own, for everything that a call may have."""
     q, k, v, *starts = case.inputs()
     (do, dlse_given), op = case.output_gradients(), case.op
     packed = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=False))
@@ -79,7 +79,7 @@ def test_numpy(case: Case, dlse: bool) -> None:
     wanted = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v, *[given.get("sinks")] * case.sinks)]
     gradients = dict(zip(("dq", "dk", "dv", "dsinks"), wanted, strict=False))
     options = {"mask": op.spec.placed_mask, "score": op.spec.placed_score, "scale": op.scale}
-    cpu.run_backward(do, q, k, v, o, lse, **options, **given, **gradients)
+    run_backward(do, q, k, v, o, lse, **options, **given, **gradients)
     assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 

@@ -14,7 +14,7 @@ import pytest
 from rawattn import __main__ as command_line
 from rawattn import errors, reference
 from rawattn.command import bench, demo, timing
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL
 from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError
@@ -74,7 +74,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise errors.UnsupportedError("there is no NVIDIA driver")
 
-    monkeypatch.setattr(driver, "library", missing)
+    monkeypatch.setattr(context, "library", missing)
     monkeypatch.setattr(bench, "ON_CPU", dataclasses.replace(bench.ON_CPU, rounds=2, seconds=0.0))
 
 
@@ -174,8 +174,8 @@ def test_contenders_compute_the_same(torch: Any, layer: Layer) -> None:
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    imported = demo.imported
-    monkeypatch.setattr(demo, "imported", lambda name: None if name == "torch" else imported(name))
+    imported = demo.import_if_there
+    monkeypatch.setattr(demo, "import_if_there", lambda name: None if name == "torch" else imported(name))
     out = run(capsys, *TINY, "--dtype", "bf16", "--softcap", "5")
     assert "arrays of numpy" in out and "attention, bf16, 2 heads of 16, softcap 5" in out
     assert len(re.findall(r"x \d+ │ +(?:for|back)ward │ +[\d.e-]+ │ +- │", out)) == 4

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rawattn import ProblemError, UnsupportedError
-from rawattn.cpu import kernels as cpu
+from rawattn.cpu import backward, loops, units
+from rawattn.cpu.backward import run_backward
+from rawattn.cpu.forward import CpuConfig, run_forward
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
@@ -51,15 +53,15 @@ def run(case: Case, score: Score | None = None, dlse: bool = True, threads: int 
     score, spec = score or op.score, op.spec if score is None else dataclasses.replace(op.spec, score=score)
     places = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": op.scale}
     o, lse = case.out(), np.full_like(dlse_given, math.nan)
-    config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False)) | case.used()
-    cpu.run_forward(q, k, v, o, lse, **places, sinks=sinks, config=config, **starts)
+    config, starts = CpuConfig(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False)) | case.used()
+    run_forward(q, k, v, o, lse, **places, sinks=sinks, config=config, **starts)
     found = {name: np.full(x.shape, math.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
         found["dsinks"] = np.full(sinks.shape, math.nan, lse.dtype)
     given = {"dlse": dlse_given if dlse else None, **starts}
     if case.layout != "expanded":
         case.poison((do, q, o), (k, v), (lse, dlse_given))
-    cpu.run_backward(do, q, k, v, o, lse, **places, sinks=sinks, threads=threads, **found, **given)
+    run_backward(do, q, k, v, o, lse, **places, sinks=sinks, threads=threads, **found, **given)
     options = {**case.options, "score": score, **given}
     options.pop("softcap", None)
     return found, lambda: expect_backward(do, q, k, v, **options)
@@ -89,7 +91,7 @@ def test_listed(case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_same_bits_whatever_threads(dtype: str) -> None:
     case = Case(dtype, 2, 150, 2100, 4, 2, head_dim=24, head_dim_v=16, causal=True, softcap=8.0, sinks=True)
-    assert len(cpu._spans(2100, 8)) > 1
+    assert len(units.spans_of(2100, 8)) > 1
     wanted = bits(run(case, threads=1)[0])
     for threads in (2, 3, 7, None):
         assert bits(run(case, threads=threads)[0]) == wanted, threads
@@ -107,8 +109,8 @@ def test_same_bits_alone_and_in_a_varlen_batch() -> None:
         lse = np.empty_like(dlse[None, :, rows])
         given = (q[None, rows], k[None, keys], v[None, keys], o, lse)
         options = {"mask": Causal(), "score": Scale(), "scale": packed.op.scale}
-        cpu.run_forward(*given, **options, config=cpu.Config())
-        cpu.run_backward(do[None, rows], *given, *alone, dlse=dlse[None, :, rows], **options, threads=1)
+        run_forward(*given, **options, config=CpuConfig())
+        run_backward(do[None, rows], *given, *alone, dlse=dlse[None, :, rows], **options, threads=1)
         for name, x, part in zip(("dq", "dk", "dv"), alone, (rows, keys, keys), strict=True):
             np.testing.assert_array_equal(x[0], found[name][part])
 
@@ -117,9 +119,9 @@ def test_arrays_are_read_and_written_where_they_lie(monkeypatch: pytest.MonkeyPa
     """Short sequences are many units: what follows from lengths is made once for all of one length and all calls, one call of the
     loops computes all units, and nothing of float32 is copied."""
     case, made, taken = Case("fp32", 3, 40, 50, 4, 2, causal=True), [], []
-    find, load = cpu._key_units, cpu.load
+    find, load = units.key_units, loops.load
 
-    def kernel(*args: Any) -> cpu.Kernel:
+    def kernel(*args: Any) -> loops.CompiledLoops:
         real = load(*args)
 
         def loops(*arrays: Any) -> None:
@@ -128,15 +130,15 @@ def test_arrays_are_read_and_written_where_they_lie(monkeypatch: pytest.MonkeyPa
 
         return real._replace(loops=loops)
 
-    monkeypatch.setattr(cpu, "_key_units", lambda *args: made.append(args) or find(*args))
-    cpu._dense_key_units.cache_clear()
-    monkeypatch.setattr(cpu, "load", kernel)
+    monkeypatch.setattr(units, "key_units", lambda *args: made.append(args) or find(*args))
+    units.dense_key_units.cache_clear()
+    monkeypatch.setattr(backward, "load", kernel)
     q, k, v = case.inputs()
     do, _ = case.output_gradients()
     o, lse = np.zeros_like(do), np.zeros((3, 4, 40), np.float32)
     found = [np.full_like(x, math.nan) for x in (q, k, v)]
     for _ in range(2):
-        cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0, threads=1)
+        run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0, threads=1)
     assert len(made) == 1 and len(taken) == 2
     for args in taken:
         assert len(args[7]) == 3 * 2
@@ -210,9 +212,9 @@ def test_logits_that_are_all_minus_infinity_give_0() -> None:
     k[...] = -1e25  # finite, but the products overflow
     o, lse = np.empty_like(q), np.empty((1, 1, 20), np.float32)
     found = [np.full_like(x, math.nan) for x in (q, k, v)]
-    cpu.run_forward(q, k, v, o, lse, Causal(), Scale(), 1.0, config=cpu.Config())
+    run_forward(q, k, v, o, lse, Causal(), Scale(), 1.0, config=CpuConfig())
     assert (lse == -math.inf).all() and (o == 0).all()
-    cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0)
+    run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0)
     assert all((x == 0).all() for x in found)
 
 
@@ -238,7 +240,7 @@ def test_rows_of_no_sequence_get_0() -> None:
     o, lse = np.zeros_like(q), np.full((1, 30), 3.0, np.float32)
     found = [np.full_like(x, math.nan) for x in (q, k, v)]
     arguments = {"mask": Causal(), "score": Scale(), "scale": 0.1, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
-    cpu.run_backward(do, q, k, v, o, lse, *found, **arguments)
+    run_backward(do, q, k, v, o, lse, *found, **arguments)
     assert (found[0][25:] == 0).all() and (found[1][32:] == 0).all() and (found[2][32:] == 0).all()
     assert all(np.isfinite(x).all() for x in found)
 
@@ -249,7 +251,7 @@ def test_wrong_cu_seqlens(ends: list[int], monkeypatch: pytest.MonkeyPatch) -> N
     q, k, v, cu_q, _ = case.inputs()
     o, lse = np.zeros_like(q), np.zeros((1, 10), np.float32)
     with pytest.raises(ProblemError, match=r"cu_seqlens_kv is \[.*\]; it must start with 0"):
-        cpu.run_backward(
+        run_backward(
             o, q, k, v, o, lse, q, k, v, Causal(), Scale(), 1.0, cu_seqlens_q=cu_q, cu_seqlens_kv=np.array(ends, np.int32)
         )
 

@@ -27,16 +27,16 @@ from numba import njit
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.compile import cache
-from rawattn.cpu import kernels as cpu
-from rawattn.cpu import lanes
-from rawattn.cpu.kernels import CPU
+from rawattn.cpu import forward, lanes, loops
+from rawattn.cpu.forward import CpuConfig
+from rawattn.cpu.kernels import CPU, Cpu
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.driver.device import cpu as this_cpu
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
 from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import Both, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
@@ -65,7 +65,7 @@ LISTED = [
 ]  # fmt: skip
 
 
-def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | None = None) -> Arrays:
+def run(case: Case, inputs: tuple[Any, ...] | None = None, config: CpuConfig | None = None) -> Arrays:
     """o, in the layout of q, and lse; both NaN before."""
     op, device = case.op, this_cpu()
     assert CPU.supports(op, device) == []
@@ -235,7 +235,7 @@ def test_scores_of_ones_own(case: Case) -> None:
     o, op, options = case.out(), replace(case.op, score=score), {**case.options, "score": score}
     assert CPU.supports(op, this_cpu()) == []
     lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
-    CPU.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    CPU.run(op, CpuConfig(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
     expect(q, k, v, *cu, **options).check(o, lse)
 
 
@@ -244,8 +244,8 @@ def test_loops_are_for_the_functions_that_they_know() -> None:
         def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
             return 2 * super().logit(xp, s, batch, head, q, kv)
 
-    assert [cpu._cap(x) for x in (Scale(), Softcap(7.0), Softcap(7.0).constant_time)] == [0.0, 7.0, 7.0]
-    assert cpu._cap(Twice(7.0)) is None and cpu._cap(Alibi([1.0])) is None
+    assert [loops.cap_of(Full(), x) for x in (Scale(), Softcap(7.0), Softcap(7.0).constant_time)] == [0.0, 7.0, 7.0]
+    assert loops.cap_of(Full(), Twice(7.0)) is None and loops.cap_of(Full(), Alibi([1.0])) is None
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------------
@@ -289,16 +289,16 @@ def test_masks_of_several_runs() -> None:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_same_bits_whatever_threads_and_units(dtype: str) -> None:
     case = Case(dtype, 2, 150, 330, 6, 2, causal=True, window=(200, 0), softcap=8.0)
-    wanted = bits(run(case, config=cpu.Config(threads=1)))
+    wanted = bits(run(case, config=CpuConfig(threads=1)))
     for config in (
-        cpu.Config(threads=2),
-        cpu.Config(threads=7, tile_q=16),
-        cpu.Config(threads=2, tile_q=50),
-        cpu.Config(tile_q=1),
+        CpuConfig(threads=2),
+        CpuConfig(threads=7, tile_q=16),
+        CpuConfig(threads=2, tile_q=50),
+        CpuConfig(tile_q=1),
     ):
         assert bits(run(case, config=config)) == wanted, config
     for _ in range(5):
-        assert bits(run(case, config=cpu.Config(threads=3, tile_q=32))) == wanted
+        assert bits(run(case, config=CpuConfig(threads=3, tile_q=32))) == wanted
 
 
 def test_same_bits_alone_and_in_a_batch() -> None:
@@ -313,7 +313,7 @@ def test_same_bits_alone_and_in_a_batch() -> None:
 
 
 def test_concurrent_calls() -> None:
-    config = cpu.Config(tile_q=16, threads=2)
+    config = CpuConfig(tile_q=16, threads=2)
     different = [
         Case(dtype, 1, 100 + 30 * i, 200, 4, 2, causal=True, seed=i) for i, dtype in enumerate([*ELEMENTS, "fp32", "bf16"])
     ]
@@ -336,7 +336,7 @@ def test_loaded_loops_wait_for_no_compilation() -> None:
     """A process that was forked while a thread compiled another kernel holds the lock of compilations for good."""
     case = Case("fp32", 1, 20, 30, 2, 2)
     wanted, found = bits(run(case)), list[list[bytes]]()
-    with cpu._loading:
+    with loops._loading:
         thread = threading.Thread(target=lambda: found.append(bits(run(case))), daemon=True)
         thread.start()
         thread.join(20)
@@ -348,8 +348,8 @@ def test_forks_compute() -> None:
     """Also where threads of the parent compute: the loops keep no pool and no lock."""
     text = """\
 import json, os, threading, warnings, numpy as np, rawattn
-from rawattn.cpu import kernels as cpu
-x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.Config(tile_q=32, threads=3)
+from rawattn.cpu.forward import CpuConfig
+x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), CpuConfig(tile_q=32, threads=3)
 wanted, done = rawattn.attention(x, x, x, config=config).tobytes(), threading.Event()
 
 def repeat():
@@ -379,9 +379,9 @@ def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         done.append(unit)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cpu, "_compute", fail)
+    monkeypatch.setattr(forward, "_compute", fail)
     with pytest.raises(ZeroDivisionError):
-        run(Case("fp32", q_len=1000), config=cpu.Config(tile_q=1, threads=3))
+        run(Case("fp32", q_len=1000), config=CpuConfig(tile_q=1, threads=3))
     assert len(done) <= 3
 
 
@@ -419,9 +419,9 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
 def test_it_has_the_contract_of_a_kernel() -> None:
     """The members that choose a kernel and a configuration, with the same arguments; what makes launches is for GPUs."""
     for member in ("runs_on", "supports", "prefers", "layout_reason", "legal", "candidates", "cost", "tuning_shapes", "is_tried"):
-        found, wanted = (list(inspect.signature(getattr(each, member)).parameters) for each in (cpu.Cpu, Kernel))
+        found, wanted = (list(inspect.signature(getattr(each, member)).parameters) for each in (Cpu, Kernel))
         assert found == wanted, member
-    assert set(Kernel.__annotations__) - {"file"} <= set(dir(cpu.Cpu))
+    assert set(Kernel.__annotations__) - {"file"} <= set(dir(Cpu))
 
 
 def test_supports() -> None:
@@ -437,10 +437,10 @@ def test_legal() -> None:
     assert all(CPU.legal(c, op, device) is None for c in CPU.candidates(op, device))
     for name in ("tile_q", "tile_kv", "threads"):
         for value in (0, -1, 5000, 1.5):
-            assert f"{name} is {value}" in str(CPU.legal(cpu.Config(**{name: value}), op, device))
+            assert f"{name} is {value}" in str(CPU.legal(CpuConfig(**{name: value}), op, device))
 
 
-def best(case: Case, cores: int) -> cpu.Config:
+def best(case: Case, cores: int) -> CpuConfig:
     device = Device("CPU", "cpu", cores, 0, 0)
     return min(CPU.candidates(case.op, device), key=lambda c: CPU.cost(c, case.op, device))
 
@@ -448,7 +448,7 @@ def best(case: Case, cores: int) -> cpu.Config:
 def test_choice() -> None:
     """Threads where they pay, and smaller units where there are more cores than units."""
     assert best(Case("fp32", 1, 8, 8, 2, 2), 64).threads == 1
-    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(512, 96, 2)
+    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == CpuConfig(512, 96, 2)
     many = best(Case("fp32", 1, 4096, 4096), 32)
     assert many.threads > 8 and many.tile_q < 256
     nothing, device = Case(lengths=()).op, this_cpu()
@@ -495,11 +495,11 @@ def test_out_is_written_in_place() -> None:
 LOAD = """\
 import json, time, warnings
 import numba  # its import is not the cache's time
-from rawattn.cpu import kernels as cpu
+from rawattn.cpu import loops
 from rawattn.variant.element import FP32
 with warnings.catch_warnings(record=True) as caught:
     start = time.thread_time()
-    cached = cpu.load(FP32).cached
+    cached = loops.load(FP32).cached
     print(json.dumps([cached, time.thread_time() - start, [str(w.message) for w in caught]]))
 """
 
@@ -514,9 +514,9 @@ def stop(*given, **named):
 
 compiler.compile_extra = stop  # what comes after the cache was asked
 """ + LOAD.replace(
-    "cached = cpu.load(FP32).cached",
+    "cached = loops.load(FP32).cached",
     """try:
-        cpu.load(FP32)
+        loops.load(FP32)
         cached = True
     except Stop:
         cached = False""",
@@ -550,7 +550,7 @@ def test_cache_folder_that_cannot_be_used(tmp_path: pathlib.Path) -> None:
     """One warning, however many kernels are compiled."""
     (tmp_path / "file").touch()
     twice = STOPPED.replace("import FP32", "import FP32, FP64").replace(
-        "    try:\n", "    try:\n        cpu.load(FP64)\n    except Stop:\n        pass\n    try:\n"
+        "    try:\n", "    try:\n        loops.load(FP64)\n    except Stop:\n        pass\n    try:\n"
     )
     cached, _, warned = process(twice, tmp_path / "file" / "folder")
     assert not cached and len(warned) == 1 and "Not a directory" in warned[0] and "RAWATTN_CACHE" in warned[0]
@@ -600,7 +600,7 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
     cache.warned.clear()
     with pytest.warns(cache.CacheWarning, match="No space left on device"):
-        assert not cpu._load.__wrapped__("backward", "float32", "float32").cached
+        assert not loops._load.__wrapped__("backward", "float32", "float32").cached
     assert given == [tmp_path / "numba" / f"backward-float32-{lanes.MACHINE}", None]
 
 
@@ -644,4 +644,4 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """NUMBA_DISABLE_JIT leaves nothing that the loops could be made of: an error says so."""
     monkeypatch.setattr(lanes.numba.config, "DISABLE_JIT", 1)
     with pytest.raises(UnsupportedError, match=r"NUMBA_DISABLE_JIT is set, .*; unset it"):
-        cpu._compile("attend", "float32", "float32")
+        loops._compile("attend", "float32", "float32")

@@ -1,4 +1,4 @@
-"""driver.py with a stand-in for the bindings: what is asked of the driver, in which state, and what becomes of its answers."""
+"""driver/ with a stand-in for the bindings: what is asked of the driver, in which state, and what becomes of its answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.driver import driver
+from rawattn.driver import context, graph, launch, tensor_map
+from rawattn.driver.counters import Counters, of_device
+from rawattn.driver.graph import drop, retain, spared_capture, stream_state
+from rawattn.driver.launch import BoundLaunch, Facts, LoadedFunction
 from rawattn.errors import BinaryError, DeviceError, ProblemError, UnsupportedError
 
-FACTS = driver.Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1)
+FACTS = Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1)
 
 
 class CUresult(enum.IntEnum):
@@ -188,10 +191,10 @@ class Bindings(types.ModuleType):
 
 
 def forget() -> None:
-    for cached in (driver.library, driver.device, driver._primary_context, driver._side_stream, driver._pdl, driver._counters,
-                   driver.tensor_maps):  # fmt: skip
+    for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._pdl, of_device,
+                   tensor_map.tensor_maps):  # fmt: skip
         cached.cache_clear()
-    driver._kept.clear()
+    graph._kept.clear()
     gc.collect()
 
 
@@ -199,8 +202,8 @@ def forget() -> None:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bindings]:
     bindings = Bindings()
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
-    monkeypatch.setattr(driver, "_era", 0)
-    monkeypatch.setattr(driver, "COUNTERS", 4)
+    monkeypatch.setattr(graph, "era", 0)
+    monkeypatch.setattr("rawattn.driver.counters.COUNTERS", 4)
     forget()
     yield bindings
     forget()
@@ -212,8 +215,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bindings]:
 def test_without_the_bindings(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(UnsupportedError, match=r"needs the package cuda-bindings .*pip install .cuda-bindings"):
-        driver.library()
-    assert driver.device_count() == 0
+        context.library()
+    assert context.device_count() == 0
 
 
 def test_without_a_driver(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,32 +224,32 @@ def test_without_a_driver(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("libcuda.so.1 is nowhere")
 
     monkeypatch.setattr(cuda, "cuInit", missing, raising=False)
-    for ask in (driver.library, driver.version, lambda: driver.stream_state(5)):
+    for ask in (context.library, context.version, lambda: stream_state(5)):
         with pytest.raises(
             UnsupportedError, match=r"there is no NVIDIA driver \(libcuda.so.1 is nowhere\); .* arrays on the CPU"
         ):
             ask()
-    assert driver.device_count() == 0
+    assert context.device_count() == 0
 
 
 def test_without_a_gpu(cuda: Bindings) -> None:
     cuda.failing["cuInit"] = CUresult.CUDA_ERROR_NO_DEVICE
     with pytest.raises(UnsupportedError, match="the NVIDIA driver finds no GPU; use arrays on the CPU"):
-        driver.library()
+        context.library()
     cuda.failing["cuInit"] = CUresult.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
     with pytest.raises(DeviceError, match=r"cuInit failed with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH \(803\)") as caught:
-        driver.library()
+        context.library()
     assert caught.value.code == 803
 
 
 def test_what_a_call_gives(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert driver.call("cuCtxSynchronize") is None
-    assert driver.call("cuDeviceGet", 3) == 3
-    assert driver.call("cuModuleGetGlobal", "module", b"facts") == (4321, 16)
-    assert driver.version() == (13, 0)
+    assert context.call("cuCtxSynchronize") is None
+    assert context.call("cuDeviceGet", 3) == 3
+    assert context.call("cuModuleGetGlobal", "module", b"facts") == (4321, 16)
+    assert context.version() == (13, 0)
     cuda.failing["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError, match=r"^cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)\.$") as caught:
-        driver.call("cuMemAlloc", 1)
+        context.call("cuMemAlloc", 1)
     assert caught.value.code == 2 and not isinstance(caught.value, BinaryError)
 
     def missing() -> None:
@@ -254,7 +257,7 @@ def test_what_a_call_gives(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cuda, "cuNew", missing, raising=False)
     with pytest.raises(UnsupportedError, match=r"the NVIDIA driver has no cuNew .*install a newer one"):
-        driver.call("cuNew")
+        context.call("cuNew")
 
 
 # ---- kernels and launches ------------------------------------------------------------------------------------------------
@@ -262,7 +265,7 @@ def test_what_a_call_gives(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_function(cuda: Bindings) -> None:
     cuda.capturing[5] = Graph()  # in another thread: it must not be disturbed
-    function = driver.Function(b"cubin", "attn_fwd", 0)
+    function = LoadedFunction(b"cubin", "attn_fwd", 0)
     assert (function.handle, function.facts) == ("module attn_fwd", FACTS)
     values = [said[-1] for said in cuda.calls("cuFuncSetAttribute")]
     assert values == [FACTS.smem_bytes, 100]
@@ -272,25 +275,25 @@ def test_function(cuda: Bindings) -> None:
 def test_machine_code_that_cannot_be_loaded(cuda: Bindings) -> None:
     cuda.failing["cuModuleLoadData"] = CUresult.CUDA_ERROR_INVALID_IMAGE
     with pytest.raises(BinaryError, match=r"cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE \(200\)"):
-        driver.Function(b"cubin", "attn_fwd", 0)
+        LoadedFunction(b"cubin", "attn_fwd", 0)
     assert cuda.mode == 0
     cuda.failing["cuModuleLoadData"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError) as caught:
-        driver.Function(b"cubin", "attn_fwd", 0)
+        LoadedFunction(b"cubin", "attn_fwd", 0)
     assert not isinstance(caught.value, BinaryError), "compiling again does not help"
 
 
 def test_launch(cuda: Bindings) -> None:
-    function, args = driver.Function(b"cubin", "attn_fwd", 0), bytes(range(24))
+    function, args = LoadedFunction(b"cubin", "attn_fwd", 0), bytes(range(24))
     with pytest.raises(DeviceError, match="the kernel has 24 bytes of arguments; the host filled 8"):
-        driver.Launch(function, 132, bytes(8), 5)
-    launch = driver.Launch(function, 132, args, 5)
-    for context in (1000, 0):
+        BoundLaunch(function, 132, bytes(8), 5)
+    launch = BoundLaunch(function, 132, args, 5)
+    for before in (1000, 0):
         cuda.said.clear()
-        cuda.context = context  # 0: a thread that has none
+        cuda.context = before  # 0: a thread that has none
         launch()
         assert cuda.context == 1000, "a thread keeps what it would have by itself"
-        assert len(cuda.calls("cuLaunchKernelEx")) == (1 if context else 2)
+        assert len(cuda.calls("cuLaunchKernelEx")) == (1 if before else 2)
         assert not cuda.calls("cuCtxPushCurrent", "cuCtxPopCurrent")
     _, config, handle, pointers, extra = cuda.calls("cuLaunchKernelEx")[-1]
     assert (handle, extra) == (function.handle, 0)
@@ -305,7 +308,7 @@ def test_launch(cuda: Bindings) -> None:
 def test_tensor_map(cuda: Bindings) -> None:
     shape = (64, 128, 2), (256, 32768), (64, 96, 1)
     for pointer in (1 << 20, 1 << 21):
-        assert driver.tensor_maps("bf16", *shape)(pointer) == b"map".ljust(128)
+        assert tensor_map.tensor_maps("bf16", *shape)(pointer) == b"map".ljust(128)
     first, second = cuda.calls("cuTensorMapEncodeTiled")
     assert [first[3], second[3]] == [1 << 20, 1 << 21]
     assert [[x.value for x in each] for each in first[4:8]] == [[*shape[0]], [*shape[1]], [*shape[2]], [1, 1, 1]]
@@ -316,26 +319,26 @@ def test_tensor_map(cuda: Bindings) -> None:
 
 
 def test_stream_state(cuda: Bindings) -> None:
-    assert driver.stream_state(0) == driver.stream_state(1) == (0, False), "the legacy stream, under both its names"
-    assert driver.stream_state(5) == (1050, False)
+    assert stream_state(0) == stream_state(1) == (0, False), "the legacy stream, under both its names"
+    assert stream_state(5) == (1050, False)
     cuda.capturing[5] = Graph()
-    assert driver.stream_state(5) == (5, True)
+    assert stream_state(5) == (5, True)
     assert not cuda.calls("cuCtxPushCurrent")
 
 
 def test_stream_state_without_a_context(cuda: Bindings) -> None:
     cuda.context = 0
-    assert driver.stream_state(5, 3) == (1053, False), "in the context of the device that was named"
+    assert stream_state(5, 3) == (1053, False), "in the context of the device that was named"
     assert cuda.context == 0
     cuda.failing["cuStreamGetId"] = CUresult.CUDA_ERROR_INVALID_CONTEXT
     with pytest.raises(DeviceError, match="cuStreamGetId failed: CUDA_ERROR_INVALID_CONTEXT"):
-        driver.stream_state(5, 3)
+        stream_state(5, 3)
     assert cuda.context == 0
 
 
 def test_the_per_thread_stream_is_the_devices(cuda: Bindings) -> None:
     """Its handle means another stream in each context."""
-    assert driver.stream_state(2, 3) == (1023, False)
+    assert stream_state(2, 3) == (1023, False)
     assert cuda.context == 1000
 
 
@@ -343,9 +346,9 @@ def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(cuda: Binding
     """A dead graph that the collector destroyed would spoil the capture. Plans may be made beside each other, and end in any
     order."""
     cuda.capturing[5] = Graph()
-    with driver.spared_capture(6, 0):
+    with spared_capture(6, 0):
         assert gc.isenabled(), "nothing is captured"
-    first, second = driver.spared_capture(5, 0), driver.spared_capture(5, 0)
+    first, second = spared_capture(5, 0), spared_capture(5, 0)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -354,7 +357,7 @@ def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(cuda: Binding
     assert gc.isenabled()
     gc.disable()  # the caller's own wish
     try:
-        with pytest.raises(DeviceError), driver.spared_capture(5, 0):
+        with pytest.raises(DeviceError), spared_capture(5, 0):
             raise DeviceError("while it is made")
         assert not gc.isenabled()
     finally:
@@ -373,25 +376,25 @@ def test_a_graph_keeps_things(cuda: Bindings) -> None:
     things = [Thing() for _ in range(3)]
     watched = [weakref.ref(thing) for thing in things]
     for stream, thing in zip((5, 5, 6), things, strict=True):
-        driver.retain(stream, thing)
+        retain(stream, thing)
     del things, thing
-    driver.drop()
+    drop()
     assert all(each() for each in watched)
     assert len(first.user_objects) == len(second.user_objects) == 1, "one of a graph serves all that it keeps"
     first.die()
     assert all(each() for each in watched), "nothing of Python runs in the driver's thread"
-    driver.drop()
+    drop()
     assert [each() is None for each in watched] == [True, True, False]
     second.die()
     cuda.capturing[6] = third = Graph()
-    driver.retain(6, Thing())
+    retain(6, Thing())
     assert watched[2]() is None and third.user_objects[0] in first.user_objects + second.user_objects, "a lock serves again"
     third.die()
 
 
 def test_only_a_graph_keeps_things(cuda: Bindings) -> None:
     with pytest.raises(DeviceError, match=r"stream 0x5 is not capturing a graph \(CU_STREAM_CAPTURE_STATUS_NONE\)"):
-        driver.retain(5, Thing())
+        retain(5, Thing())
 
 
 @pytest.mark.parametrize("version, name", [(12020, "cuStreamGetCaptureInfo"), (12030, "cuStreamGetCaptureInfo_v3")])
@@ -402,7 +405,7 @@ def test_capture_info_of_bindings_12(version: int, name: str, cuda: Bindings, mo
         answer = OK, Status(1), graph.number, graph, [], 0
         monkeypatch.setattr(cuda, each, lambda stream, each=each, answer=answer: asked.append(each) or answer, raising=False)
     monkeypatch.setattr(cuda, "_cuDriverGetVersion", lambda: version)
-    driver.retain(5, Thing())
+    retain(5, Thing())
     assert asked == [name]
     graph.die()
 
@@ -416,7 +419,7 @@ def is_zero(address: int) -> bool:
 
 def test_counters_come_late(cuda: Bindings) -> None:
     cuda.capturing[5] = graph = Graph()
-    counters = driver.Counters(0)
+    counters = Counters(0)
     assert not cuda.calls("cuMemAlloc")
     assert is_zero(counters.take(5, True)), "the pool can be made while a graph is captured"
     assert cuda.mode == 0
@@ -424,7 +427,7 @@ def test_counters_come_late(cuda: Bindings) -> None:
 
 
 def test_each_stream_has_a_pair(cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     pairs = [counters.take(identity, False) for identity in (0, 30, 20)]
     assert len({*pairs}) == 3 and all(map(is_zero, pairs))
     assert [counters.take(identity, False) for identity in (20, 0, 30)] == [pairs[2], pairs[0], pairs[1]]
@@ -432,47 +435,47 @@ def test_each_stream_has_a_pair(cuda: Bindings) -> None:
 
 def test_streams_come_and_go(cuda: Bindings) -> None:
     """Four pairs: two streams of each era."""
-    counters = driver.Counters(0)
+    counters = Counters(0)
     default, eras = counters.take(0, False), []
     for handle in range(100, 110):
-        identity, _ = driver.stream_state(handle)
+        identity, _ = stream_state(handle)
         pair = counters.take(identity, False)
         assert is_zero(pair)
         ctypes.memset(pair, 1, 8)  # as if its last launch were aborted
-        eras.append((driver._era, pair))
+        eras.append((graph.era, pair))
     pairs = [pair for _, pair in eras]
     assert pairs[:4] == pairs[4:8] and pairs[8:] == pairs[:2] and len({*pairs}) == 4 and default not in pairs
     assert len({era for era, _ in eras}) == 5 == 1 + len(cuda.calls("cuCtxSynchronize"))
     assert all({*pairs[at : at + 2]}.isdisjoint(pairs[at + 2 : at + 4]) for at in range(0, 8, 2)), "not the half behind"
     assert len(counters._of_stream) == 2, "streams that are gone are forgotten"
-    identity, _ = driver.stream_state(109)
+    identity, _ = stream_state(109)
     assert identity > 1 << 64 and identity != 109 * 10 + 1000, "what was prepared for a stream is not found any more"
     assert counters.take(identity, False) == pairs[-1] and counters.take(0, False) == default
 
 
 def test_a_new_era_that_fails_is_tried_again(cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     for identity in (1, 2):
         counters.take(identity, False)
     cuda.failing["cuCtxSynchronize"] = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     for _ in range(2):
         with pytest.raises(DeviceError, match="cuCtxSynchronize failed"):
             counters.take(3, False)
-    assert driver._era == 0
+    assert graph.era == 0
     cuda.failing.clear()
-    assert is_zero(counters.take(3, False)) and driver._era
+    assert is_zero(counters.take(3, False)) and graph.era
 
 
-def capture(cuda: Bindings, counters: driver.Counters, launches: int = 1) -> tuple[Graph, list[int]]:
+def capture(cuda: Bindings, counters: Counters, launches: int = 1) -> tuple[Graph, list[int]]:
     """A graph with some launches, and their pairs."""
     cuda.capturing[5] = graph = Graph()
-    pairs = [counters.take(*driver.stream_state(5)) for _ in range(launches)]
+    pairs = [counters.take(*stream_state(5)) for _ in range(launches)]
     del cuda.capturing[5]
     return graph, pairs
 
 
 def test_captured_launches_have_pairs_of_their_own(cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     eager = counters.take(1, False)
     (first, pairs), (second, others) = capture(cuda, counters, 2), capture(cuda, counters, 2)
     assert len({eager, *pairs, *others}) == 5 and all(map(is_zero, pairs + others))
@@ -488,7 +491,7 @@ def test_captured_launches_have_pairs_of_their_own(cuda: Bindings) -> None:
 
 
 def test_no_memory_for_more_pairs(cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     first, _ = capture(cuda, counters, 4)
     cuda.failing["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError, match="cuMemAlloc failed"):
@@ -502,7 +505,7 @@ def test_no_memory_for_more_pairs(cuda: Bindings) -> None:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["captures alone", "eager calls between"])
 def test_recapturing(eager: bool, cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     for _ in range(25):
         graph, pairs = capture(cuda, counters, 3)
         assert len({*pairs}) == 3 and all(map(is_zero, pairs))
@@ -516,7 +519,7 @@ def test_recapturing(eager: bool, cuda: Bindings) -> None:
 
 
 def test_a_pair_that_no_graph_took_goes_back(cuda: Bindings) -> None:
-    counters = driver.Counters(0)
+    counters = Counters(0)
     for _ in range(6):
         with pytest.raises(DeviceError, match="is not capturing a graph"):
             counters.take(5, True)
@@ -533,7 +536,7 @@ def test_what_is_no_number_of_a_gpu() -> None:
 def test_devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU whose violations are taken, as each library names it; a CPU has none."""
     asked: list[int] = []
-    monkeypatch.setattr(driver, "take_violations", lambda index: asked.append(index) or 0)
+    monkeypatch.setattr("rawattn.driver.counters.take_violations", lambda index: asked.append(index) or 0)
     torch = pytest.importorskip("torch")
     numbers = (0, 1, np.int64(2), "cuda:3", torch.device("cuda:4"), torch.device("cuda"), "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -63,7 +63,7 @@ def test_lowered(element: Any, arch: str) -> None:
 @pytest.mark.parametrize(("batch", "q_len"), [(2, 0), (0, 5), (0, 0)])
 def test_called(batch: int, q_len: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys long enough to be split, by all public calls."""
-    monkeypatch.setattr(rawattn.driver.driver, "device", lambda index: dataclasses.replace(TYPICAL[arch], index=-1))
+    monkeypatch.setattr(rawattn.driver.context, "device", lambda index: dataclasses.replace(TYPICAL[arch], index=-1))
     q, k = torch.empty(batch, q_len, 8, 64, dtype=torch.bfloat16), torch.empty(batch, 9000, 2, 64, dtype=torch.bfloat16)
     o, lse = rawattn.attention(q, k, k, return_lse=True)
     assert o.shape == q.shape and lse.shape == (batch, 8, q_len)

@@ -87,7 +87,7 @@ def test_addresses_in_a_field() -> None:
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an empty pool nothing is read: its map is another array's, and no page lies in it."""
-    monkeypatch.setattr("rawattn.driver.driver.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
+    monkeypatch.setattr("rawattn.driver.tensor_map.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
     q = Array("numpy", CPU, "bf16", (1, 9, 4, 64), (2304, 256, 64, 1), 64, None)
     pool = Array("numpy", CPU, "bf16", (7, 16, 2, 64), (4096, 128, 64, 1), 128, None)
     none = pool._replace(shape=(0, 16, 2, 64))

@@ -39,7 +39,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     **{
         f"reference.{name}": (getattr(rawattn.reference, name), given)
         for name, given in {
-            "attention": (X, X, X), "rounded": (X, X, X), "attention_backward": (X, X, X, X), "rounded_backward": (X, X, X, X),
+            "attention": (X, X, X), "attention_backward": (X, X, X, X),
             "attention_kvcache": (X, CACHE, STEP), "append": (CACHE, STEP, X, X), "merge_states": ([],),
         }.items()
     },

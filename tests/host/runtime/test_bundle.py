@@ -23,7 +23,7 @@ from rawattn import __main__ as command_line
 from rawattn import errors
 from rawattn.array.arrays import Array
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device, boards
 from rawattn.errors import BinaryError, ProblemError, UnsupportedError
 from rawattn.operation import Append, AttentionKVCache, Forward, Operation
@@ -162,8 +162,8 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(compiler, "_nvrtc", missing)
     monkeypatch.setattr(plans, "_kernels", {})
-    monkeypatch.setattr(driver, "device", lambda index: ADA[0])
-    monkeypatch.setattr(driver, "Function", lambda cubin, entry, index: (entry, cubin))
+    monkeypatch.setattr(context, "device", lambda index: ADA[0])
+    monkeypatch.setattr(plans, "LoadedFunction", lambda cubin, entry, index: (entry, cubin))
     return ADA[0]
 
 
@@ -199,7 +199,7 @@ def test_a_bundle_that_the_driver_refuses(made: pathlib.Path, ada: Device, monke
         raise BinaryError("cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE (200).", 200)
 
     rawattn.load_bundle(made)
-    monkeypatch.setattr(driver, "Function", refused)
+    monkeypatch.setattr(plans, "LoadedFunction", refused)
     with pytest.raises(
         UnsupportedError, match=r"INVALID_IMAGE \(200\)\. NVRTC \d+\.\d+ made what was to be loaded; compiling a "
     ):
@@ -302,7 +302,7 @@ def test_damaged_file(made: pathlib.Path, tmp_path: pathlib.Path, seed: int) -> 
     except ProblemError as error:
         assert str(path) in str(error) and not compiler._bundled
     else:
-        served = {f"-{key}.cubin": compiler.packed(binary) for key, binary in compiler._bundled.items()}
+        served = {f"-{key}.cubin": compiler.pack(binary) for key, binary in compiler._bundled.items()}
         assert served == {name[name.index("-") :]: data for name, data in expected.items()}
 
 
@@ -336,7 +336,7 @@ def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch
         rawattn.save_bundle([OP], path, [])
     with pytest.raises(UnsupportedError, match=r"no kernel computes .* on T4"):
         rawattn.save_bundle([dataclasses.replace(OP, head_dim=600)], path, ["sm_75"])
-    monkeypatch.setattr(compiler, "packed", lambda binary: 1 / 0)
+    monkeypatch.setattr(compiler, "pack", lambda binary: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rawattn.save_bundle([OP], path, ["sm_90a"])
     assert path.read_bytes() == mine and [each.name for each in tmp_path.iterdir()] == ["k.zip"]
@@ -345,8 +345,8 @@ def test_a_problem_leaves_the_file_as_it_was(tmp_path: pathlib.Path, monkeypatch
 def test_gpus_that_are_here_are_prepared_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = dataclasses.replace(TYPICAL["sm_89"], name="odd", sm_count=3)
     other = dataclasses.replace(TYPICAL["sm_80"], name="other")
-    monkeypatch.setattr(driver, "device_count", lambda: 2)
-    monkeypatch.setattr(driver, "device", lambda index: (odd, other)[index])
+    monkeypatch.setattr(context, "device_count", lambda: 2)
+    monkeypatch.setattr(context, "device", lambda index: (odd, other)[index])
     assert bundle._devices("sm_89") == [*ADA, odd] and bundle._devices("sm_90a") == HOPPER
     assert bundle._devices("4090") == [*ADA, odd] and bundle._devices("H100") == HOPPER
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import rawattn
 from rawattn.array import arrays
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.kernel.attn_fwd_mma import Config
@@ -50,17 +50,17 @@ class Launch(stand_ins.Launch):
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    counters = types.SimpleNamespace(take=lambda stream_id, captured: 1 << 20 | stream_id + captured)
+    words = types.SimpleNamespace(take=lambda stream_id, captured: 1 << 20 | stream_id + captured)
     for owner, name, value in (
         (arrays, "CPU", -2),
         (compiler, "compile_together", lambda *_: None),
-        (driver, "counters", lambda index, size: counters),
-        (driver, "current", lambda index: contextlib.nullcontext()),
-        (driver, "device", lambda index: GPU),
-        (driver, "Launch", Launch),
-        (driver, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
-        (driver, "violations", lambda index: 1 << 21),
-        (driver, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
+        (counters, "of_device", lambda index, size: words),
+        (context, "current", lambda index: contextlib.nullcontext()),
+        (context, "device", lambda index: GPU),
+        (plans, "BoundLaunch", Launch),
+        (graph, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
+        (counters, "violations", lambda index: 1 << 21),
+        (tensor_map, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
         (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -284,7 +284,7 @@ def test_other_lengths_launch_what_a_new_call_does(
         return lambda _: scratch.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "Launch", Noted)
+        patch.setattr(plans, "BoundLaunch", Noted)
         patch.setattr(compiler, "compile_all", lambda sources: {})
         patch.setattr(arrays, "maker", maker)
         patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
@@ -345,7 +345,7 @@ def test_other_queries_launch_what_a_new_call_does(
         assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
         return [*launched]
 
-    monkeypatch.setattr(driver, "Launch", Noted)
+    monkeypatch.setattr(plans, "BoundLaunch", Noted)
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
     monkeypatch.setattr(arrays, "maker", maker)
@@ -619,7 +619,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(plans, "_load", LOAD)
     monkeypatch.setattr(plans, "_kernels", {})
     monkeypatch.setattr(compiler, "compile_together", compile_together)
-    monkeypatch.setattr(driver, "Function", lambda *_: None)
+    monkeypatch.setattr(plans, "LoadedFunction", lambda *_: None)
     return keys
 
 

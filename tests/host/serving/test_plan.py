@@ -15,7 +15,7 @@ import rawattn
 from rawattn import ProblemError
 from rawattn.array import arrays
 from rawattn.compile import compiler
-from rawattn.driver import driver
+from rawattn.driver import counters
 from rawattn.driver.device import TYPICAL
 from rawattn.runtime import plans
 from rawattn.runtime.record import operations_of
@@ -132,7 +132,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
 
     for owner, name, value in (
         (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
-        (driver, "Function", lambda cubin, *_: cubin), (driver, "Launch", Noted),
+        (plans, "LoadedFunction", lambda cubin, *_: cubin), (plans, "BoundLaunch", Noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     return found
@@ -168,7 +168,7 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
         plan.run(*third, out=results[0], lse=results[1])
         assert launched[0] == launched[1] not in wanted
     assert plan.kernel == "attn_decode" and len(compiled) == count == len(plan.binaries)
-    monkeypatch.setattr(driver, "take_violations", lambda index: 1 | 4 if index == plan.device.index else 0)
+    monkeypatch.setattr(counters, "take_violations", lambda index: 1 | 4 if index == plan.device.index else 0)
     assert [said.partition(":")[0] for said in plan.violations()] == ["kv_len", "page"]
     with pytest.raises(ProblemError, match="q has an address or a stride that is no multiple of 16 bytes"):
         plan.run(torch.zeros(1 + q.numel(), dtype=q.dtype)[1:].view(q.shape), cache, step)

@@ -151,6 +151,6 @@ def test_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProblemError, match=r"arch is 'h100'; it must be None or one of 'sm_75'"):
         check_option(Alibi(2.0), "h100")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    option_checks._compiled.cache_clear()
+    option_checks._compile.cache_clear()
     with pytest.raises(UnsupportedError, match=r"a C\+\+ compiler for the host is needed"):
         check_option(HeadWindow(1, 1), None)

@@ -16,7 +16,7 @@ from rawattn.trace.diagonals import diagonal
 from rawattn.trace.evaluation import evaluate
 from rawattn.trace.expressions import Expr
 from rawattn.trace.formulas import FORMULAS
-from rawattn.trace.placement import LESS, Lowering, positioned
+from rawattn.trace.placement import LESS, Lowering, position
 from tests import expressions
 from tests.expressions import COMPARISONS, CURVES, FLOATS, INTS, Choose, Tree
 
@@ -65,7 +65,7 @@ def shared(score: Any) -> tuple[Expr | None, Any, Any]:
     """The part as ``cuda_text.py`` finds it where no index is checked, and what the score captured."""
     traced, arrays, numbers = trace.bind(score, "score")
     place = Writer(traced.code, "Number").place
-    lowering, (root, _) = Lowering(place), positioned(traced.code.root, ())
+    lowering, (root, _) = Lowering(place), position(traced.code.root, ())
     roots = [lowering(each, ())[0] for each in (root, add(mul(root, 1 / math.log(2)), LESS))]
     return diagonal(place, *roots), arrays, numbers
 

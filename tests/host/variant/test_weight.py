@@ -12,6 +12,7 @@ import pytest
 import rawattn
 from rawattn import reference
 from rawattn.compile import compiler
+from rawattn.cpu.forward import CpuConfig
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.operation import AttentionKVCache, from_json
@@ -92,7 +93,7 @@ def test_cpu(options: dict[str, Any], lengths: Any, dtype: str) -> None:
     starts = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), inputs[3:], strict=False))
     found = rawattn.attention_backward(do, *inputs[:3], o, lse, dlse=dlse, **starts, **case.options)
     expect_backward(do, *inputs, dlse=dlse, **case.options).check(*found)
-    config = rawattn.cpu.kernels.Config(8, 17, 2)
+    config = CpuConfig(8, 17, 2)
     other = call(*inputs, **case.options, config=config)
     expect(*inputs, **case.options).check(other)
 

@@ -1,0 +1,49 @@
+"""Tensor maps, which describe a tensor to TMA."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .context import check, library
+
+
+@functools.lru_cache(maxsize=256)
+def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Those arguments of cuTensorMapEncodeTiled that do not follow from sizes and strides: the first, and the last ones."""
+    cuda = library()
+    formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
+    kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
+    kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+    width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
+    swizzle = getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B")
+    return kinds[dtype], (
+        [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(box),
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_maps(
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
+) -> Callable[[int], bytes]:
+    """Returns a function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
+    strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
+    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 64 bytes, not of 256
+    (perf/notes/attn_decode.md)."""
+    cuda, (kind, after) = library(), _map_form(dtype, box, read_once)
+    uint64 = cuda.cuuint64_t
+    extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
+    before, after = (kind, len(sizes)), (*extents, *after)
+
+    def encoded(pointer: int) -> bytes:
+        code, tensor_map = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
+        if code:
+            check("cuTensorMapEncodeTiled", code)
+        return ctypes.string_at(tensor_map.getPtr(), 128)
+
+    return encoded
