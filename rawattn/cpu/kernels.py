@@ -38,7 +38,7 @@ from ..operation import Backward, Forward, functions
 from ..operation.operand import Layout
 from ..reference import Dropped
 from ..variant.element import ELEMENTS, Element
-from ..variant.mask import Pairs, UsedQueries, kept_pairs, of_head
+from ..variant.mask import FirstQueries, Pairs, kept_pairs, of_head
 from ..variant.offset import OffsetScore
 from ..variant.score import Scale, Score, Softcap
 from .unit import BATCH, BEFORE, BEHIND, BOUNDS, FIELDS, HEAD, KEY, KEYS, KV_HEAD, PAGE, POSITION, QUERIES, QUERY, ROW, SEQUENCE
@@ -370,7 +370,7 @@ def _units_of(
 
     @functools.cache
     def units(used: int, q_len: int, kv_len: int) -> _Units:
-        own = mask if used == q_len else UsedQueries(mask, used)
+        own = mask if used == q_len else FirstQueries(mask, used)
         return _sequence_units(kept(own, heads, q_len, kv_len), kv_heads, step, kv_len)
 
     each = []
@@ -415,7 +415,7 @@ def run_forward(
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
-        own_mask = mask if used == q_len else UsedQueries(mask, used)
+        own_mask = mask if used == q_len else FirstQueries(mask, used)
         bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = score.of_lengths(used, kv_len)
         sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))

@@ -11,7 +11,7 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..variant import Option, rows
 from . import attn_fwd, attn_fwd_mma, paging
-from .attn_decode import MOST_ROWS, AttnDecode, Config, most_rows
+from .attn_decode import MOST_ROWS, AttnDecode, AttnDecodeConfig, most_rows
 from .attn_fwd_kvcache import AttnFwdKVCache
 from .attn_fwd_mma_kvcache import AttnFwdMmaKVCache
 from .base import without_spills
@@ -26,9 +26,9 @@ def few_queries(op: AttentionKVCache) -> int:
 class AttnDecodeOfFew(AttnDecode):
     """attn_decode for the sequences that have few rows."""
 
-    def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
+    def options(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
         found = super().options(op, config, arch)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=True)}
+        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=True)}
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         return super().values(op) | {"few_queries": few_queries(op)}
@@ -82,14 +82,14 @@ class AttnDecodeAndFwd(AttnFwdKVCache):
     def prefers(self, op: AttentionKVCache) -> bool:
         return op.spec.invariant
 
-    def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
+    def options(self, op: AttentionKVCache, config: attn_fwd.AttnFwdConfig) -> dict[str, Option]:
         found = super().options(op, config)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
+        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=False)}
 
-    def values(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> dict[str, float]:
+    def values(self, op: AttentionKVCache, config: attn_fwd.AttnFwdConfig, device: Device) -> dict[str, float]:
         return super().values(op, config, device) | {"few_queries": few_queries(op)}
 
-    def lower(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> Program:
+    def lower(self, op: AttentionKVCache, config: attn_fwd.AttnFwdConfig, device: Device) -> Program:
         return beside(op, device, super().lower(op, config, device), super().name)
 
 
@@ -107,14 +107,14 @@ class AttnDecodeAndFwdMma(AttnFwdMmaKVCache):
     def prefers(self, op: AttentionKVCache) -> bool:
         return op.spec.invariant
 
-    def options(self, op: AttentionKVCache, config: attn_fwd_mma.Config) -> dict[str, Option]:
+    def options(self, op: AttentionKVCache, config: attn_fwd_mma.AttnFwdMmaConfig) -> dict[str, Option]:
         found = super().options(op, config)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
+        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=False)}
 
-    def values(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> dict[str, float]:
+    def values(self, op: AttentionKVCache, config: attn_fwd_mma.AttnFwdMmaConfig, device: Device) -> dict[str, float]:
         return super().values(op, config, device) | {"few_queries": few_queries(op)}
 
-    def lower(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> Program:
+    def lower(self, op: AttentionKVCache, config: attn_fwd_mma.AttnFwdMmaConfig, device: Device) -> Program:
         return beside(op, device, super().lower(op, config, device), super().name)
 
 

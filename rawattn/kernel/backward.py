@@ -195,7 +195,7 @@ CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``at
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstPass:
+class DeltaPass:
     """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
     that are read at once; what it clears, and the constants of dq that this needs; how the statistics lie; whether lse has a
     gradient."""
@@ -203,14 +203,14 @@ class FirstPass:
     q_block: int
     tile_kv: int
     vector: int = 1
-    clears: Option = NOTHING
-    of_dq: tuple[tuple[str, int], ...] = ()
+    clear: Option = NOTHING
+    dq_constants: tuple[tuple[str, int], ...] = ()
     statistics: Option = BY_ROWS
     dlse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class LastPass:
+class ConvertPass:
     """The configuration of attn_bwd_convert.cu: rows of a block, keys of a tile of the kernel before, columns of each part of dq,
     how many parts there are, how many numbers of a thread follow each other in the sum, and in how many chains blocks took turns
     to add to it; 0 where they took none."""
@@ -238,7 +238,7 @@ class BackwardKernel(Kernel[Backward]):
         rendered = self._kept((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
         return Launch(name, *rendered, values, grid)
 
-    def convert(self, op: Backward, last: LastPass, device: Device) -> Launch:
+    def convert(self, op: Backward, last: ConvertPass, device: Device) -> Launch:
         """The last pass, where a kernel leaves sums of dq."""
         shared = values(op.forward, last.tile_q, last.tile_kv) | row_order(op.forward)
         blocks = op.forward.heads * q_blocks(op.forward, last.tile_q)
@@ -259,7 +259,7 @@ class BackwardKernel(Kernel[Backward]):
         return tuple(self.lower(op, each, device) for each in every)
 
     def program(
-        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], captured: CapturedLaunches,
+        self, op: Backward, device: Device, first: DeltaPass, own: Iterable[Launch], captured: CapturedLaunches,
         scratch: tuple[Buffer, ...] = (), stored: str = "",
     ) -> Program:  # fmt: skip
         """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, the sinks,
@@ -281,16 +281,17 @@ class BackwardKernel(Kernel[Backward]):
         return pyramid.before(program, forward.mask, device)
 
 
-def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
+def _delta(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The first pass: a block for each block of rows, as many threads for a row as it has vectors, up to a warp."""
     lanes = min(32, 1 << (-(-op.head_dim_v // first.vector) - 1).bit_length())
     lanes = max(lanes, 32 // first.q_block)
     constants = {
         "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": first.tile_kv, "vector": first.vector, "lanes": lanes,
-        "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
+        "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v,
+        **dict(first.dq_constants),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clears,
+        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clear,
         Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
@@ -299,7 +300,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_delta.cu", constants, (*reads, *writes, *counts), [], every, arch)
 
 
-def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
+def _convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dq of its sums."""
     constants = {
         "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
@@ -326,7 +327,7 @@ def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *HEADS[1:3]), [], every, arch)
 
 
-def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
+def _dsinks(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dsinks: a block for each head."""
     constants = {"threads": SINKS_THREADS, "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": 64}
     gradients = Field("sinks", "const Number*", Pointer("sinks")), Field("dsinks", "Number*", Pointer("dsinks"))

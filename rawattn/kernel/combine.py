@@ -25,7 +25,7 @@ def options(op: Forward, arch: str) -> dict[str, Option]:
     return {
         "Element": op.element,
         "Rows": rows.Dense(),
-        "Parts": parts.Scratch(),
+        "Parts": parts.ScratchParts(),
         "Softmax": softmax.WithSink(plain) if op.sinks else plain,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
@@ -53,7 +53,7 @@ def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Field
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class CombineConfig:
     """It has no choice."""
 
 
@@ -61,7 +61,7 @@ class CombineKernel(Kernel[Combine]):
     """combine.cu on arrays of their own, up to 16 pairs."""
 
     name = NAME
-    config_type = Config
+    config_type = CombineConfig
     alignment = 1  # a width that is chosen by o's place, too
 
     def runs_on(self, device: Device) -> bool:
@@ -76,13 +76,13 @@ class CombineKernel(Kernel[Combine]):
     def layout_reason(self, layout: Layout) -> str | None:
         return None
 
-    def legal(self, config: Config, op: Combine, device: Device) -> str | None:
+    def legal(self, config: CombineConfig, op: Combine, device: Device) -> str | None:
         return None
 
-    def candidates(self, op: Combine, device: Device) -> list[Config]:
-        return [Config()]
+    def candidates(self, op: Combine, device: Device) -> list[CombineConfig]:
+        return [CombineConfig()]
 
-    def cost(self, config: Config, op: Combine, device: Device) -> float:
+    def cost(self, config: CombineConfig, op: Combine, device: Device) -> float:
         return 2e-6 + op.bytes / 2e12
 
     def tuning_shapes(self, op: Combine) -> tuple[Combine, ...]:
@@ -110,7 +110,7 @@ class CombineKernel(Kernel[Combine]):
             own |= {"o": Pointer("o_0"), **{f"o_stride_{axis}": Stride("o_0", axis) for axis in ("batch", "row", "head")}}
         return tuple(field._replace(fill=own.get(field.name, field.fill)) for field in found)
 
-    def lower(self, op: Combine, config: Config, device: Device) -> Program:
+    def lower(self, op: Combine, config: CombineConfig, device: Device) -> Program:
         """The launch; none where there is no row."""
         result_rows = op.batch * op.heads * op.q_len
         if not result_rows:

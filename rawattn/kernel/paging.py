@@ -15,7 +15,7 @@ from ..variant.element import E4M3, FP8
 from ..variant.lengths import KvLens, PageListLens
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
-from ..variant.scale import Scale
+from ..variant.scale import CacheScale
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
@@ -106,7 +106,7 @@ def over_tensors(op: AttentionKVCache) -> Forward:
 
 
 @functools.lru_cache(maxsize=1024)
-def in_rows(op: AttentionKVCache) -> Forward:
+def packed_gqa(op: AttentionKVCache) -> Forward:
     """The same as tiles see it whose rows are the queries of all heads that share a key head."""
     n = op.heads_per_kv
     return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
@@ -129,7 +129,7 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
         "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
         "Score": rows.PackGqaScore(score_option(op)) if packs else score_option(op),
         "Weight": weight.Identity(),
-        "Softmax": softmax.WithVScale(sums, Scale("v_scale")) if is_fp8(op) else sums,
+        "Softmax": softmax.WithVScale(sums, CacheScale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         **own,
     }

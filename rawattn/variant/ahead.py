@@ -84,7 +84,7 @@ class TransposedElements(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class ElementsInDs(Option):
+class TmaElements(Option):
     """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings: ``once``, where
     each pair has an element of its own, whose gradient takes as much room in L2 (perf/notes/functions.md)."""
 
@@ -92,7 +92,7 @@ class ElementsInDs(Option):
     axes: PairAxes
     box_rows: int
     once: bool
-    type: ClassVar[str] = "ElementsInDs"
+    type: ClassVar[str] = "TmaElements"
     source: ClassVar[str] = "variant/ds/elements.cuh"
 
     @property

@@ -13,10 +13,10 @@ MOST_ARRAYS = 16  # in a launch's arguments
 
 
 @dataclasses.dataclass(frozen=True)
-class Scratch(Option):
+class ScratchParts(Option):
     """The results that ``StorePartial`` left of ``splits`` splits."""
 
-    type: ClassVar[str] = "Scratch"
+    type: ClassVar[str] = "ScratchParts"
     source: ClassVar[str] = "variant/parts/scratch.cuh"
 
     @property

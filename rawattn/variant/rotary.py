@@ -38,7 +38,7 @@ class GivenPositions(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary(Option):
+class RotaryPairs(Option):
     """Pairs of the first ``rotary_dim`` columns are rotated: i and i + rotary_dim / 2, or with ``interleaved`` 2 i and 2 i + 1.
     ``angle`` is the C++ type of cosines and sines, "Number" or "Element"."""
 

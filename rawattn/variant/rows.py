@@ -175,12 +175,12 @@ class AtPositionsRows(Wrapper):
 
 
 @dataclasses.dataclass(frozen=True)
-class SomeRows(Wrapper):
+class RowsByQueryCount(Wrapper):
     """Rows of the sequences of a step with up to ``few_queries`` queries, or of those with more. ``base`` is over caches."""
 
     few: bool
-    type: ClassVar[str] = "SomeRows"
-    source: ClassVar[str] = "variant/rows/some.cuh"
+    type: ClassVar[str] = "RowsByQueryCount"
+    source: ClassVar[str] = "variant/rows/by_query_count.cuh"
 
     @property
     def cuda_type(self) -> str:

@@ -10,7 +10,7 @@ from .field import AxisStride, Field, Fields, Pointer
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(Option):
+class CacheScale(Option):
     """A number, ``name``: "k_scale" or "v_scale"."""
 
     name: str
@@ -26,7 +26,7 @@ class Scale(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scales(Scale):
+class CacheScales(CacheScale):
     """An array of them, (batch, kv_heads)."""
 
     @property
@@ -39,7 +39,7 @@ class Scales(Scale):
         return (Field(self.name, "const float*", Pointer(self.name)), *steps)
 
 
-def scales(k_scales: bool, v_scales: bool) -> tuple[Scale, Scale]:
+def scales(k_scales: bool, v_scales: bool) -> tuple[CacheScale, CacheScale]:
     """Those of keys and of values, which are arrays or numbers."""
-    k, v = ((Scales if is_array else Scale)(name) for name, is_array in (("k_scale", k_scales), ("v_scale", v_scales)))
+    k, v = ((CacheScales if is_array else CacheScale)(name) for name, is_array in (("k_scale", k_scales), ("v_scale", v_scales)))
     return k, v

@@ -53,12 +53,12 @@ class LptVarlenScheduler(LptScheduler):
 
 
 @dataclasses.dataclass(frozen=True)
-class BothEndsScheduler(Option):
+class TwoEndedScheduler(Option):
     """Packed sequences for persistent blocks, half of which take works from the front and half from the back: so a prompt is
     computed while the keys of sequences that decode are read."""
 
-    type: ClassVar[str] = "BothEndsScheduler"
-    source: ClassVar[str] = "variant/scheduler/both_ends.cuh"
+    type: ClassVar[str] = "TwoEndedScheduler"
+    source: ClassVar[str] = "variant/scheduler/two_ended.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -86,11 +86,11 @@ class SharedTiles(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class SaidScheduler(Wrapper):
+class ReportingScheduler(Wrapper):
     """One whose first block says which sequences have lengths that the host did not allow."""
 
-    type: ClassVar[str] = "SaidScheduler"
-    source: ClassVar[str] = "variant/scheduler/said.cuh"
+    type: ClassVar[str] = "ReportingScheduler"
+    source: ClassVar[str] = "variant/scheduler/reporting.cuh"
 
     @property
     def fields(self) -> Fields:

@@ -9,24 +9,21 @@ from . import Option
 
 
 @dataclasses.dataclass(frozen=True)
-class StepsTogether(Option):
-    """In one, which asks of each step whether the mask keeps its whole tile."""
+class OneLoop(Option):
+    """One loop for all tiles, which asks of each whether the mask keeps it whole."""
 
-    type: ClassVar[str] = "StepsTogether"
+    type: ClassVar[str] = "OneLoop"
     source: ClassVar[str] = "variant/step/one_loop.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class StepsApart(Option):
-    """In one for tiles that the mask cuts, of which a warpgroup may keep nothing, and one for those that it keeps whole."""
+class TwoLoops(Option):
+    """One loop for tiles that the mask cuts and one for those that it keeps whole. A warpgroup may keep nothing of a tile that is
+    cut; where tiles are a list, ``of_list``, it is not known before how much it keeps."""
 
-    type: ClassVar[str] = "StepsApart<true>"
+    of_list: bool = False
     source: ClassVar[str] = "variant/step/two_loops.cuh"
 
-
-@dataclasses.dataclass(frozen=True)
-class ListStepsApart(Option):
-    """The same where tiles are a list; what a warpgroup keeps of a tile is not known before."""
-
-    type: ClassVar[str] = "StepsApart<false>"
-    source: ClassVar[str] = "variant/step/two_loops.cuh"
+    @property
+    def cuda_type(self) -> str:
+        return f"TwoLoops<{str(not self.of_list).lower()}>"

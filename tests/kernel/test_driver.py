@@ -19,7 +19,7 @@ from rawattn.compile import compiler
 from rawattn.driver import driver
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import BinaryError, DeviceError
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.runtime import calls
 from rawattn.runtime.select import select
 from rawattn.testing import Case
@@ -203,7 +203,7 @@ def test_a_graph_keeps_things() -> None:
 
 @pytest.fixture(scope="module")
 def cubin() -> bytes:
-    return compiler.compile(ATTN_FWD.render(CASE.op, Config(), "sm_90a")).cubin
+    return compiler.compile(ATTN_FWD.render(CASE.op, AttnFwdConfig(), "sm_90a")).cubin
 
 
 @pytest.mark.parametrize("where", ["in the thread that captures", "in another thread"])
