@@ -31,7 +31,7 @@ from rawattn.kernel.tiling import QueryTiles
 from rawattn.operation import Backward, Forward
 from rawattn.operation.functions import taken
 from rawattn.runtime.select import select
-from rawattn.variant import Option, order, softmax
+from rawattn.variant import Option, scheduler, softmax
 
 from .lib import backward, command, machine, report, sets, statistics
 from .lib.altered import PATCHES, AlteredBwdMma, Patched, patched_bwd_mma
@@ -70,8 +70,8 @@ class OtherOrder(AttnFwd):
     """Lets warpgroups take turns where they do not, and not where they do."""
 
     def order(self, op: Forward, config: AttnFwdConfig) -> Option:
-        turns = isinstance(super().order(op, config), order.PingPong)
-        return order.Unordered() if turns else order.PingPong()
+        turns = isinstance(super().order(op, config), scheduler.PingPong)
+        return scheduler.Unordered() if turns else scheduler.PingPong()
 
 
 def one_head(launch: Launch, op: Backward) -> dict[str, Any]:

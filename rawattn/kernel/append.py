@@ -8,16 +8,9 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Append
 from ..operation.operand import Layout
-from ..variant import Option, launch
+from ..variant import Option, append, scheduler
 from ..variant.field import Field, Fields, View, Violations
-from ..variant.kv import PAGES
-from ..variant.lengths import KvLens, PageListLens
-from ..variant.place import InPages, Nowhere, Slots
-from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
-from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, RotaryPairs
-from ..variant.scale import scales
-from ..variant.storage import QuantizedStorage, SameStorage
-from ..variant.tokens import PackedTokens, SameTokens
+from ..variant.kv import PAGES, KvLens, PageListLens, scales
 from .base import Kernel
 from .paging import page_shift
 from .program import Launch, Program
@@ -68,24 +61,24 @@ class AppendKernel(Kernel[Append]):
     def options(self, op: Append, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         lengths: Option = PageListLens() if op.lengths == "indptr" else KvLens()
-        rotary: Option = NoRotary()
+        rotary: Option = append.NoRotary()
         if op.angles is not None:
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
-            positions = GivenPositions() if op.positions else KeyPositions(lengths)
-            rotary = RotaryPairs(positions, op.rotary_dim, op.rotary == "interleaved", angle)
-        place = Nowhere() if not op.k else Slots() if op.form == "slots" else InPages(lengths, PAGES[op.form])
+            positions = append.GivenPositions() if op.positions else append.KeyPositions(lengths)
+            rotary = append.RotaryPairs(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+        place = append.Slots() if op.form == "slots" else append.InPages(lengths, PAGES[op.form])
         assert op.kv_element is not None
         same = op.kv_element == op.element
-        storage: Option = SameStorage() if same else QuantizedStorage(*scales(op.k_scales, op.v_scales))
+        storage: Option = append.SameStorage() if same else append.QuantizedStorage(*scales(op.k_scales, op.v_scales))
         return {
             "Element": op.element,
             "KvElement": op.kv_element,
             "Storage": storage,
-            "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
-            "Destination": place,
+            "Tokens": append.PackedTokens() if op.ragged and op.lengths else append.SameTokens(),
+            "Destination": place if op.k else append.Nowhere(),
             "Rotary": rotary,
-            "Queries": NoQueries() if not op.heads else QueriesInPlace() if op.in_place else QueriesApart(),
-            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+            "Queries": append.NoQueries() if not op.heads else append.QueriesInPlace() if op.in_place else append.QueriesApart(),
+            "Launch": scheduler.launch_of(arch),
         }
 
     def fields(self, op: Append, arch: str) -> Fields:

@@ -12,15 +12,13 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, clear, order, statistics, steps, store
-from ..variant.ahead import TmaElements, TransposedElements
+from ..variant import Option, gradients
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QListWalk, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import launches
@@ -33,13 +31,13 @@ LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
-    "ordered": (store.DqOrdered(), clear.ClearTurns()),
-    "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
-    "unordered": (store.DqUnordered(), clear.ClearDqSum()),
+    "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
+    "final": (gradients.DqOrderedFinal(), gradients.ClearTurnsDq()),
+    "unordered": (gradients.DqUnordered(), gradients.ClearDqSum()),
 }
 ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
-    "at_once": (order.DqAtOnce(), statistics.StatisticsByRows()),
-    "step_later": (order.DqStepLater(), statistics.StatisticsByQuads()),
+    "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
+    "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
 }
 STEPS = ("together", "apart")  # in one loop or two
 
@@ -190,10 +188,10 @@ def _with_tiles(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
 def _store_of_ds(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for what becomes of dS besides dq. Tiles that a mask leaves out are filled, unless they were cleared before."""
     if not config.gradient:
-        return DsKept()
+        return gradients.DsKept()
     forward, axes = op.forward, attn_bwd_captured.arrays_with_ds_gradient(op)[config.gradient]
     is_whole = isinstance(forward.mask, Full) or attn_bwd_captured.is_cleared_for_ds(forward, config.gradient)
-    kind = DsStored if is_whole else DsStoredFilled
+    kind = gradients.DsStored if is_whole else gradients.DsStoredFilled
     return kind(config.gradient, axes, config.tile_q)
 
 
@@ -201,7 +199,7 @@ def _elements(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for how elements come that the score reads of pairs."""
     axes = elements_by_tma(op.forward, op.layout)[1] if config.elements else None
     once = config.gradient == config.elements
-    return TmaElements(config.elements, axes, config.tile_q, once) if axes else TransposedElements()
+    return gradients.TmaElements(config.elements, axes, config.tile_q, once) if axes else gradients.TransposedElements()
 
 
 class AttnBwd(BackwardKernel):
@@ -327,7 +325,7 @@ class AttnBwd(BackwardKernel):
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        cleared = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         return self.program(
@@ -353,10 +351,10 @@ def _main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch
         Scheduler=backward.kv_scheduler(op, config.direction), Turn=backward.turn(op), Walk=walk,
         DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
-        Steps=steps.OneLoop() if config.steps == "together" else steps.TwoLoops(lists(op.mask)),
+        Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
-    fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)
+    fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 
 

@@ -19,10 +19,10 @@ from ..operation import Backward, Forward
 from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices, slope
 from ..trace.pair_axes import PairAxes
 from ..variant import Option
+from ..variant.element import Item
 from ..variant.field import Field, Fields, Pointer, Scratch
 from ..variant.function import Captured, FunctionGradient, FunctionScore
 from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
-from ..variant.item import Item
 from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
 from ..variant.walk import lists

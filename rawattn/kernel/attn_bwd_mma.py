@@ -8,8 +8,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Backward, Forward
 from ..operation.operand import Layout
-from ..variant import Option, clear, store
-from ..variant.blocks import Blocks16, Blocks32
+from ..variant import Option, gradients
 from ..variant.element import BF16, FP16, FP32
 from ..variant.field import Fields
 from ..variant.scheduler import DIRECTIONS
@@ -21,8 +20,8 @@ from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Program
 
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
-    "ordered": (store.DqRedOrdered(), clear.ClearTurns()),
-    "unordered": (store.DqRedUnordered(), clear.ClearDqSum()),
+    "ordered": (gradients.DqRedOrdered(), gradients.ClearTurns()),
+    "unordered": (gradients.DqRedUnordered(), gradients.ClearDqSum()),
 }
 LEAST_ROWS = 32  # of a tile
 
@@ -222,10 +221,10 @@ def _main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Source, Fie
     del constants["warps"], constants["parts"]
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
-    blocks = Blocks32() if op.element == FP32 else Blocks16()
+    blocks = gradients.Blocks32() if op.element == FP32 else gradients.Blocks16()
     every = backward.options(
         op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
-        **backward.group_options(config.parts), DkvBlocks=Blocks32() if config.parts > 1 else blocks,
+        **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
         DqStore=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),

@@ -10,8 +10,8 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..variant.element import FP32
 from ..variant.field import Fields
+from ..variant.gradients import DQ
 from ..variant.scheduler import DIRECTIONS
-from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
 from . import backward, group, tiling
 from .attn_bwd_captured import launches

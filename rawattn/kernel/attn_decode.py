@@ -9,7 +9,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
+from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import paging, pyramid, tiling
@@ -221,10 +221,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def options(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         sums: Option = softmax.WithSink(softmax.Plain()) if op.sinks else softmax.Plain()
-        operand: Option = q_operand.PlainQ()
+        operand: Option = element.PlainQ()
         if paging.is_fp8(op):
-            k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
-            sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
+            k_scale, v_scale = kv.scales(op.k_scales, op.v_scales)
+            sums, operand = softmax.WithVScale(sums, v_scale), element.ScaledQ(k_scale)
         score = paging.score_option(op)
         assert op.kv_element is not None
         return {
@@ -242,7 +242,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
-            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+            "Launch": scheduler.launch_of(arch),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:

@@ -12,7 +12,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
 from ..operation.operand import Layout
-from ..variant import Option, kv, order, rows, softmax, store
+from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.field import Field, Fields, PageRows, TensorMap
 from ..variant.mask import Full
@@ -215,11 +215,11 @@ class AttnFwd(OneLaunch):
 
     def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
-        scheduler = tiling.lpt_scheduler(op, persistent=True)
+        plan = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
-            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out,
+            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out,
             Order=self.order(op, config), Walk=walk, **own,
         )  # fmt: skip
 
@@ -229,7 +229,7 @@ class AttnFwd(OneLaunch):
         (perf/notes/attn_fwd.md)."""
         even = isinstance(op.mask, Full) and isinstance(op.score, Scale) and not op.varlen
         turns = {2: op.head_dim_v <= 128, 4: even}.get(config.consumers, False)
-        return order.PingPong() if turns else order.Unordered()
+        return scheduler.PingPong() if turns else scheduler.Unordered()
 
     def fields(self, op: Forward, config: AttnFwdConfig) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}

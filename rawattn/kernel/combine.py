@@ -8,7 +8,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Combine, Forward
 from ..operation.operand import Layout
-from ..variant import Option, launch, parts, rows, softmax, store
+from ..variant import Option, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Fill, Parts, Pointer, Stride, Value
 from .base import Kernel
 from .program import Launch, Program
@@ -25,10 +25,10 @@ def options(op: Forward, arch: str) -> dict[str, Option]:
     return {
         "Element": op.element,
         "Rows": rows.Dense(),
-        "Parts": parts.ScratchParts(),
+        "Parts": store.ScratchParts(),
         "Softmax": softmax.WithSink(plain) if op.sinks else plain,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
-        "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
+        "Launch": scheduler.Dependent() if arch == "sm_90a" else scheduler.Independent(),
     }
 
 
@@ -70,7 +70,7 @@ class CombineKernel(Kernel[Combine]):
     def supports(self, op: Combine, device: Device) -> list[str]:
         if device.is_cpu:
             return ["it runs on a GPU"]
-        found = [f"there are {op.count} parts; it takes up to {parts.MOST_ARRAYS}"] if op.count > parts.MOST_ARRAYS else []
+        found = [f"there are {op.count} parts; it takes up to {store.MOST_ARRAYS}"] if op.count > store.MOST_ARRAYS else []
         return [*found, f"head_dim_v is {op.head_dim_v}; it takes up to 1024"] if op.head_dim_v > 1024 else found
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -90,15 +90,15 @@ class CombineKernel(Kernel[Combine]):
 
     def options(self, op: Combine, arch: str) -> dict[str, Option]:
         """The option on each axis."""
-        plain, late = softmax.Plain(), int(arch[3:].rstrip("a")) >= 90
+        plain = softmax.Plain()
         return {
             "Element": op.element,
             "OElement": op.o_element,
             "Rows": rows.Dense(),
-            "Parts": parts.SumAndArrays() if op.sum else parts.Arrays(),
+            "Parts": store.SumAndArrays() if op.sum else store.Arrays(),
             "Softmax": softmax.WithSink(plain) if op.sinks else plain,
             "Store": store.StoreOLse(),
-            "Launch": launch.Dependent() if late else launch.Independent(),
+            "Launch": scheduler.launch_of(arch),
         }
 
     def fields(self, op: Combine, arch: str) -> Fields:

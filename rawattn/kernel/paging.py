@@ -12,10 +12,9 @@ from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
-from ..variant.lengths import KvLens, PageListLens
+from ..variant.kv import CacheScale, KvLens, PageListLens
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
-from ..variant.scale import CacheScale
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size

@@ -1,4 +1,4 @@
-"""This module names the fields of a kernel's arguments, and what fills each of them."""
+"""The fields of a kernel's arguments, and what fills each of them."""
 
 from __future__ import annotations
 

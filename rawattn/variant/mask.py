@@ -1,4 +1,4 @@
-"""This module says which (query, key) pairs count.
+"""Which (query, key) pairs count.
 
 Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
 path and the brute-force tests of the CUDA files all read it.
@@ -214,7 +214,6 @@ class SplitMask(Wrapper):
     """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what the kernel
     has for a mask, and ``StorePartial`` and a split scheduler go with it."""
 
-    type: ClassVar[str] = "SplitMask"
     source: ClassVar[str] = "variant/mask/split.cuh"
 
     @property
@@ -232,7 +231,6 @@ def of_head(mask: Pairs, head: int) -> Pairs:
 class UsedQueriesMask(Wrapper):
     """A mask that keeps no key for queries that are not used, as rows of ``UsedQueries`` need it."""
 
-    type: ClassVar[str] = "UsedQueriesMask"
     source: ClassVar[str] = "variant/mask/used_queries.cuh"
 
 
@@ -240,7 +238,6 @@ class UsedQueriesMask(Wrapper):
 class CausalEachMask(Wrapper):
     """A mask that is causal besides, for the sequences of which rows of ``CausalEachRows`` say so."""
 
-    type: ClassVar[str] = "CausalEachMask"
     source: ClassVar[str] = "variant/mask/causal_each.cuh"
 
     @property
@@ -252,7 +249,6 @@ class CausalEachMask(Wrapper):
 class KvBeginMask(Wrapper):
     """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
 
-    type: ClassVar[str] = "KvBeginMask"
     source: ClassVar[str] = "variant/mask/kv_begin.cuh"
 
 

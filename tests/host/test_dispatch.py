@@ -143,8 +143,8 @@ def test_constant_time() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA):
         config = kernel.config_type()
         found, plain = kernel.options(op, config), kernel.options(replace(op, constant_time=False), config)
-        assert (found["Softmax"].type, found["Score"].type) == ("ConstantTime", "ConstantTimeSoftcap")
-        assert (plain["Softmax"].type, plain["Score"].type) == ("SpeculativeMax", "Softcap")
+        assert (found["Softmax"].cuda_type, found["Score"].cuda_type) == ("ConstantTime", "ConstantTimeSoftcap")
+        assert (plain["Softmax"].cuda_type, plain["Score"].cuda_type) == ("SpeculativeMax", "Softcap")
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
         select.select(op, this_cpu())
 

@@ -20,7 +20,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.variant import Option, launch, parts, rows, softmax, store
+from rawattn.variant import Option, rows, scheduler, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
 from rawattn.variant.field import Field, Fields
 from rawattn.variant.mask import And, Causal, Full, SplitMask, UsedQueriesMask, Window, of_head
@@ -107,7 +107,7 @@ def source_of(case: Case, arch: str, config: Any = None) -> tuple[Any, Fields]:
 def combine(element: Element, head_dim_v: int, width: int, options: Mapping[str, Option], arch: str) -> tuple[Fields, Any]:
     """The fields and the source of combine.cu."""
     every: dict[str, Option] = {"Element": element, "Rows": rows.Dense(), "Softmax": softmax.Plain(), "Store": store.StoreOLse()}
-    every |= {"Launch": launch.Dependent(), **options}
+    every |= {"Launch": scheduler.Dependent(), **options}
     fields = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(f for each in every.values() for f in each.fields))
     config = render.config_header({"head_dim_v": head_dim_v, "width": width, "threads": 64}, fields, [], every)
     return fields, render.source("combine.cu", config, arch)
@@ -155,7 +155,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
         assert not np.isnan(scratch[1]).any() and np.isnan(o.astype(np.float32)).all()
         sink = softmax.Plain() if case.sinks is None else softmax.WithSink(softmax.Plain())
         values |= {"q_len": case.q_len, "heads": case.heads, "batches": 2}
-        fold(folder / "fold", case, 4, {"Parts": parts.ScratchParts(), "Softmax": sink}, values)
+        fold(folder / "fold", case, 4, {"Parts": store.ScratchParts(), "Softmax": sink}, values)
     return o.astype(np.float64), lse
 
 
@@ -334,7 +334,7 @@ def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
     values = {"parts": given + bytes(1024 - len(given)), "part_count": count, "heads": 3, "batches": 2, "q_len": 7, "kv_len": 0}
     values |= {"o": out, "lse": out_lse, "o_stride_batch": 7 * 48, "o_stride_row": 48, "o_stride_head": 16}
     values |= {"sinks": np.array(case.sinks, number)}
-    fold(tmp_path / "fold", case, 1, {"Parts": parts.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
+    fold(tmp_path / "fold", case, 1, {"Parts": store.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
     exact, sinks = lse.astype(np.float64), np.array(case.sinks)[:, None]
     with np.errstate(all="ignore"):
         top = np.maximum(np.maximum(exact.max(0), sinks), -1e300)
@@ -351,8 +351,8 @@ def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_combine_compiles(arch: str) -> None:
     for element in ELEMENTS.values():
-        for source in (parts.ScratchParts(), parts.Arrays()):
-            how = launch.Dependent() if arch in ("sm_90a", "sm_120") else launch.Independent()
+        for source in (store.ScratchParts(), store.Arrays()):
+            how = scheduler.Dependent() if arch in ("sm_90a", "sm_120") else scheduler.Independent()
             _, text = combine(element, 128, 4, {"Parts": source, "Launch": how}, arch)
             binary = compiler.compile(text)
             assert not binary.spill_bytes and not binary.advisories
