@@ -19,7 +19,7 @@ from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
@@ -124,7 +124,7 @@ def _is_cut(op: Forward) -> bool:
     return op.kv_lens and not op.varlen
 
 
-class AttnFwd(OneLaunch):
+class AttnFwd(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd"

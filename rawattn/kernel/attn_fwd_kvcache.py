@@ -9,17 +9,14 @@ from ..array.tma import BOX_COLUMNS, SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
-from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
 from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, TensorMap
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
-from . import paging, pyramid, tiling
+from . import paging, tiling
 from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered
-from .base import Kernel
-from .paging import LONGEST, WHOLE, forward_of, over_tensors, packed_gqa, page_shift
-from .program import Launch, Program
+from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
 
 
 def page_rows(op: AttentionKVCache, config: AttnFwdConfig) -> int:
@@ -41,10 +38,10 @@ def is_plain(op: Any) -> bool:
     return isinstance(op.mask, (Full, Causal)) and (isinstance(op, Forward) or not any(paging.arrays_of(op)))
 
 
-class AttnFwdKVCache(Kernel[AttentionKVCache]):
-    """The kernel. Configurations are those of the forward over plain tensors, by the same records."""
+class AttnFwdKVCache(OverCache):
+    """The kernel. The records of the forward over plain tensors count for it."""
 
-    name = "attn_fwd"
+    name, plain = "attn_fwd", ATTN_FWD
     config_type = AttnFwdConfig
     has_records = True
 
@@ -52,20 +49,11 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
     def recorded(self) -> AttnFwd:
         return ATTN_FWD
 
-    def runs_on(self, device: Device) -> bool:
-        return ATTN_FWD.runs_on(device)
-
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        found = ATTN_FWD.supports(over_tensors(op), device) + paging.reasons_of_tiles(op)
+        found = super().supports(op, device)
         if 1 << page_shift(op) < SWIZZLE_ROWS:
             found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return found
-
-    def is_tried(self, op: Any) -> bool:
-        return paging.has_functions(op)
-
-    def layout_reason(self, layout: Layout) -> str | None:
-        return ATTN_FWD.layout_reason(layout)
 
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
@@ -91,18 +79,15 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return tuple(tiling.with_mask(each, And(Causal(), Window())) for each in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdConfig) -> bool:
-        """Says whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then,
-        and fewer tiles are cut by a causal mask."""
         heads = op.heads_per_kv
         return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
 
-    def options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
-        """The option on each axis."""
-        like, packs = over_tensors(op), self.packs(op, config)
+    def own_options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
+        like = over_tensors(op)
         order = tiling.lpt_scheduler(like, persistent=True)
         if op.ragged and not op.kv_begin:  # with first keys it would spill, by Both in tiles of 128
             order = scheduler.TwoEndedScheduler()
-        own: dict[str, Option] = {
+        return {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Scheduler": scheduler.ReportingScheduler(order),
@@ -110,10 +95,8 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }
-        return paging.options(op, packs, own)
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:
-        """The fields of struct Args, in order."""
         box_rows = page_rows(op, config)
         q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
         if self.packs(op, config):
@@ -127,29 +110,14 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: AttnFwdConfig, arch: str) -> Source:
-        """The source of operations of one kind."""
         return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))
 
-    def values(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> dict[str, float]:
-        """The run-time numbers of struct Args."""
-        found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
-        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}
+    def grid(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> int:
+        return ATTN_FWD.grid(self.tiled(op, config), config, device)
 
-    def _tiled(self, op: AttentionKVCache, config: AttnFwdConfig) -> Forward:
-        """The forward that has as many tiles."""
-        return packed_gqa(op) if self.packs(op, config) else over_tensors(op)
-
-    def lower(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> Program:
-        """The launch; none where no row is computed."""
-        if not op.total_q * op.batch:
-            return Program(())
-        arch, like = device.arch, over_tensors(op)
-        pages = op.form, page_rows(op, config), kv_kind(op, config), paging.arrays_of(op)
-        key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
-        source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
-        grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
-        program = Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
-        return pyramid.before(program, op.mask, device)
+    def rendered_kind(self, op: AttentionKVCache, config: AttnFwdConfig) -> tuple[Any, ...]:
+        own = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv
+        return (*super().rendered_kind(op, config), *own)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -17,7 +17,7 @@ from ..variant.mask import And, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .program import Buffer, Program
 from .render import config_header, source
 from .tiling import kept_keys, tiles
@@ -111,7 +111,7 @@ def _larger(a: float, b: float) -> float:
     return float((a**4 + b**4) ** 0.25)
 
 
-class AttnFwdMma(OneLaunch):
+class AttnFwdMma(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"

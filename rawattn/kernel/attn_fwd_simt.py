@@ -11,7 +11,7 @@ from ..operation.operand import Layout
 from ..variant import Option, element, softmax, store
 from ..variant.field import Field, Fields, View
 from . import tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .render import config_header, source
 
 
@@ -49,7 +49,7 @@ def registers(config: AttnFwdSimtConfig, op: Forward) -> int:
     return words * rows_each * (sums + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
-class AttnFwdSimt(OneLaunch):
+class AttnFwdSimt(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"
