@@ -25,13 +25,13 @@ import rawattn
 from rawattn.command import timing
 from rawattn.driver.device import Device
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
-from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig
 from rawattn.kernel.program import Launch
 from rawattn.kernel.tiling import QueryTiles
 from rawattn.operation import Backward, Forward
 from rawattn.operation.functions import taken
 from rawattn.runtime.select import select
-from rawattn.variant import Option, order, softmax
+from rawattn.variant import Option, scheduler, softmax
 
 from .lib import backward, command, machine, report, sets, statistics
 from .lib.altered import PATCHES, AlteredBwdMma, Patched, patched_bwd_mma
@@ -47,7 +47,7 @@ BOUND = "Wrong on purpose"  # so begins what says of an ablation that it is time
 class OneGroup(AttnFwd):
     """Takes all heads in turn."""
 
-    def tiles(self, op: Forward, config: Config, device: Device) -> QueryTiles:
+    def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> QueryTiles:
         tiles = super().tiles(op, config, device)
         return tiles._replace(group=tiles.heads)
 
@@ -55,23 +55,23 @@ class OneGroup(AttnFwd):
 class LazySoftmax(AttnFwd):
     """Has a softmax that looks for the maximum in every tile."""
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         return {**super().options(op, config), "Softmax": softmax.LazyRescale()}
 
 
 class ConstantTimeSoftmax(AttnFwd):
     """Has a softmax that rescales at every tile."""
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         return {**super().options(op, config), "Softmax": softmax.ConstantTime()}
 
 
 class OtherOrder(AttnFwd):
     """Lets warpgroups take turns where they do not, and not where they do."""
 
-    def order(self, op: Forward, config: Config) -> Option:
-        turns = isinstance(super().order(op, config), order.PingPong)
-        return order.Unordered() if turns else order.PingPong()
+    def order(self, op: Forward, config: AttnFwdConfig) -> Option:
+        turns = isinstance(super().order(op, config), scheduler.PingPong)
+        return scheduler.Unordered() if turns else scheduler.PingPong()
 
 
 def one_head(launch: Launch, op: Backward) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from rawattn.compile.compiler import Binary, compile
 from rawattn.driver.device import TYPICAL, Device
-from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA, Config, columns, smem_bytes
+from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, columns, smem_bytes
 from rawattn.kernel.tiling import RESERVED_SMEM
 from rawattn.operation import Forward
 from rawattn.runtime.select import Selection, select
@@ -37,7 +37,7 @@ def build(device: Device, case: Case) -> tuple[Selection, Binary]:
     return selection, compile(source)
 
 
-def blocks(config: Config, op: Forward, device: Device, registers: int) -> int:
+def blocks(config: AttnFwdMmaConfig, op: Forward, device: Device, registers: int) -> int:
     """Blocks that a multiprocessor holds, by registers (256 at a time to a warp), shared memory and warps."""
     warps = config.threads // 32
     by_registers = 65536 // 256 // (-(-registers // 8) * warps)
@@ -77,7 +77,7 @@ def paths(text: str) -> Iterator[list[str]]:
         yield from walk(head, head, [], frozenset([head]))
 
 
-def step(text: str, config: Config, op: Forward) -> collections.Counter[str]:
+def step(text: str, config: AttnFwdMmaConfig, op: Forward) -> collections.Counter[str]:
     """Instructions of a warp's step over one key tile that no mask cuts, once the softmax trusts its maximum: of all ways through
     the loop the shortest that multiplies and loads what such a step does."""
     qk, v = columns(op)

@@ -40,7 +40,7 @@ from rich.progress import track
 import rawattn
 from rawattn.command import timing
 from rawattn.driver.device import Device
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.operation import Forward
 from rawattn.runtime.select import select
 from rawattn.testing import Case
@@ -88,11 +88,11 @@ class Timed(Patched):
         super().__init__(*patches)
         self.pointer = pointer
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         found = super().options(op, config)
         return {**found, "Softmax": Clocked(found["Softmax"])}
 
-    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
+    def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         return {**super().values(op, config, device), "cycles": self.pointer}
 
 

@@ -32,7 +32,7 @@ from .operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
 from .runtime import calls
 from .runtime.request import Options, request_for
 from .variant.element import ELEMENTS
-from .variant.mask import Both, Causal, Full
+from .variant.mask import And, Causal, Full
 from .variant.mask import Window as WindowMask
 
 _NAMES = {dtype: name for name, dtype in arrays.DTYPES.items()}
@@ -130,7 +130,7 @@ def dot_product_attention(
         kept = _of_table(mask, (q_shape[0], q_shape[2], q_shape[1], k_shape[1]), is_causal, sides)
     elif sides is not None:
         near = WindowMask(*sides, "top_left")
-        kept = Both(Causal("top_left"), near) if is_causal else near
+        kept = And(Causal("top_left"), near) if is_causal else near
     options = {"bias": bias, "q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
     o, lse = attention(*given, mask=kept, scale=scale, return_lse=True, **options)
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(given[1].dtype))

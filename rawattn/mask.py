@@ -7,10 +7,10 @@ from typing import Any
 
 from .operation.functions import BoundFunction, bound
 from .operation.ready_masks import BlockTable, Chunked, Documents, Neighbourhood, Prefix, Tree
-from .variant.mask import Both, Causal, Full, Mask, Window
+from .variant.mask import And, Causal, Full, Mask, Window
 
 __all__ = [
-    "BlockTable", "Both", "Causal", "Chunked", "Documents", "Full", "Mask", "Neighbourhood", "Prefix", "Tree", "Window",
+    "And", "BlockTable", "Causal", "Chunked", "Documents", "Full", "Mask", "Neighbourhood", "Prefix", "Tree", "Window",
     "function",
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ import dataclasses
 from rawattn.compile.compiler import Source
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_decode
-from rawattn.kernel.attn_decode import ATTN_DECODE, Config
+from rawattn.kernel.attn_decode import ATTN_DECODE, AttnDecodeConfig
 from rawattn.operation import AttentionKVCache
 from rawattn.operation.operand import Layout
 from rawattn.operation.spec import Spec
@@ -17,7 +17,18 @@ from rawattn.variant.field import Fields
 from rawattn.variant.mask import Causal, Mask
 from rawattn.variant.score import Score
 
-__all__ = ["Config", "Decode", "config_of", "fields", "options", "page_rows", "source", "split_rule", "values", "workspace"]
+__all__ = [
+    "AttnDecodeConfig",
+    "Decode",
+    "config_of",
+    "fields",
+    "options",
+    "page_rows",
+    "source",
+    "split_rule",
+    "values",
+    "workspace",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +75,11 @@ class Decode:
         )  # fmt: skip
 
 
-def config_of(op: Decode, arch: str) -> Config:
+def config_of(op: Decode, arch: str) -> AttnDecodeConfig:
     return ATTN_DECODE.candidates(op.operation, TYPICAL[arch])[0]
 
 
-def page_rows(op: Decode, config: Config) -> int:
+def page_rows(op: Decode, config: AttnDecodeConfig) -> int:
     return attn_decode.page_rows(op.operation, config)
 
 
@@ -76,7 +87,7 @@ def split_rule(op: Decode) -> tuple[int, int]:
     return attn_decode.split_rule(op.operation)
 
 
-def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
+def workspace(op: Decode, config: AttnDecodeConfig, grid: int) -> dict[str, int]:
     """Bytes of scratch memory, and of counters, which are zero between launches."""
     return {
         "partials": attn_decode.partials_bytes(op.operation, config, grid),
@@ -85,19 +96,19 @@ def workspace(op: Decode, config: Config, grid: int) -> dict[str, int]:
     }
 
 
-def options(op: Decode, config: Config, arch: str) -> dict[str, Option]:
+def options(op: Decode, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
     return ATTN_DECODE.options(op.operation, config, arch)
 
 
-def fields(op: Decode, config: Config, arch: str) -> Fields:
+def fields(op: Decode, config: AttnDecodeConfig, arch: str) -> Fields:
     return ATTN_DECODE.fields(op.operation, config, arch)
 
 
-def source(op: Decode, config: Config, arch: str) -> Source:
+def source(op: Decode, config: AttnDecodeConfig, arch: str) -> Source:
     return ATTN_DECODE.render(op.operation, config, arch)
 
 
-def values(op: Decode, config: Config, max_kv_len: int, table_stride: int = 0) -> dict[str, float]:
+def values(op: Decode, config: AttnDecodeConfig, max_kv_len: int, table_stride: int = 0) -> dict[str, float]:
     """The numbers of struct Args."""
     found = {**ATTN_DECODE.values(op.operation), "max_kv_len": max_kv_len, "page_table_stride": table_stride}
     keys, most = split_rule(op)

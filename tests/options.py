@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rawattn import testing
 from rawattn.variant import Option
 from rawattn.variant.field import Field, Fields
-from rawattn.variant.mask import Both, Causal, Ints, Mask, Window, kept_pairs, of_head
+from rawattn.variant.mask import And, Causal, Ints, Mask, Window, kept_pairs, of_head
 from rawattn.variant.score import Score
 
 
@@ -93,7 +93,7 @@ class HeadWindow(Option):
 HEAD_WINDOW = st.builds(HeadWindow, st.sampled_from([0, 1, 5, 31, 61, 127, 130]), st.sampled_from([0, 1, 17, 65, 97]))
 MASKS: dict[str, st.SearchStrategy[Mask]] = {
     "head window": HEAD_WINDOW,
-    "head window, causal": st.builds(Both, HEAD_WINDOW, st.builds(Causal)),
+    "head window, causal": st.builds(And, HEAD_WINDOW, st.builds(Causal)),
 }
 SCORES: dict[str, st.SearchStrategy[Score]] = {
     "alibi": st.builds(Alibi, st.sampled_from([0.5, 1.0, 8 / 3])),
@@ -143,8 +143,8 @@ def run_time_values(draw: Any, case: testing.Case, longest: int) -> dict[str, An
         changes["window"] = draw(st.tuples(side, side))
     if isinstance(case.mask, Window):
         changes["mask"] = Window(draw(side), draw(side), case.mask.align)
-    if isinstance(case.mask, Both):
-        changes["mask"] = Both(case.mask.a, Window(draw(side), draw(side)))
+    if isinstance(case.mask, And):
+        changes["mask"] = And(case.mask.a, Window(draw(side), draw(side)))
     if case.softcap is not None:
         changes["softcap"] = draw(st.sampled_from((0.3, 4.0, 50.0)))
     return changes

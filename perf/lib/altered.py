@@ -11,7 +11,7 @@ from typing import Any
 from rawattn.compile.compiler import Source
 from rawattn.driver.device import Device
 from rawattn.kernel.attn_bwd_mma import AttnBwdMma
-from rawattn.kernel.attn_bwd_mma import Config as ConfigBwdMma
+from rawattn.kernel.attn_bwd_mma import AttnBwdMmaConfig as ConfigBwdMma
 from rawattn.kernel.attn_fwd import AttnFwd
 from rawattn.kernel.program import Launch, Program
 from rawattn.operation import Backward, Forward

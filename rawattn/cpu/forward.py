@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..reference.formula import Dropped, Formula
 from ..variant.element import Element
-from ..variant.mask import Pairs, UsedQueries
+from ..variant.mask import FirstQueries, Pairs
 from ..variant.score import Score
 from .loops import cap_of, dropout_of, element_of, in_threads, load, storage_of, table_of
 from .units import SMALL, Array, Units, dense_units, isolate, join_units, key_bounds, ragged_units, sequence_units, sequences_of
@@ -111,7 +111,7 @@ def run_forward(
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
-        own_mask = mask if used == q_len else UsedQueries(mask, used)
+        own_mask = mask if used == q_len else FirstQueries(mask, used)
         bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = score.of_lengths(used, kv_len)
         sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))

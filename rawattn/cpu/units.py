@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError
-from ..variant.mask import Pairs, UsedQueries, of_head
+from ..variant.mask import FirstQueries, Pairs, of_head
 
 Array = npt.NDArray[Any]
 # The columns of a unit of work, a row of integers: some rows of a query tile, and their keys.
@@ -134,7 +134,7 @@ def ragged_units(
 
     @functools.cache
     def units(used: int, q_len: int, kv_len: int) -> Units:
-        used_mask = mask if used == q_len else UsedQueries(mask, used)
+        used_mask = mask if used == q_len else FirstQueries(mask, used)
         return sequence_units(key_bounds(used_mask, heads, q_len, kv_len), kv_heads, step, kv_len)
 
     each = []

@@ -8,16 +8,9 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Append
 from ..operation.operand import Layout
-from ..variant import Option, launch
+from ..variant import Option, append, scheduler
 from ..variant.field import Field, Fields, View, Violations
-from ..variant.kv import PAGES
-from ..variant.lengths import KvLens, PageListLens
-from ..variant.place import InPages, Nowhere, Slots
-from ..variant.queries import NoQueries, QueriesApart, QueriesInPlace
-from ..variant.rotary import GivenPositions, KeyPositions, NoRotary, Rotary
-from ..variant.scale import scales
-from ..variant.storage import QuantizedStorage, SameStorage
-from ..variant.tokens import PackedTokens, SameTokens
+from ..variant.kv import PAGES, KvLens, PageListLens, scales
 from .base import Kernel
 from .paging import page_shift
 from .program import Launch, Program
@@ -27,7 +20,7 @@ FILE = "append.cu"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AppendConfig:
     """Threads of a block, which has one token."""
 
     threads: int = 256
@@ -38,7 +31,7 @@ class AppendKernel(Kernel[Append]):
 
     name = "append"
     alignment = 1  # threads move as many elements at once as all places allow
-    config_type = Config
+    config_type = AppendConfig
 
     def runs_on(self, device: Device) -> bool:
         return not device.is_cpu
@@ -52,14 +45,14 @@ class AppendKernel(Kernel[Append]):
     def layout_reason(self, layout: Layout) -> str | None:
         return None
 
-    def legal(self, config: Config, op: Append, device: Device) -> str | None:
+    def legal(self, config: AppendConfig, op: Append, device: Device) -> str | None:
         fits = isinstance(config.threads, int) and config.threads in (32, 64, 128, 256, 512, 1024)
         return None if fits else f"threads is {config.threads!r}; it must be a power of two from 32 to 1024"
 
-    def candidates(self, op: Append, device: Device) -> list[Config]:
-        return [Config()]
+    def candidates(self, op: Append, device: Device) -> list[AppendConfig]:
+        return [AppendConfig()]
 
-    def cost(self, config: Config, op: Append, device: Device) -> float:
+    def cost(self, config: AppendConfig, op: Append, device: Device) -> float:
         return 2e-6 + op.bytes / 2e12
 
     def tuning_shapes(self, op: Append) -> tuple[Append, ...]:
@@ -68,24 +61,24 @@ class AppendKernel(Kernel[Append]):
     def options(self, op: Append, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         lengths: Option = PageListLens() if op.lengths == "indptr" else KvLens()
-        rotary: Option = NoRotary()
+        rotary: Option = append.NoRotary()
         if op.angles is not None:
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
-            positions = GivenPositions() if op.positions else KeyPositions(lengths)
-            rotary = Rotary(positions, op.rotary_dim, op.rotary == "interleaved", angle)
-        place = Nowhere() if not op.k else Slots() if op.form == "slots" else InPages(lengths, PAGES[op.form])
+            positions = append.GivenPositions() if op.positions else append.KeyPositions(lengths)
+            rotary = append.RotaryPairs(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+        place = append.Slots() if op.form == "slots" else append.InPages(lengths, PAGES[op.form])
         assert op.kv_element is not None
         same = op.kv_element == op.element
-        storage: Option = SameStorage() if same else QuantizedStorage(*scales(op.k_scales, op.v_scales))
+        storage: Option = append.SameStorage() if same else append.QuantizedStorage(*scales(op.k_scales, op.v_scales))
         return {
             "Element": op.element,
             "KvElement": op.kv_element,
             "Storage": storage,
-            "Tokens": PackedTokens() if op.ragged and op.lengths else SameTokens(),
-            "Destination": place,
+            "Tokens": append.PackedTokens() if op.ragged and op.lengths else append.SameTokens(),
+            "Destination": place if op.k else append.Nowhere(),
             "Rotary": rotary,
-            "Queries": NoQueries() if not op.heads else QueriesInPlace() if op.in_place else QueriesApart(),
-            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+            "Queries": append.NoQueries() if not op.heads else append.QueriesInPlace() if op.in_place else append.QueriesApart(),
+            "Launch": scheduler.launch_of(arch),
         }
 
     def fields(self, op: Append, arch: str) -> Fields:
@@ -95,7 +88,7 @@ class AppendKernel(Kernel[Append]):
         of_options = (field for option in self.options(op, arch).values() for field in option.fields)
         return tuple(dict.fromkeys((*tensors, *counts, *of_options)))
 
-    def render(self, op: Append, config: Config, arch: str) -> Source:
+    def render(self, op: Append, config: AppendConfig, arch: str) -> Source:
         """The source of operations of one kind."""
         chunks = -(-max(op.head_dim, op.head_dim_v) // op.width)
         lanes = min(32, 1 << (chunks - 1).bit_length())
@@ -117,7 +110,7 @@ class AppendKernel(Kernel[Append]):
         found |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
         return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}
 
-    def lower(self, op: Append, config: Config, device: Device) -> Program:
+    def lower(self, op: Append, config: AppendConfig, device: Device) -> Program:
         """The launch; none where there is no new row."""
         if not op.total:
             return Program(())

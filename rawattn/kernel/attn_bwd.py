@@ -12,19 +12,17 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, clear, order, statistics, steps, store
-from ..variant.ahead import ElementsInDs, TransposedElements
+from ..variant import Option, gradients
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
-from ..variant.mask import Both, Causal, Full, Window
+from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.store import DQ, DsKept, DsStored, DsStoredFilled
 from ..variant.walk import QListWalk, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import launches
-from .backward import BackwardKernel, FirstPass, LastPass
+from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Launch, Program
 from .render import wgmma
 
@@ -33,19 +31,19 @@ LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
-    "ordered": (store.DqOrdered(), clear.ClearTurns()),
-    "final": (store.DqOrderedFinal(), clear.ClearTurnsDq()),
-    "unordered": (store.DqUnordered(), clear.ClearDqSum()),
+    "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
+    "final": (gradients.DqOrderedFinal(), gradients.ClearTurnsDq()),
+    "unordered": (gradients.DqUnordered(), gradients.ClearDqSum()),
 }
 ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
-    "at_once": (order.DqAtOnce(), statistics.StatisticsByRows()),
-    "step_later": (order.DqStepLater(), statistics.StatisticsByQuads()),
+    "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
+    "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
 }
-STEPS: dict[str, Option] = {"together": steps.StepsTogether(), "apart": steps.StepsApart()}
+STEPS = ("together", "apart")  # in one loop or two
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnBwdConfig:
     """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
     chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
     how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
@@ -77,7 +75,7 @@ class Config:
         return 64 * self.consumers
 
 
-def config_of(op: Forward, store: str = "ordered") -> Config:
+def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
     """The configuration for the head sizes, found by compiling."""
     if lists(op.mask):
         return dataclasses.replace(list_configs_of(op)[0], store=store)
@@ -85,17 +83,17 @@ def config_of(op: Forward, store: str = "ordered") -> Config:
     return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
 
 
-def _has_two_loops(op: Forward, config: Config) -> bool:
+def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
     if config.order != "at_once" or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
         return False
     if op.varlen and config.consumers == 3:
         return False
-    return isinstance(op.mask, (Causal, Window, Both)) or (isinstance(op.mask, Full) and op.widest <= 64)
+    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and op.widest <= 64)
 
 
-def _registers_of(op: Forward, store: str) -> Config:
+def _registers_of(op: Forward, store: str) -> AttnBwdConfig:
     """The same, of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves, for
     dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows."""
     size, is_cut = op.widest, any(op.lens)
@@ -104,20 +102,22 @@ def _registers_of(op: Forward, store: str) -> Config:
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
     if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
-        return Config(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
+        return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     if op.head_dim == WIDEST and is_cut and isinstance(op.mask, Window) and is_plain and not op.spec.dropout:
-        return Config(dq_parts=2, dq_columns=64, store=store, order="step_later", producer_registers=56, consumer_registers=224)
+        return AttnBwdConfig(
+            dq_parts=2, dq_columns=64, store=store, order="step_later", producer_registers=56, consumer_registers=224
+        )
     if op.head_dim > 112:
         producer, consumer = (24, 240) if reads_pairs else (40, 232)
-        return Config(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
-    return Config(dq_columns=op.head_dim, store=store)
+        return AttnBwdConfig(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
+    return AttnBwdConfig(dq_columns=op.head_dim, store=store)
 
 
-def list_configs_of(op: Forward) -> list[Config]:
+def list_configs_of(op: Forward) -> list[AttnBwdConfig]:
     """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
     warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
     finish dq only if whole tiles have a loop of their own."""
-    plain = Config(dq_parts=2, dq_columns=64) if op.head_dim > 96 else Config(dq_columns=op.head_dim)
+    plain = AttnBwdConfig(dq_parts=2, dq_columns=64) if op.head_dim > 96 else AttnBwdConfig(dq_columns=op.head_dim)
     if (size := op.widest) > 96:
         plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
         found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
@@ -133,10 +133,10 @@ def _of_kind(mask: Any) -> Any:
         return mask
     if isinstance(mask, Window):
         return Window(LONGEST, 0)
-    return Causal() if isinstance(mask, Causal) else Both(Causal(), Window(LONGEST))
+    return Causal() if isinstance(mask, Causal) else And(Causal(), Window(LONGEST))
 
 
-def later_configs_of(op: Forward) -> list[Config]:
+def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
     """The configuration that makes dq a step later, where it is ahead for long sequences (notes/attn_bwd.md)."""
     measured = op.head_dim == op.head_dim_v > 112 and isinstance(op.mask, (Full, Causal))
     if not measured or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
@@ -147,7 +147,7 @@ def later_configs_of(op: Forward) -> list[Config]:
     return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
     panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
     tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
@@ -166,9 +166,9 @@ def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
     return f"score_{found[0][0]}", found[0][1]
 
 
-def _wrong_tiles(config: Config, op: Backward) -> str | None:
+def _wrong_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     """The reason why tiles of dS and of elements cannot be moved so; None where they can."""
-    own, read = [*attn_bwd_captured.of_ds(op)], elements_by_tma(op.forward, op.layout)[0]
+    own, read = [*attn_bwd_captured.arrays_with_ds_gradient(op)], elements_by_tma(op.forward, op.layout)[0]
     if config.gradient not in ("", *own):
         return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {own}"
     if config.elements not in ("", read):
@@ -176,37 +176,37 @@ def _wrong_tiles(config: Config, op: Backward) -> str | None:
     return None
 
 
-def _with_tiles(op: Backward, config: Config) -> Config:
+def _with_tiles(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
     heads have those of other scores."""
-    gradient, elements = next(iter(attn_bwd_captured.of_ds(op)), ""), elements_by_tma(op.forward, op.layout)[0]
+    gradient, elements = next(iter(attn_bwd_captured.arrays_with_ds_gradient(op)), ""), elements_by_tma(op.forward, op.layout)[0]
     if elements and (config.producer_registers, config.consumer_registers) == (24, 240):
         config = dataclasses.replace(config, producer_registers=40, consumer_registers=232)
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
-def _store_of_ds(op: Backward, config: Config) -> Option:
+def _store_of_ds(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for what becomes of dS besides dq. Tiles that a mask leaves out are filled, unless they were cleared before."""
     if not config.gradient:
-        return DsKept()
-    forward, axes = op.forward, attn_bwd_captured.of_ds(op)[config.gradient]
+        return gradients.DsKept()
+    forward, axes = op.forward, attn_bwd_captured.arrays_with_ds_gradient(op)[config.gradient]
     is_whole = isinstance(forward.mask, Full) or attn_bwd_captured.is_cleared_for_ds(forward, config.gradient)
-    kind = DsStored if is_whole else DsStoredFilled
+    kind = gradients.DsStored if is_whole else gradients.DsStoredFilled
     return kind(config.gradient, axes, config.tile_q)
 
 
-def _elements(op: Backward, config: Config) -> Option:
+def _elements(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for how elements come that the score reads of pairs."""
     axes = elements_by_tma(op.forward, op.layout)[1] if config.elements else None
     once = config.gradient == config.elements
-    return ElementsInDs(config.elements, axes, config.tile_q, once) if axes else TransposedElements()
+    return gradients.TmaElements(config.elements, axes, config.tile_q, once) if axes else gradients.TransposedElements()
 
 
 class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd"
-    config_type = Config
+    config_type = AttnBwdConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
@@ -224,7 +224,7 @@ class AttnBwd(BackwardKernel):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
 
-    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+    def legal(self, config: AttnBwdConfig, op: Backward, device: Device) -> str | None:
         forward, columns = op.forward, config.dq_parts * config.dq_columns
         if config.consumers not in (2, 3) or config.tile_q != 64:
             return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64"
@@ -285,7 +285,7 @@ class AttnBwd(BackwardKernel):
         """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
         return launch.entry == self.name
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
+    def candidates(self, op: Backward, device: Device) -> list[AttnBwdConfig]:
         """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
         forward = op.forward
         if lists(forward.mask):
@@ -294,7 +294,7 @@ class AttnBwd(BackwardKernel):
             found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
         return [each for each in map(functools.partial(_with_tiles, op), found) if self.legal(each, op, device) is None]
 
-    def cost(self, config: Config, op: Backward, device: Device) -> float:
+    def cost(self, config: AttnBwdConfig, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
         Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
@@ -308,7 +308,7 @@ class AttnBwd(BackwardKernel):
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
         return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
 
-    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+    def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
@@ -321,27 +321,19 @@ class AttnBwd(BackwardKernel):
         own += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
-            last = LastPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
+            last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
             own.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        clears = clear.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
-        first = FirstPass(config.tile_q, config.tile_kv, 8, clears, tuple(_of_dq(config).items()), ORDERS[config.order][1])
+        cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
+        first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         return self.program(
             op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient
         )
 
 
-def _of_dq(config: Config) -> dict[str, int]:
-    names = ("dq_parts", "dq_columns", "dq_chains")
-    return {name: getattr(config, name) for name in names}
-
-
-def _list(config: Config) -> QListWalk:
-    return QListWalk(ordered=config.store != "unordered", finishes=config.store == "final")
-
-
-def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
@@ -353,16 +345,16 @@ def _main(ds: Option, elements: Option, op: Forward, config: Config, arch: str) 
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
+    walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
-        Scheduler=backward.kv_scheduler(op, config.direction),
-        Turn=backward.turn(op), Walk=_list(config) if lists(op.mask) else group.WALKS[config.walk],
+        Scheduler=backward.kv_scheduler(op, config.direction), Turn=backward.turn(op), Walk=walk,
         DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
-        Steps=steps.ListStepsApart() if lists(op.mask) and config.steps == "apart" else STEPS[config.steps],
+        Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
-    fields = (*loads, *every["Group"].fields, DQ, *backward.STATISTICS, *backward.HEADS)
+    fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 
 

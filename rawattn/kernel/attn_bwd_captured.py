@@ -19,10 +19,10 @@ from ..operation import Backward, Forward
 from ..trace.gradients import ElementGradient, by_elements, gathering, own_indices, slope
 from ..trace.pair_axes import PairAxes
 from ..variant import Option
+from ..variant.element import Item
 from ..variant.field import Field, Fields, Pointer, Scratch
 from ..variant.function import Captured, FunctionGradient, FunctionScore
 from ..variant.gather import ExactSums, Gather, MmaLayout, OrderedSums, SimtLayout, WrittenOnce
-from ..variant.item import Item
 from ..variant.mask import Full
 from ..variant.scheduler import Once, SharedTiles
 from ..variant.walk import lists
@@ -32,7 +32,7 @@ from .program import Buffer, Launch
 THREADS = 256  # of the passes before and behind
 
 
-class Config(NamedTuple):
+class AttnBwdCapturedConfig(NamedTuple):
     """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch
     memory; the number of the element among the nodes of the score's code, and how its gradients are summed; how the
     statistics of rows lie."""
@@ -53,7 +53,7 @@ def score_of(op: Forward) -> FunctionScore:
     return op.score
 
 
-def of_ds(op: Backward) -> dict[str, PairAxes]:
+def arrays_with_ds_gradient(op: Backward) -> dict[str, PairAxes]:
     """The arrays in ``op.wrt`` whose gradient is that of the scaled dot product itself, dS, in the call's own format: a logit
     changes with their one element as it does with s, each pair has an element of its own, and TMA writes tiles of them. It
     depends on no length."""
@@ -93,7 +93,7 @@ def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[La
 
 
 def launches(
-    own: Any, op: Backward, device: Device, first: backward.FirstPass, stored: str = ""
+    own: Any, op: Backward, device: Device, first: backward.DeltaPass, stored: str = ""
 ) -> tuple[list[Launch], list[Buffer]]:
     """The launches for the arrays in ``op.wrt`` but ``stored``, and their scratch memory; ``own`` is the kernel that they follow,
     and ``first`` its first pass."""
@@ -108,7 +108,7 @@ def launches(
 
 
 def _of_array(
-    own: Any, op: Backward, device: Device, first: backward.FirstPass, i: int, array: Captured
+    own: Any, op: Backward, device: Device, first: backward.DeltaPass, i: int, array: Captured
 ) -> tuple[list[Launch], list[Buffer]]:
     forward, count = op.forward, int(math.prod(array.shape))
     score, number = score_of(forward), forward.number
@@ -164,16 +164,16 @@ def _clear(own: Any, op: Backward, device: Device, memory: Any, ctype: str, word
 
 
 def _gather(
-    own: Any, op: Backward, device: Device, first: backward.FirstPass, each: ElementGradient, how: str,
+    own: Any, op: Backward, device: Device, first: backward.DeltaPass, each: ElementGradient, how: str,
     sums: ExactSums | WrittenOnce,
 ) -> Launch:  # fmt: skip
     """The launch for an element that the score reads."""
     forward, q_block, lie = op.forward, first.q_block, first.statistics
     if own.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
         tile_kv = 64 if forward.widest <= 128 else 32
-        config = Config(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
+        config = AttnBwdCapturedConfig(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
     else:
-        config = Config(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
+        config = AttnBwdCapturedConfig(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
     tile_q = config.tile_q
     values = backward.values(forward, q_block, config.tile_kv) | FunctionGradient(score_of(forward), each.node).values
     values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
@@ -189,7 +189,7 @@ def _gather(
     return found
 
 
-def _captured(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _captured(op: Forward, config: AttnBwdCapturedConfig, arch: str) -> tuple[Source, Fields]:
     constants = {
         "tile_q": config.tile_q, "tile_kv": config.tile_kv, "q_block": config.q_block, "head_dim": op.head_dim,
         "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1,

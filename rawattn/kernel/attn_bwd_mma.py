@@ -8,8 +8,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Backward, Forward
 from ..operation.operand import Layout
-from ..variant import Option, clear, store
-from ..variant.blocks import Blocks16, Blocks32
+from ..variant import Option, gradients
 from ..variant.element import BF16, FP16, FP32
 from ..variant.field import Fields
 from ..variant.scheduler import DIRECTIONS
@@ -17,18 +16,18 @@ from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
 from . import backward, group, tiling
 from .attn_bwd_captured import launches
-from .backward import BackwardKernel, FirstPass, LastPass
+from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Program
 
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
-    "ordered": (store.DqRedOrdered(), clear.ClearTurns()),
-    "unordered": (store.DqRedUnordered(), clear.ClearDqSum()),
+    "ordered": (gradients.DqRedOrdered(), gradients.ClearTurns()),
+    "unordered": (gradients.DqRedUnordered(), gradients.ClearDqSum()),
 }
 LEAST_ROWS = 32  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnBwdMmaConfig:
     """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
     once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
     many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
@@ -59,23 +58,23 @@ class Config:
         return 16 * self.m_tiles_per_warp * self.warps // self.sharing
 
 
-def config_of(op: Forward, device: Device) -> Config:
+def config_of(op: Forward, device: Device) -> AttnBwdMmaConfig:
     """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
     widest = op.widest
     large, least = has_large_smem(device), device.smem_bytes < 110_000
     if op.element == FP32:
         config = config_of_fp32(widest, large, least)
     elif widest <= 64:
-        half = Config(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
-        config = Config(m_tiles_per_warp=1, sharing=1) if least else half
+        half = AttnBwdMmaConfig(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
+        config = AttnBwdMmaConfig(m_tiles_per_warp=1, sharing=1) if least else half
     elif widest <= 128:
-        config = Config(m_tiles_per_warp=1, do_stages=1) if least else Config()
+        config = AttnBwdMmaConfig(m_tiles_per_warp=1, do_stages=1) if least else AttnBwdMmaConfig()
     elif least:
-        config = Config(tile_q=32, warps=4, m_tiles_per_warp=1, do_stages=1)
+        config = AttnBwdMmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, do_stages=1)
     elif device.capability >= 100:
-        config = Config(m_tiles_per_warp=1, sharing=4)
+        config = AttnBwdMmaConfig(m_tiles_per_warp=1, sharing=4)
     else:
-        config = Config(sharing=4, q_stages=1 + large, do_stages=1 + large)
+        config = AttnBwdMmaConfig(sharing=4, q_stages=1 + large, do_stages=1 + large)
     tight = config.m_tiles_per_warp == 2 and is_tight(op, device, config)
     return dataclasses.replace(
         config,
@@ -91,25 +90,25 @@ def has_large_smem(device: Device) -> bool:
     return device.smem_bytes > 200_000
 
 
-def config_of_fp32(widest: int, large: bool, least: bool) -> Config:
+def config_of_fp32(widest: int, large: bool, least: bool) -> AttnBwdMmaConfig:
     """The same of float32, whose tiles take twice the shared memory: of the fewest instructions (perf/notes/attn_bwd_simt.md)."""
-    small = Config(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
+    small = AttnBwdMmaConfig(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
     if widest <= 64:
-        return Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
+        return AttnBwdMmaConfig(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
     if widest <= 128:
         one_stage = dataclasses.replace(small, m_tiles_per_warp=1, q_stages=1, do_stages=1)
-        return Config(sharing=4, do_stages=1) if large else one_stage
-    return Config(m_tiles_per_warp=1, sharing=4, q_stages=1, do_stages=1)
+        return AttnBwdMmaConfig(sharing=4, do_stages=1) if large else one_stage
+    return AttnBwdMmaConfig(m_tiles_per_warp=1, sharing=4, q_stages=1, do_stages=1)
 
 
-def is_tight(op: Forward, device: Device, config: Config) -> bool:
+def is_tight(op: Forward, device: Device, config: AttnBwdMmaConfig) -> bool:
     """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
     if device.capability >= 100:
         return True
     return config.sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
 
 
-def dq_row_warps(op: Forward, config: Config) -> int:
+def dq_row_warps(op: Forward, config: AttnBwdMmaConfig) -> int:
     """Shares out dq among warps so that the busiest has the fewest blocks of 16 x 16, and reads the least for them."""
     blocks = -(-op.head_dim // 16)
 
@@ -120,7 +119,7 @@ def dq_row_warps(op: Forward, config: Config) -> int:
     return min((n for n in (1, 2, 4) if n <= min(config.warps, config.tile_q // 16)), key=cost)
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnBwdMmaConfig, op: Forward) -> int:
     """Shared memory of a block: tiles of K, V, Q, dO and dS, of P where warps share keys; statistics; the steps and the work."""
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
@@ -128,7 +127,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return op.element.itemsize * tiles + 16 * config.tile_q + 128
 
 
-def misshapen(config: Config) -> str | None:
+def misshapen(config: AttnBwdMmaConfig) -> str | None:
     """The reason why the kernel's parts do not fit together, whatever they are to compute."""
     tile_q, warps, rows = config.tile_q, config.warps, config.dq_row_warps
     if warps not in (4, 8) or config.m_tiles_per_warp not in (1, 2) or config.sharing not in (1, 2, 4):
@@ -153,7 +152,7 @@ class AttnBwdMma(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd_mma"
-    config_type = Config
+    config_type = AttnBwdMmaConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
@@ -177,7 +176,7 @@ class AttnBwdMma(BackwardKernel):
         """Not in float32: the kernel of the forward takes arrays that lie so, and autograd can ask for none in the backward."""
         return op.forward.element != FP32
 
-    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+    def legal(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> str | None:
         if reason := misshapen(config):
             return reason
         if config.dq_vector not in ((1, 4) if device.capability >= 90 else (1,)):
@@ -188,17 +187,17 @@ class AttnBwdMma(BackwardKernel):
             return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
+    def candidates(self, op: Backward, device: Device) -> list[AttnBwdMmaConfig]:
         """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered
         (perf/notes/attn_bwd_mma.md)."""
         return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
 
-    def cost(self, config: Config, op: Backward, device: Device) -> float:
+    def cost(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> float:
         """Returns the time of its products at half the rate of mma.sync, about what it reaches on an H200."""
         parts = 6 if op.forward.element == FP32 else 1  # three products, of tf32, at half the rate
         return 2 * parts * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
-    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+    def lower(self, op: Backward, config: AttnBwdMmaConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count * config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
@@ -206,26 +205,26 @@ class AttnBwdMma(BackwardKernel):
         grid = works * config.parts if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
-        last = LastPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
+        last = ConvertPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
         own = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _main)]
         own += self.add_parts(op, config.parts, device)
         own += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
-        first = FirstPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
+        first = DeltaPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
         return self.program(op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
-def _main(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Source, Fields]:
     constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del constants["warps"], constants["parts"]
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
-    blocks = Blocks32() if op.element == FP32 else Blocks16()
+    blocks = gradients.Blocks32() if op.element == FP32 else gradients.Blocks16()
     every = backward.options(
         op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
-        **backward.group_options(config.parts), DkvBlocks=Blocks32() if config.parts > 1 else blocks,
+        **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
         DqStore=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),

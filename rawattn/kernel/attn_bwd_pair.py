@@ -10,12 +10,12 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..variant.element import FP32
 from ..variant.field import Fields
+from ..variant.gradients import DQ
 from ..variant.scheduler import DIRECTIONS
-from ..variant.store import DQ
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
 from . import backward, group, tiling
 from .attn_bwd_captured import launches
-from .backward import BackwardKernel, FirstPass
+from .backward import BackwardKernel, DeltaPass
 from .program import Program
 from .render import wgmma
 
@@ -23,7 +23,7 @@ KEYS = 64  # of a block of attn_bwd_dkdv.cu
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnBwdPairConfig:
     """Query rows of a step of attn_bwd_dkdv.cu, keys of a step of attn_bwd_dq.cu and query rows of its blocks; registers of a
     producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests);
     into how many parts, works of their own there, the query heads of a key head are split (0 for what sizes suggest)."""
@@ -39,19 +39,19 @@ class Config:
     parts: int = 0
 
 
-def config_of(op: Forward) -> Config:
+def config_of(op: Forward) -> AttnBwdPairConfig:
     """The configuration for the head sizes: an accumulator of 256 columns takes what the producer can spare, and with dropout
     smaller key tiles. A producer can spare less that asks a mask for its tiles, or finds sequences by the rows in use."""
     if lists(op.mask):
-        return Config(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
+        return AttnBwdPairConfig(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
     if op.head_dim <= 248:
-        return Config()
+        return AttnBwdPairConfig()
     if op.spec.dropout or (op.varlen and any(op.lens)):
-        return Config(tile_kv=48)
-    return Config(q_producer_registers=24, q_consumer_registers=240)
+        return AttnBwdPairConfig(tile_kv=48)
+    return AttnBwdPairConfig(q_producer_registers=24, q_consumer_registers=240)
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnBwdPairConfig, op: Forward) -> int:
     """Shared memory of a block, at most: the larger of the two kernels'."""
     qk, v = -(-op.head_dim // 64), -(-op.head_dim_v // 64)
     kv = (KEYS + 2 * config.tile_q) * (qk + v) * 128 + 8 * KEYS * config.tile_q // 2 + 16 * config.tile_q
@@ -63,7 +63,7 @@ class AttnBwdPair(BackwardKernel):
     """The kernels and their launches."""
 
     name = "attn_bwd_pair"
-    config_type = Config
+    config_type = AttnBwdPairConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
@@ -81,7 +81,7 @@ class AttnBwdPair(BackwardKernel):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
 
-    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+    def legal(self, config: AttnBwdPairConfig, op: Backward, device: Device) -> str | None:
         if config.q_block != 128 or config.tile_q not in (16, 32, 64, 128) or config.tile_kv % 16 or config.tile_kv < 16:
             found = f"q_block is {config.q_block}, tile_q {config.tile_q}, tile_kv {config.tile_kv}"
             return f"{found}; they must be 128, a power of 2 from 16 to 128, and a multiple of 16"
@@ -99,17 +99,17 @@ class AttnBwdPair(BackwardKernel):
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
         return None
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
+    def candidates(self, op: Backward, device: Device) -> list[AttnBwdPairConfig]:
         """The one that was found for the head sizes."""
         return [each for each in (config_of(op.forward),) if self.legal(each, op, device) is None]
 
-    def cost(self, config: Config, op: Backward, device: Device) -> float:
+    def cost(self, config: AttnBwdPairConfig, op: Backward, device: Device) -> float:
         """Returns the time of its products at the full rate of the tensor cores, a lower bound; S and dP are computed twice."""
         forward = op.forward
         columns = 4 * forward.head_dim + 3 * forward.head_dim_v
         return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device)
 
-    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+    def lower(self, op: Backward, config: AttnBwdPairConfig, device: Device) -> Program:
         forward, sms, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, KEYS)
         config = group.resolved(forward, config, works, KEYS, sms)
         shared = backward.values(forward, config.q_block, KEYS)
@@ -120,11 +120,11 @@ class AttnBwdPair(BackwardKernel):
         dq = self.launch(op, dataclasses.replace(config, parts=1), device, "attn_bwd_dq", shared, q_grid, _dq)
         own = dkdv, *self.add_parts(op, config.parts, device), dq
         return self.program(
-            op, device, FirstPass(config.q_block, KEYS, 8), own, launches, backward.part_buffers(forward, config.parts)
+            op, device, DeltaPass(config.q_block, KEYS, 8), own, launches, backward.part_buffers(forward, config.parts)
         )
 
 
-def _constants(op: Forward, config: Config, producer: int, consumer: int, **tiles: int) -> dict[str, int]:
+def _constants(op: Forward, config: AttnBwdPairConfig, producer: int, consumer: int, **tiles: int) -> dict[str, int]:
     registers = {"producer_registers": producer, "consumer_registers": consumer}
     return {**tiles, "q_block": config.q_block, "consumers": 2, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **registers}
 
@@ -138,7 +138,7 @@ def _products(op: Forward, n: int, **columns: int) -> list[str]:
     return made + [wgmma(name, op.element, each, a_in_registers=True, b_by_rows=True) for name, each in columns.items()]
 
 
-def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _dkdv(op: Forward, config: AttnBwdPairConfig, arch: str) -> tuple[Source, Fields]:
     registers = config.kv_producer_registers, config.kv_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.tile_q, tile_kv=KEYS)
     plan = backward.kv_scheduler(op, config.direction)
@@ -152,7 +152,7 @@ def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
     return backward.rendered("attn_bwd_dkdv.cu", constants, fields, products, every, arch)
 
 
-def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _dq(op: Forward, config: AttnBwdPairConfig, arch: str) -> tuple[Source, Fields]:
     registers = config.q_producer_registers, config.q_consumer_registers
     constants = _constants(op, config, *registers, tile_q=config.q_block, tile_kv=config.tile_kv)
     fields = (*backward.loads(op, config.q_block, config.tile_kv), DQ, *backward.STATISTICS, *backward.HEADS)

@@ -15,12 +15,12 @@ from ..variant.field import Fields
 from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
 from .attn_bwd_captured import launches
-from .backward import BackwardKernel, FirstPass
+from .backward import BackwardKernel, DeltaPass
 from .program import Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnBwdSimtConfig:
     """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
 
     tile_q: int = 32
@@ -29,7 +29,7 @@ class Config:
     blocks: int = 1
 
 
-def configs_of(op: Forward) -> list[Config]:
+def configs_of(op: Forward) -> list[AttnBwdSimtConfig]:
     """The configurations for the head sizes, the fastest first (perf/notes/attn_bwd_simt.md). A thread has tile_kv / 16 times
     columns / 16 numbers of dk and of dv in registers, so that wide heads take smaller tiles, and doubles sooner."""
     widest = op.widest
@@ -38,10 +38,10 @@ def configs_of(op: Forward) -> list[Config]:
         tiles = [(tile, tile, 1) for tile, most in ((64, 64), (32, 128), (16, 512)) if widest <= most]
     else:
         tiles = [(64, 64, 2 if widest <= 128 else 1)] * (widest <= 192) + [(32, 32, 1)]
-    return [Config(tile_q, tile_kv, chunk, blocks) for tile_q, tile_kv, blocks in tiles]
+    return [AttnBwdSimtConfig(tile_q, tile_kv, chunk, blocks) for tile_q, tile_kv, blocks in tiles]
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnBwdSimtConfig, op: Forward) -> int:
     """Shared memory of a block: parts of two tiles, and P and dS."""
     vector = 16 // op.element.lse_bytes
     rows = (config.tile_q + config.tile_kv) * (config.chunk + vector)
@@ -53,7 +53,7 @@ class AttnBwdSimt(BackwardKernel):
 
     name = "attn_bwd_simt"
     alignment = 1  # any
-    config_type = Config
+    config_type = AttnBwdSimtConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 75
@@ -69,7 +69,7 @@ class AttnBwdSimt(BackwardKernel):
     def layout_reason(self, layout: Layout) -> str | None:
         return None
 
-    def legal(self, config: Config, op: Backward, device: Device) -> str | None:
+    def legal(self, config: AttnBwdSimtConfig, op: Backward, device: Device) -> str | None:
         for which, value in (("tile_q", config.tile_q), ("tile_kv", config.tile_kv), ("chunk", config.chunk)):
             if value % 16 or value < 16:
                 return f"{which} is {value}; it must be a multiple of 16"
@@ -77,15 +77,15 @@ class AttnBwdSimt(BackwardKernel):
             return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
         return None
 
-    def candidates(self, op: Backward, device: Device) -> list[Config]:
+    def candidates(self, op: Backward, device: Device) -> list[AttnBwdSimtConfig]:
         """The fastest that the device's shared memory suffices for."""
         return [each for each in configs_of(op.forward) if self.legal(each, op, device) is None][:1]
 
-    def cost(self, config: Config, op: Backward, device: Device) -> float:
+    def cost(self, config: AttnBwdSimtConfig, op: Backward, device: Device) -> float:
         """Returns the time of its products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
         return op.flops * 7 / 5 / (256 * device.sm_count * 1.5e9)
 
-    def lower(self, op: Backward, config: Config, device: Device) -> Program:
+    def lower(self, op: Backward, config: AttnBwdSimtConfig, device: Device) -> Program:
         forward = op.forward
         shared = backward.values(forward, config.tile_q, config.tile_kv)
         kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
@@ -93,22 +93,22 @@ class AttnBwdSimt(BackwardKernel):
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
         launch = functools.partial(self.launch, op, config, device)
         own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
-        return self.program(op, device, FirstPass(config.tile_q, config.tile_kv), own, launches)
+        return self.program(op, device, DeltaPass(config.tile_q, config.tile_kv), own, launches)
 
 
-def _dkdv(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
     return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 
 
-def _dq(op: Forward, config: Config, arch: str) -> tuple[Source, Fields]:
+def _dq(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
     own = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
     return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], own, arch)
 
 
 def _rendered(
-    file: str, op: Forward, config: Config, outputs: Fields, own: dict[str, Option], arch: str
+    file: str, op: Forward, config: AttnBwdSimtConfig, outputs: Fields, own: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1

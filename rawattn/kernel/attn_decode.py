@@ -9,8 +9,8 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, launch, q_operand, rows, scale, scheduler, softmax, store, weight
-from ..variant.field import Counter, Field, Fields, Pages, Scratch, View, Violations
+from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
+from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import paging, pyramid, tiling
 from .base import Kernel
@@ -27,7 +27,7 @@ MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnDecodeConfig:
     """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the steps of
     the contraction whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps
     exchange columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
@@ -71,7 +71,7 @@ def key_bytes(op: AttentionKVCache) -> int:
     return op.kv_element.itemsize * (op.head_dim + op.head_dim_v)
 
 
-def smem_bytes(op: AttentionKVCache, config: Config) -> int:
+def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     """Shared memory of a block, about."""
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
@@ -79,12 +79,12 @@ def smem_bytes(op: AttentionKVCache, config: Config) -> int:
     return ring + 2 * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
-def page_rows(op: AttentionKVCache, config: Config) -> int:
+def page_rows(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     """Rows of a tile that lie in one page."""
     return config.tile_kv if config.cp_async or page_shift(op) == WHOLE else min(op.page_size, config.tile_kv)
 
 
-def kv_option(op: AttentionKVCache, config: Config) -> Option:
+def kv_option(op: AttentionKVCache, config: AttnDecodeConfig) -> Option:
     """Returns the option that says where keys and values come from."""
     pages, rows = kv.PAGES[op.form], page_rows(op, config)
     if config.cp_async:
@@ -111,7 +111,7 @@ def splits_at_most(op: AttentionKVCache) -> int:
     return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
 
 
-def _fill(op: AttentionKVCache, config: Config, room: int) -> Config:
+def _fill(op: AttentionKVCache, config: AttnDecodeConfig, room: int) -> AttnDecodeConfig:
     """The configuration with the fewest passes of the exchange that leave the ring four stages, and half of shared memory or ten
     stages; where none does, with those that leave it the most stages."""
     tile, blocks = config.tile_kv * key_bytes(op), ceil_div(op.head_dim_v, 32)
@@ -130,7 +130,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
     name = "attn_decode"
-    config_type = Config
+    config_type = AttnDecodeConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
@@ -168,7 +168,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
 
-    def legal(self, config: Config, op: AttentionKVCache, device: Device) -> str | None:
+    def legal(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> str | None:
         if config.m_tiles not in (1, 2) or config.tile_kv not in (32, 64):
             given = f"m_tiles is {config.m_tiles} and tile_kv {config.tile_kv}"
             return f"{given}; they must be 1 or 2, and 32 or 64"
@@ -187,10 +187,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
-    def candidates(self, op: AttentionKVCache, device: Device) -> list[Config]:
+    def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:
         """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
         keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
-        dims, room, each, every = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[Config]()
+        dims, room, each, every = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[AttnDecodeConfig]()
         wide = op.widest > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
@@ -199,32 +199,32 @@ class AttnDecode(Kernel[AttentionKVCache]):
             tight = wide or (m_tiles == 2 and (dims > most or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
-            found = _fill(op, Config(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
+            found = _fill(op, AttnDecodeConfig(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
             if found.stages * tile >= 64 * m_tiles and self.legal(found, op, device) is None:
                 every += [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
                 if m_tiles == 1 or not is_crowded(op):
                     break
         return every
 
-    def _lighter(self, config: Config, op: AttentionKVCache) -> list[Config]:
+    def _lighter(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
         """The same with fewer registers, which functions may need, the fastest first."""
         found = [dataclasses.replace(config, q_steps_in_registers=n) for n in range(config.q_steps_in_registers)[::-2]]
         found = [dataclasses.replace(each, steps_at_once=1) for each in (config, *found)]
         return [each for each in found if each != config]
 
-    def cost(self, config: Config, op: AttentionKVCache, device: Device) -> float:
+    def cost(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> float:
         return 8e-6 + op.bytes / 4e12
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[AttentionKVCache, ...]:
         return (op,)
 
-    def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
+    def options(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
         """The option on each axis."""
         sums: Option = softmax.WithSink(softmax.Plain()) if op.sinks else softmax.Plain()
-        operand: Option = q_operand.PlainQ()
+        operand: Option = element.PlainQ()
         if paging.is_fp8(op):
-            k_scale, v_scale = scale.scales(op.k_scales, op.v_scales)
-            sums, operand = softmax.WithVScale(sums, v_scale), q_operand.ScaledQ(k_scale)
+            k_scale, v_scale = kv.scales(op.k_scales, op.v_scales)
+            sums, operand = softmax.WithVScale(sums, v_scale), element.ScaledQ(k_scale)
         score = paging.score_option(op)
         assert op.kv_element is not None
         return {
@@ -242,14 +242,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
-            "Launch": launch.Dependent() if int(arch[3:].rstrip("a")) >= 90 else launch.Independent(),
+            "Launch": scheduler.launch_of(arch),
         }
 
-    def fields(self, op: AttentionKVCache, config: Config, arch: str) -> Fields:
+    def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool, box_rows = ("StridedPages", 0) if config.cp_async else ("TmaPages", page_rows(op, config))
         common = (
-            *(Field(name, pool, Pages(f"{name}_cache", box_rows)) for name in "kv"),
+            *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
             Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
@@ -261,7 +261,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
         return (*common, *dict.fromkeys(of_options))
 
-    def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
+    def render(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Source:
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
@@ -283,14 +283,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
         found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
         return found | op.mask.values | op.score.values
 
-    def grid(self, op: AttentionKVCache, config: Config, device: Device) -> int:
+    def grid(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> int:
         """One block for each multiprocessor, or for each split that there may be; fewer where their states would take more than
         MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
         room = 1 + MOST_BYTES // (4 * slots(op) * state_floats(op, config))
         return min(device.sm_count, MOST_BLOCKS, works * splits_at_most(op), room)
 
-    def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
+    def lower(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> Program:
         """The launch, and its scratch: states of splits whose work another block finishes. None where no row is computed."""
         if not op.total_q * op.batch:
             return Program(())
@@ -310,12 +310,12 @@ def slots(op: AttentionKVCache) -> int:
     return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
 
 
-def partials_bytes(op: AttentionKVCache, config: Config, grid: int) -> int:
+def partials_bytes(op: AttentionKVCache, config: AttnDecodeConfig, grid: int) -> int:
     """Bytes of the states at all borders between blocks."""
     return 4 * max(1, grid - 1) * slots(op) * state_floats(op, config)
 
 
-def state_floats(op: AttentionKVCache, config: Config) -> int:
+def state_floats(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     """Numbers of a state (tile/softmax_state.cuh)."""
     return (512 * ceil_div(op.head_dim_v, 32) + 32) * config.m_tiles
 

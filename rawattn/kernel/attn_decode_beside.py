@@ -10,11 +10,12 @@ from typing import Any
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..variant import Option, rows
-from . import attn_fwd, attn_fwd_mma, paging
-from .attn_decode import MOST_ROWS, AttnDecode, Config, most_rows
+from . import paging
+from .attn_decode import MOST_ROWS, AttnDecode, AttnDecodeConfig, most_rows
 from .attn_fwd_kvcache import AttnFwdKVCache
 from .attn_fwd_mma_kvcache import AttnFwdMmaKVCache
 from .base import without_spills
+from .paging import OverCache
 from .program import Program
 
 
@@ -26,9 +27,9 @@ def few_queries(op: AttentionKVCache) -> int:
 class AttnDecodeOfFew(AttnDecode):
     """attn_decode for the sequences that have few rows."""
 
-    def options(self, op: AttentionKVCache, config: Config, arch: str) -> dict[str, Option]:
+    def options(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
         found = super().options(op, config, arch)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=True)}
+        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=True)}
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         return super().values(op) | {"few_queries": few_queries(op)}
@@ -59,63 +60,47 @@ def _tried_config(op: AttentionKVCache, device: Device) -> Any:
     return without_spills(_FEW, [(op, _FEW.candidates(op, device))], device)[0]
 
 
-def beside(op: AttentionKVCache, device: Device, many: Program, entry: str) -> Program:
-    """The launch of attn_decode, and those of the other kernel."""
-    if not many.launches:
-        return many
-    few = _FEW.lower(op, few_config(op, device), device)
-    main = many.launches[-1]._replace(entry=entry)  # those before make pyramids, which are made once
-    return Program((*few.launches, main), tuple(dict.fromkeys((*few.scratch, *many.scratch))))
-
-
-class AttnDecodeAndFwd(AttnFwdKVCache):
-    """attn_fwd, in its configurations, with attn_decode before it."""
-
-    name = "attn_decode+attn_fwd"
+class Beside(OverCache):
+    """A kernel of the forward over caches, in its configurations, with attn_decode before it: before it in the bases, too."""
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         return reasons(op, device) or super().supports(op, device)
+
+    def prefers(self, op: AttentionKVCache) -> bool:
+        return op.spec.invariant
+
+    def options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
+        found = super().options(op, config)
+        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=False)}
+
+    def values(self, op: AttentionKVCache, config: Any, device: Device) -> dict[str, float]:
+        return super().values(op, config, device) | {"few_queries": few_queries(op)}
+
+    def lower(self, op: AttentionKVCache, config: Any, device: Device) -> Program:
+        many = super().lower(op, config, device)
+        if not many.launches:
+            return many
+        few = _FEW.lower(op, few_config(op, device), device)
+        main = many.launches[-1]._replace(entry=self.plain.name)  # those before make pyramids, which are made once
+        return Program((*few.launches, main), tuple(dict.fromkeys((*few.scratch, *many.scratch))))
+
+
+class AttnDecodeAndFwd(Beside, AttnFwdKVCache):
+    """attn_fwd with attn_decode before it."""
+
+    name = "attn_decode+attn_fwd"
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return not reasons(op, device) and super().meant_for(op, device)
 
-    def prefers(self, op: AttentionKVCache) -> bool:
-        return op.spec.invariant
 
-    def options(self, op: AttentionKVCache, config: attn_fwd.Config) -> dict[str, Option]:
-        found = super().options(op, config)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
-
-    def values(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> dict[str, float]:
-        return super().values(op, config, device) | {"few_queries": few_queries(op)}
-
-    def lower(self, op: AttentionKVCache, config: attn_fwd.Config, device: Device) -> Program:
-        return beside(op, device, super().lower(op, config, device), super().name)
-
-
-class AttnDecodeAndFwdMma(AttnFwdMmaKVCache):
-    """attn_fwd_mma, in its configurations, with attn_decode before it."""
+class AttnDecodeAndFwdMma(Beside, AttnFwdMmaKVCache):
+    """attn_fwd_mma with attn_decode before it."""
 
     name = "attn_decode+attn_fwd_mma"
 
-    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        return reasons(op, device) or super().supports(op, device)
-
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return False
-
-    def prefers(self, op: AttentionKVCache) -> bool:
-        return op.spec.invariant
-
-    def options(self, op: AttentionKVCache, config: attn_fwd_mma.Config) -> dict[str, Option]:
-        found = super().options(op, config)
-        return found | {"Rows": rows.SomeRows(found["Rows"], few=False)}
-
-    def values(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> dict[str, float]:
-        return super().values(op, config, device) | {"few_queries": few_queries(op)}
-
-    def lower(self, op: AttentionKVCache, config: attn_fwd_mma.Config, device: Device) -> Program:
-        return beside(op, device, super().lower(op, config, device), super().name)
 
 
 ATTN_DECODE_AND_FWD = AttnDecodeAndFwd()

@@ -12,14 +12,14 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
 from ..operation.operand import Layout
-from ..variant import Option, kv, order, rows, softmax, store
+from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.field import Field, Fields, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
@@ -36,7 +36,7 @@ _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, a
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnFwdConfig:
     """Tile sizes in rows, stages of the K and V rings and of Q."""
 
     tile_q: int = 128
@@ -50,7 +50,7 @@ class Config:
         return self.tile_q // 64
 
 
-def registers(config: Config, op: Forward) -> tuple[int, int]:
+def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
     part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
     needs more, and consumers whose score is a function."""
@@ -60,7 +60,7 @@ def registers(config: Config, op: Forward) -> tuple[int, int]:
     return {1: (56, 256), 2: (40, 232), 3: (32, 160) if wide else (40, 152), 4: (32, 112)}[config.consumers]
 
 
-def ahead_of(op: Forward, config: Config) -> Option:
+def ahead_of(op: Forward, config: AttnFwdConfig) -> Option:
     """The option for what comes of the score's arrays before it is asked for."""
     return ahead_by_tiles(op.score, op.layout.tma_captured, config.tile_q, config.tile_kv)
 
@@ -70,7 +70,7 @@ def panels(columns: int) -> int:
     return -(-columns // 64)
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnFwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles, elements ahead, columns of a mask, barriers (8 bytes each) and two works."""
     q = config.q_stages * config.tile_q * panels(op.head_dim)
     kv_rows = config.stages * config.tile_kv
@@ -81,7 +81,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return -(-(tiles + ahead + columns + barriers) // 1024) * 1024
 
 
-def accumulators(config: Config, op: Forward) -> int:
+def accumulators(config: AttnFwdConfig, op: Forward) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score and dropout work with besides."""
     tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and op.varlen  # found by trying
     score = 13 if tight and not isinstance(op.score, Scale) else 0
@@ -101,7 +101,7 @@ def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
     return max(busy, default=0.0)
 
 
-def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: dict[str, Option]) -> Source:
+def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, options: dict[str, Option]) -> Source:
     """The source of a configuration with these options."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
@@ -114,7 +114,7 @@ def rendered(op: Forward, config: Config, arch: str, fields: Fields, options: di
     return source(FILE, config_header(constants, fields, products, options), arch)
 
 
-def _keys_of_ring(config: Config) -> int:
+def _keys_of_ring(config: AttnFwdConfig) -> int:
     """Keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than those."""
     return min(config.stages * config.tile_kv, 192)
 
@@ -124,12 +124,12 @@ def _is_cut(op: Forward) -> bool:
     return op.kv_lens and not op.varlen
 
 
-class AttnFwd(OneLaunch):
+class AttnFwd(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd"
     file = FILE
-    config_type = Config
+    config_type = AttnFwdConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
@@ -149,7 +149,7 @@ class AttnFwd(OneLaunch):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported
 
-    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+    def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
         if reasons := tiling.too_many_tiles(op, config.tile_q):
@@ -172,7 +172,7 @@ class AttnFwd(OneLaunch):
         which spills none (perf/notes/functions.md). Nobody measured it for lists, where the producer may be what spills."""
         return 0 if lists(op.mask) else SMALL_SPILL
 
-    def candidates(self, op: Forward, device: Device) -> list[Config]:
+    def candidates(self, op: Forward, device: Device) -> list[AttnFwdConfig]:
         """The legal configurations worth a thought: the deepest rings that fit, key tiles of 64 to 128 rows where
         there are any (longer ones lost wherever they were tried). Where only compiling tells which of them are good, there is one
         ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
@@ -189,18 +189,18 @@ class AttnFwd(OneLaunch):
             found += [config for rings in own for config in ([max(rings, key=_keys_of_ring)] if self.is_tried(op) else rings)]
         return [c for c in found if c.tile_kv >= 64] or found
 
-    def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[Config]:
+    def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[AttnFwdConfig]:
         """A tile with the deepest rings that fit, with two stages of Q and with one."""
         found = []
         for q_stages in (2, 1):
-            fitting = [Config(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
+            fitting = [AttnFwdConfig(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
             found += [c for c in fitting if self.legal(c, op, device) is None][:1]
         return found
 
-    def cost(self, config: Config, op: Forward, device: Device) -> float:
+    def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
 
-    def seconds(self, config: Config, op: Forward, device: Device, rows_each: int = 1) -> float:
+    def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1) -> float:
         """Counts for every query tile the clocks of its steps over key tiles, at the rate of the tensor cores (4096 FLOP a clock)
         and the exponentials (16 a clock), and what a tile costs besides. Over caches ``rows_each`` heads share a tile."""
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
@@ -213,37 +213,37 @@ class AttnFwd(OneLaunch):
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
         return makespan(work, tiles(op, config.tile_q, rows_each), device.sm_count) / _CLOCK + _LAUNCH
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
-        scheduler = tiling.lpt_scheduler(op, persistent=True)
+        plan = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
         own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
-            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=scheduler, Store=out,
+            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out,
             Order=self.order(op, config), Walk=walk, **own,
         )  # fmt: skip
 
-    def order(self, op: Forward, config: Config) -> Option:
+    def order(self, op: Forward, config: AttnFwdConfig) -> Option:
         """The order of the warpgroups' products. Two take turns, but at head_dim 256, where the products of one leave the other's
         softmax time enough; four do where none of them has tiles to skip, nor a softmax so long that it misses its turn
         (perf/notes/attn_fwd.md)."""
         even = isinstance(op.mask, Full) and isinstance(op.score, Scale) and not op.varlen
         turns = {2: op.head_dim_v <= 128, 4: even}.get(config.consumers, False)
-        return order.PingPong() if turns else order.Unordered()
+        return scheduler.PingPong() if turns else scheduler.Unordered()
 
-    def fields(self, op: Forward, config: Config) -> Fields:
+    def fields(self, op: Forward, config: AttnFwdConfig) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
         tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
         return tiling.fields(tensors, self.options(op, config))
 
-    def render(self, op: Forward, config: Config, arch: str) -> Source:
+    def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(op, config, arch, self.fields(op, config), self.options(op, config))
 
-    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
+    def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         return tiling.values(op, config.tile_q, device)
 
-    def tiles(self, op: Forward, config: Config, device: Device) -> tiling.QueryTiles:
+    def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
         return super().tiles(op, config, device)._replace(most_blocks=device.sm_count)
 
 

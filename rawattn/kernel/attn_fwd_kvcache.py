@@ -9,25 +9,22 @@ from ..array.tma import BOX_COLUMNS, SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
-from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
 from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, TensorMap
-from ..variant.mask import Both, Causal, Full, Window
+from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
-from . import paging, pyramid, tiling
-from .attn_fwd import ATTN_FWD, AttnFwd, Config, rendered
-from .base import Kernel
-from .paging import LONGEST, WHOLE, forward_of, in_rows, over_tensors, page_shift
-from .program import Launch, Program
+from . import paging, tiling
+from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered
+from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
 
 
-def page_rows(op: AttentionKVCache, config: Config) -> int:
+def page_rows(op: AttentionKVCache, config: AttnFwdConfig) -> int:
     """Rows of a tile that lie in one page wherever it begins."""
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
-def kv_kind(op: AttentionKVCache, config: Config) -> type[kv.PagedPanelsKv]:
+def kv_kind(op: AttentionKVCache, config: AttnFwdConfig) -> type[kv.PagedPanelsKv]:
     """Returns which option says where keys and values come from. A small page is one box where its rows are whole panels, two or
     more; with one panel it saves no boxes, and is slower (perf/notes/attn_decode.md)."""
     if op.kv_begin:
@@ -41,43 +38,34 @@ def is_plain(op: Any) -> bool:
     return isinstance(op.mask, (Full, Causal)) and (isinstance(op, Forward) or not any(paging.arrays_of(op)))
 
 
-class AttnFwdKVCache(Kernel[AttentionKVCache]):
-    """The kernel. Configurations are those of the forward over plain tensors, by the same records."""
+class AttnFwdKVCache(OverCache):
+    """The kernel. The records of the forward over plain tensors count for it."""
 
-    name = "attn_fwd"
-    config_type = Config
+    name, plain = "attn_fwd", ATTN_FWD
+    config_type = AttnFwdConfig
     has_records = True
 
     @property
     def recorded(self) -> AttnFwd:
         return ATTN_FWD
 
-    def runs_on(self, device: Device) -> bool:
-        return ATTN_FWD.runs_on(device)
-
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        found = ATTN_FWD.supports(over_tensors(op), device) + paging.reasons_of_tiles(op)
+        found = super().supports(op, device)
         if 1 << page_shift(op) < SWIZZLE_ROWS:
             found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return found
 
-    def is_tried(self, op: Any) -> bool:
-        return paging.has_functions(op)
-
-    def layout_reason(self, layout: Layout) -> str | None:
-        return ATTN_FWD.layout_reason(layout)
-
-    def legal(self, config: Config, op: Any, device: Device) -> str | None:
+    def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):
             tiles = f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}"
             return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
-    def candidates(self, op: Any, device: Device) -> list[Config]:
+    def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
         return [each for each in ATTN_FWD.candidates(forward_of(op), device) if self.legal(each, op, device) is None]
 
-    def cost(self, config: Config, op: Any, device: Device) -> float:
+    def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
             return ATTN_FWD.cost(config, op, device)
         return ATTN_FWD.seconds(config, over_tensors(op), device, op.heads_per_kv if self.packs(op, config) else 1)
@@ -88,32 +76,27 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
         shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
         if is_plain(op):
             return shapes
-        return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in shapes)
+        return tuple(tiling.with_mask(each, And(Causal(), Window())) for each in shapes)
 
-    def packs(self, op: AttentionKVCache, config: Config) -> bool:
-        """Says whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then,
-        and fewer tiles are cut by a causal mask."""
+    def packs(self, op: AttentionKVCache, config: AttnFwdConfig) -> bool:
         heads = op.heads_per_kv
         return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
 
-    def options(self, op: AttentionKVCache, config: Config) -> dict[str, Option]:
-        """The option on each axis."""
-        like, packs = over_tensors(op), self.packs(op, config)
+    def own_options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
+        like = over_tensors(op)
         order = tiling.lpt_scheduler(like, persistent=True)
         if op.ragged and not op.kv_begin:  # with first keys it would spill, by Both in tiles of 128
-            order = scheduler.BothEndsScheduler()
-        own: dict[str, Option] = {
+            order = scheduler.TwoEndedScheduler()
+        return {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
-            "Scheduler": scheduler.SaidScheduler(order),
+            "Scheduler": scheduler.ReportingScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(like, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }
-        return paging.options(op, packs, own)
 
-    def fields(self, op: AttentionKVCache, config: Config) -> Fields:
-        """The fields of struct Args, in order."""
+    def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:
         box_rows = page_rows(op, config)
         q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
         if self.packs(op, config):
@@ -126,30 +109,15 @@ class AttnFwdKVCache(Kernel[AttentionKVCache]):
             tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
-    def render(self, op: AttentionKVCache, config: Config, arch: str) -> Source:
-        """The source of operations of one kind."""
+    def render(self, op: AttentionKVCache, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))
 
-    def values(self, op: AttentionKVCache, config: Config, device: Device) -> dict[str, float]:
-        """The run-time numbers of struct Args."""
-        found = tiling.values(self._tiled(op, config), config.tile_q, device) | paging.values(op)
-        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}
+    def grid(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> int:
+        return ATTN_FWD.grid(self.tiled(op, config), config, device)
 
-    def _tiled(self, op: AttentionKVCache, config: Config) -> Forward:
-        """The forward that has as many tiles."""
-        return in_rows(op) if self.packs(op, config) else over_tensors(op)
-
-    def lower(self, op: AttentionKVCache, config: Config, device: Device) -> Program:
-        """The launch; none where no row is computed."""
-        if not op.total_q * op.batch:
-            return Program(())
-        arch, like = device.arch, over_tensors(op)
-        pages = op.form, page_rows(op, config), kv_kind(op, config), paging.arrays_of(op)
-        key = (like.kind, *pages, self.packs(op, config) and op.heads_per_kv, config, arch)
-        source, fields = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
-        grid = ATTN_FWD.grid(self._tiled(op, config), config, device)
-        program = Program((Launch(self.name, source, fields, self.values(op, config, device), grid),))
-        return pyramid.before(program, op.mask, device)
+    def rendered_kind(self, op: AttentionKVCache, config: AttnFwdConfig) -> tuple[Any, ...]:
+        own = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv
+        return (*super().rendered_kind(op, config), *own)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

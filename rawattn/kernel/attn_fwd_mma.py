@@ -13,11 +13,11 @@ from ..operation import Forward
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Field, Fields, View
-from ..variant.mask import Both, Causal, Full, SplitMask, Window
+from ..variant.mask import And, Causal, Full, SplitMask, Window
 from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .program import Buffer, Program
 from .render import config_header, source
 from .tiling import kept_keys, tiles
@@ -31,7 +31,7 @@ _FOLD = 3e-6  # seconds of the launch that folds splits
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnFwdMmaConfig:
     """Tile sizes in rows; slots of the ring, which K and V tiles share; tiles of 16 query rows that a warp computes; contraction
     steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor; whether the query heads that share a key
     head share tiles; whether a sequence's keys may be split, where few queries would leave multiprocessors idle."""
@@ -59,13 +59,13 @@ def packs(op: Forward) -> bool:
     return alone < 0.9 * together
 
 
-def as_rows(op: Forward, config: Config) -> Forward:
+def packed_gqa(op: Forward, config: AttnFwdMmaConfig) -> Forward:
     """The operation whose queries and heads are the rows of tiles."""
     return op.packed if config.pack_gqa else op
 
 
 @functools.cache
-def unsplit(config: Config) -> Config:
+def unsplit(config: AttnFwdMmaConfig) -> AttnFwdMmaConfig:
     """The configuration for sequences whose keys are not split."""
     return dataclasses.replace(config, split=False)
 
@@ -75,13 +75,13 @@ def columns(op: Forward) -> tuple[int, int]:
     return -(-op.head_dim // 16) * 16, -(-op.head_dim_v // 16) * 16
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Shared memory of a block: Q, the ring, and the work."""
     qk, v = columns(op)
     return 2 * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128
 
 
-def registers(config: Config, op: Forward) -> int:
+def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
     plain = isinstance(op.mask, (Full, Causal)) and isinstance(op.score, Scale)
     rest = 52 if plain else 76
@@ -94,7 +94,7 @@ def registers(config: Config, op: Forward) -> int:
     return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
 
 
-def register_limit(config: Config, device: Device) -> int:
+def register_limit(config: AttnFwdMmaConfig, device: Device) -> int:
     """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
     compiling what is chosen with NVRTC 13.0 and 13.5."""
     wanted = (24, 32) if device.capability >= 100 else (20, 0)
@@ -111,12 +111,12 @@ def _larger(a: float, b: float) -> float:
     return float((a**4 + b**4) ** 0.25)
 
 
-class AttnFwdMma(OneLaunch):
+class AttnFwdMma(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"
     file = "attn_fwd_mma.cu"
-    config_type = Config
+    config_type = AttnFwdMmaConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
@@ -132,14 +132,14 @@ class AttnFwdMma(OneLaunch):
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
 
-    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+    def legal(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> str | None:
         if config.m_tiles_per_warp not in (1, 2):
             return f"m_tiles_per_warp is {config.m_tiles_per_warp}; it must be 1 or 2"
         if config.tile_q % (32 * config.m_tiles_per_warp) or not 32 <= config.tile_q <= 256:
             return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
         if config.pack_gqa and (op.varlen or any(op.lens) or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
-        if reasons := tiling.too_many_tiles(as_rows(op, config), config.tile_q):
+        if reasons := tiling.too_many_tiles(packed_gqa(op, config), config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
@@ -163,15 +163,17 @@ class AttnFwdMma(OneLaunch):
             found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
         if isinstance(op.mask, (Full, Causal)) or lists(op.mask):
             return found
-        return tuple(tiling.with_mask(each, Both(Causal(), Window())) for each in found)
+        return tuple(tiling.with_mask(each, And(Causal(), Window())) for each in found)
 
-    def candidates(self, op: Forward, device: Device) -> list[Config]:
+    def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
         """As many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in registers nothing, or as much
         as fits."""
         steps, found, split = columns(op)[0] // 16, [], tiling.is_few(op)
         for m_tiles_per_warp, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
             for tile_kv in (64, 32) if m_tiles_per_warp == 2 else (64, 32, 128):
-                bare = [Config(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)]
+                bare = [
+                    AttnFwdMmaConfig(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)
+                ]
                 fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
                 for config in fitting:
                     room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
@@ -179,10 +181,10 @@ class AttnFwdMma(OneLaunch):
                     found += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
         return found
 
-    def cost(self, config: Config, op: Forward, device: Device) -> float:
+    def cost(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
 
-    def seconds(self, config: Config, op: Forward, device: Device, rows_each: int = 1) -> float:
+    def seconds(self, config: AttnFwdMmaConfig, op: Forward, device: Device, rows_each: int = 1) -> float:
         """Counts for every key tile of every block the clocks of the products and of the exponentials (16 a clock), or of shared
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more. Over caches ``rows_each`` heads share a
         tile."""
@@ -193,7 +195,7 @@ class AttnFwdMma(OneLaunch):
         reread = 1 - config.q_steps_in_registers / (qk // 16)
         read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
-        op = as_rows(op, config)
+        op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
         together = min(config.ctas_per_sm, max(1.0, count))  # at a time
         busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
@@ -205,7 +207,7 @@ class AttnFwdMma(OneLaunch):
         waves = np.ceil(count / together) if work.max() < 1.05 * work.mean() else max(1.0, count / together + 0.3)
         return float(waves * work.mean()) / _CLOCK + _FOLD * (splits > 1)
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdMmaConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=False)
         own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
@@ -219,10 +221,10 @@ class AttnFwdMma(OneLaunch):
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
         return tiling.options(op, **own)
 
-    def fields(self, op: Forward, config: Config) -> Fields:
+    def fields(self, op: Forward, config: AttnFwdMmaConfig) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
 
-    def constants(self, op: Forward, config: Config) -> dict[str, int]:
+    def constants(self, op: Forward, config: AttnFwdMmaConfig) -> dict[str, int]:
         """The constants of a configuration, in order."""
         constants = {**dataclasses.asdict(config), "threads": config.threads}
         del constants["pack_gqa"], constants["split"]
@@ -230,25 +232,25 @@ class AttnFwdMma(OneLaunch):
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return constants
 
-    def render(self, op: Forward, config: Config, arch: str) -> Source:
+    def render(self, op: Forward, config: AttnFwdMmaConfig, arch: str) -> Source:
         constants = self.constants(op, config)
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
-    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
-        found = tiling.values(as_rows(op, config), config.tile_q, device)
+    def values(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> dict[str, float]:
+        found = tiling.values(packed_gqa(op, config), config.tile_q, device)
         return found | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else found
 
-    def tiles(self, op: Forward, config: Config, device: Device) -> tiling.QueryTiles:
-        found = super().tiles(as_rows(op, config), config, device)
+    def tiles(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tiling.QueryTiles:
+        found = super().tiles(packed_gqa(op, config), config, device)
         return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
-    def lower(self, op: Forward, config: Config, device: Device) -> Program:
+    def lower(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> Program:
         splits, keys = tiling.splits(op, device) if config.split else (1, 0)
         if splits == 1 or self.grid(op, config, device) * splits > tiling.MOST_TILES:
             return super().lower(op, unsplit(config), device)
         return self._split(op, config, device, splits, keys)
 
-    def _split(self, op: Forward, config: Config, device: Device, splits: int, keys: int) -> Program:
+    def _split(self, op: Forward, config: AttnFwdMmaConfig, device: Device, splits: int, keys: int) -> Program:
         """Two launches: of each row the results over each split of the keys, and their fold; none where no row is computed."""
         whole = super().lower(op, config, device)
         if not whole.launches:
@@ -265,7 +267,7 @@ class AttnFwdMma(OneLaunch):
         scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
         return Program((*whole.launches[:-1], main, fold), (*whole.scratch, *scratch))
 
-    def programs(self, op: Forward, config: Config, device: Device) -> tuple[Program, ...]:
+    def programs(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)
         return (whole, self._split(op, config, device, 2, tiling.SPLIT_KEYS)) if config.split else (whole,)
 

@@ -11,12 +11,12 @@ from ..operation.operand import Layout
 from ..variant import Option, element, softmax, store
 from ..variant.field import Field, Fields, View
 from . import tiling
-from .base import OneLaunch
+from .base import ForwardKernel
 from .render import config_header, source
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class AttnFwdSimtConfig:
     """Tile sizes in rows; columns of K and of V that are in shared memory at a time; threads; blocks on a multiprocessor."""
 
     tile_q: int = 64
@@ -31,7 +31,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def smem_bytes(config: Config, op: Forward) -> int:
+def smem_bytes(config: AttnFwdSimtConfig, op: Forward) -> int:
     """Shared memory of a block: Q, a part of K or V, and P, each row a vector of 16 bytes longer than its numbers."""
     size = 8 if op.element == element.FP64 else 4
     q = config.tile_q * (size * _round_up(op.head_dim, config.chunk) + 16)
@@ -39,7 +39,7 @@ def smem_bytes(config: Config, op: Forward) -> int:
     return q + kv + config.tile_q * (size * config.tile_kv + 16)
 
 
-def registers(config: Config, op: Forward) -> int:
+def registers(config: AttnFwdSimtConfig, op: Forward) -> int:
     """Registers of a thread, about: O; S, of which there are two where it has chunks, or a part of O; the vectors that are
     multiplied; and the rest, fitted to what ptxas uses."""
     words = 2 if op.element == element.FP64 else 1
@@ -49,13 +49,13 @@ def registers(config: Config, op: Forward) -> int:
     return words * rows_each * (sums + columns_each + 2) + 4 * (rows_each + keys_each) + 52
 
 
-class AttnFwdSimt(OneLaunch):
+class AttnFwdSimt(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"
     file = "attn_fwd_simt.cu"
     alignment = 1  # any
-    config_type = Config
+    config_type = AttnFwdSimtConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 75
@@ -74,7 +74,7 @@ class AttnFwdSimt(OneLaunch):
     def layout_reason(self, layout: Layout) -> str | None:
         return None
 
-    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+    def legal(self, config: AttnFwdSimtConfig, op: Forward, device: Device) -> str | None:
         if config.threads % 32 or not 32 <= config.threads <= 1024 or config.tile_q % (config.threads // 16) or config.tile_q < 1:
             return f"threads is {config.threads}, tile_q {config.tile_q}; they must be multiples of 32 and of threads / 16"
         for which in ("tile_kv", "chunk", "v_chunk"):
@@ -91,7 +91,7 @@ class AttnFwdSimt(OneLaunch):
             return f"a thread needs about {registers(config, op)} registers; above {limit} it spills"
         return None
 
-    def candidates(self, op: Forward, device: Device) -> list[Config]:
+    def candidates(self, op: Forward, device: Device) -> list[AttnFwdSimtConfig]:
         """Every legal configuration worth comparing, with as many blocks as fit."""
         widths = {min(_round_up(n, 16), limit) for n in (op.head_dim, op.head_dim_v) for limit in (64, 128)}
         found = []
@@ -101,11 +101,11 @@ class AttnFwdSimt(OneLaunch):
                     for width in sorted(widths, reverse=True):
                         chunk, v_chunk = (min(_round_up(n, 16), width) for n in (op.head_dim, op.head_dim_v))
                         tile_q = rows_each * threads // 16
-                        fitting = [Config(tile_q, tile_kv, chunk, v_chunk, threads, ctas) for ctas in (4, 3, 2, 1)]
+                        fitting = [AttnFwdSimtConfig(tile_q, tile_kv, chunk, v_chunk, threads, ctas) for ctas in (4, 3, 2, 1)]
                         found += [c for c in fitting if self.legal(c, op, device) is None][:1]
         return found
 
-    def cost(self, config: Config, op: Forward, device: Device) -> float:
+    def cost(self, config: AttnFwdSimtConfig, op: Forward, device: Device) -> float:
         """Estimated seconds, to compare configurations: multiplications and loads from shared memory share the issue slots."""
         rows_each, keys_each = config.tile_q * 16 // config.threads, config.tile_kv // 16
         vectors = (rows_each + keys_each) / (rows_each * keys_each) + 1 / 4 + 1 / rows_each
@@ -115,20 +115,20 @@ class AttnFwdSimt(OneLaunch):
         work = config.tile_q * config.ctas_per_sm * max(1, op.kv_len) * (op.head_dim + op.head_dim_v)
         return waves * work * (1 + vectors) * (1 + 2 / warps) / 128 / 1.5e9
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdSimtConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=False)
         return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=tiling.cursor(op))
 
-    def fields(self, op: Forward, config: Config) -> Fields:
+    def fields(self, op: Forward, config: AttnFwdSimtConfig) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
 
-    def render(self, op: Forward, config: Config, arch: str) -> Source:
+    def render(self, op: Forward, config: AttnFwdSimtConfig, arch: str) -> Source:
         constants = {**dataclasses.asdict(config), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         constants["q_sign"] = -1 if op.scale < 0 else 1
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
-    def values(self, op: Forward, config: Config, device: Device) -> dict[str, float]:
+    def values(self, op: Forward, config: AttnFwdSimtConfig, device: Device) -> dict[str, float]:
         return tiling.values(op, config.tile_q, device)
 
 

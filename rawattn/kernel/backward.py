@@ -13,30 +13,25 @@ from typing import Any
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..variant import Option, launch, rows, scheduler
-from ..variant.clear import ClearNothing
+from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
-from ..variant.group import DK_DV, PartOfGroup, WholeGroup
 from ..variant.mask import Full
 from ..variant.offset import OffsetScore
-from ..variant.statistics import GivenDlse, StatisticsByRows, ZeroDlse
-from ..variant.store import DQ, DQ_SUM, StoreRows16, StoreRows32
-from ..variant.unused import BehindLast, BehindUsed
-from ..variant.walk import ClearedSum, IntervalSum, IntervalTurn, ListSum, ListTurn, lists
+from ..variant.walk import IntervalTurn, ListTurn, lists
 from . import group, pyramid, tiling
 from .base import Kernel
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
-OUTPUTS: Fields = (*DK_DV, DQ)
+OUTPUTS: Fields = (*gradients.DK_DV, gradients.DQ)
 READS: Fields = tuple(
     Field("d_o" if name == "do" else name, "StridedTensor", View(name)) for name in ("q", "k", "v", "do")
 )  # without TMA
 STATISTICS: Fields = tuple(Field(name, "const Number*", Scratch(name)) for name in ("lse_log2", "delta"))
 HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("heads", "heads_per_kv", "q_blocks")))
 LSE = Field("lse", "const Number*", Pointer("lse"))
-NOTHING = ClearNothing()
-BY_ROWS = StatisticsByRows()
+NOTHING = gradients.ClearNothing()
+BY_ROWS = gradients.StatisticsByRows()
 SINKS_THREADS = PADDING_THREADS = 512
 SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
@@ -118,7 +113,7 @@ def wrong_direction(op: Forward, direction: str) -> str | None:
 
 def launch_option(arch: str) -> Option:
     """Says whether kernels may begin before the launch in front of them has ended."""
-    return launch.Dependent() if arch == "sm_90a" else launch.Independent()
+    return scheduler.Dependent() if arch == "sm_90a" else scheduler.Independent()
 
 
 def rendered(
@@ -183,19 +178,19 @@ def _kv_rows(op: Forward) -> int:
 
 def group_options(parts: int) -> dict[str, Option]:
     """The option that says which query heads of a key head a work has."""
-    return {"Group": PartOfGroup() if parts > 1 else WholeGroup()}
+    return {"Group": gradients.PartOfGroup() if parts > 1 else gradients.WholeGroup()}
 
 
 def dkv_rows(parts: int) -> dict[str, Option]:
     """That, and how kernels for tensor cores of Hopper write rows of dk and dv."""
-    return group_options(parts) | {"DkvRows": StoreRows32() if parts > 1 else StoreRows16()}
+    return group_options(parts) | {"DkvRows": gradients.StoreRows32() if parts > 1 else gradients.StoreRows16()}
 
 
 CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``attn_bwd_captured.launches`` is
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstPass:
+class DeltaPass:
     """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
     that are read at once; what it clears, and the constants of dq that this needs; how the statistics lie; whether lse has a
     gradient."""
@@ -203,14 +198,14 @@ class FirstPass:
     q_block: int
     tile_kv: int
     vector: int = 1
-    clears: Option = NOTHING
-    of_dq: tuple[tuple[str, int], ...] = ()
+    clear: Option = NOTHING
+    dq_constants: tuple[tuple[str, int], ...] = ()
     statistics: Option = BY_ROWS
     dlse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class LastPass:
+class ConvertPass:
     """The configuration of attn_bwd_convert.cu: rows of a block, keys of a tile of the kernel before, columns of each part of dq,
     how many parts there are, how many numbers of a thread follow each other in the sum, and in how many chains blocks took turns
     to add to it; 0 where they took none."""
@@ -238,7 +233,7 @@ class BackwardKernel(Kernel[Backward]):
         rendered = self._kept((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
         return Launch(name, *rendered, values, grid)
 
-    def convert(self, op: Backward, last: LastPass, device: Device) -> Launch:
+    def convert(self, op: Backward, last: ConvertPass, device: Device) -> Launch:
         """The last pass, where a kernel leaves sums of dq."""
         shared = values(op.forward, last.tile_q, last.tile_kv) | row_order(op.forward)
         blocks = op.forward.heads * q_blocks(op.forward, last.tile_q)
@@ -259,7 +254,7 @@ class BackwardKernel(Kernel[Backward]):
         return tuple(self.lower(op, each, device) for each in every)
 
     def program(
-        self, op: Backward, device: Device, first: FirstPass, own: Iterable[Launch], captured: CapturedLaunches,
+        self, op: Backward, device: Device, first: DeltaPass, own: Iterable[Launch], captured: CapturedLaunches,
         scratch: tuple[Buffer, ...] = (), stored: str = "",
     ) -> Program:  # fmt: skip
         """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, the sinks,
@@ -270,7 +265,7 @@ class BackwardKernel(Kernel[Backward]):
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
         first = dataclasses.replace(first, dlse=op.dlse)
         found = [self.launch(op, first, device, "attn_bwd_delta", shared | row_order(forward), of_rows, _delta), *own]
-        unused: list[Option] = [BehindLast()] * forward.varlen + [BehindUsed()] * any(forward.lens)
+        unused: list[Option] = [gradients.BehindLast()] * forward.varlen + [gradients.BehindUsed()] * any(forward.lens)
         grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
         found[:0] = [self.launch(op, each, device, "attn_bwd_padding", shared, grid, _padding) for each in unused]
         if forward.sinks:
@@ -281,16 +276,17 @@ class BackwardKernel(Kernel[Backward]):
         return pyramid.before(program, forward.mask, device)
 
 
-def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
+def _delta(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The first pass: a block for each block of rows, as many threads for a row as it has vectors, up to a warp."""
     lanes = min(32, 1 << (-(-op.head_dim_v // first.vector) - 1).bit_length())
     lanes = max(lanes, 32 // first.q_block)
     constants = {
         "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": first.tile_kv, "vector": first.vector, "lanes": lanes,
-        "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v, **dict(first.of_dq),
+        "threads": min(256, first.q_block * lanes), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v,
+        **dict(first.dq_constants),
     }  # fmt: skip
     every = options(
-        op, Dlse=GivenDlse() if first.dlse else ZeroDlse(), Turn=turn(op), Clear=first.clears,
+        op, Dlse=gradients.GivenDlse() if first.dlse else gradients.ZeroDlse(), Turn=turn(op), Clear=first.clear,
         Statistics=first.statistics, Scheduler=tiling.lpt_scheduler(op, False), Launch=launch_option(arch),
     )  # fmt: skip
     reads = (Field("o", "StridedTensor", View("o")), Field("d_o", "StridedTensor", View("do")), LSE)
@@ -299,7 +295,7 @@ def _delta(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_delta.cu", constants, (*reads, *writes, *counts), [], every, arch)
 
 
-def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
+def _convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dq of its sums."""
     constants = {
         "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
@@ -307,12 +303,12 @@ def _convert(op: Forward, last: LastPass, arch: str) -> tuple[Source, Fields]:
         "threads": 2 * last.tile_q * last.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
-    of_list = ListSum() if last.dq_chains else ClearedSum()
-    there = of_list if lists(op.mask) else IntervalSum()
-    stored = StoreRows16() if op.element.itemsize == 2 else StoreRows32()
+    of_list = gradients.ListSum() if last.dq_chains else gradients.ClearedSum()
+    there = of_list if lists(op.mask) else gradients.IntervalSum()
+    stored = gradients.StoreRows16() if op.element.itemsize == 2 else gradients.StoreRows32()
     plan = tiling.lpt_scheduler(op, False)
     every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
-    fields = (DQ, DQ_SUM._replace(ctype="const float*"), *counts)
+    fields = (gradients.DQ, gradients.DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
 
@@ -321,12 +317,12 @@ def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     plan = kv_scheduler(op, "Ascending", persistent=False)
-    every = options(op, Group=PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
+    every = options(op, Group=gradients.PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
     del every["Mask"]
-    return rendered("attn_bwd_sum.cu", constants, (*DK_DV, *HEADS[1:3]), [], every, arch)
+    return rendered("attn_bwd_sum.cu", constants, (*gradients.DK_DV, *HEADS[1:3]), [], every, arch)
 
 
-def _dsinks(op: Forward, first: FirstPass, arch: str) -> tuple[Source, Fields]:
+def _dsinks(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dsinks: a block for each head."""
     constants = {"threads": SINKS_THREADS, "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": 64}
     gradients = Field("sinks", "const Number*", Pointer("sinks")), Field("dsinks", "Number*", Pointer("dsinks"))

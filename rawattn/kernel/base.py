@@ -171,7 +171,47 @@ def _is_settled(
     return best <= kernel.cost(rest[0], op, device)
 
 
-class OneLaunch(Kernel[Forward]):
+class OneLaunch(Kernel[Op]):
+    """A kernel that computes queries in one launch."""
+
+    @abc.abstractmethod
+    def options(self, op: Op, config: Any) -> dict[str, Option]:
+        """The option on each axis, by the name that the kernel has for it."""
+
+    @abc.abstractmethod
+    def fields(self, op: Op, config: Any) -> Fields:
+        """The fields of struct Args, in order."""
+
+    @abc.abstractmethod
+    def render(self, op: Op, config: Any, arch: str) -> Source:
+        """The source of one configuration; operations of one kind share it."""
+
+    @abc.abstractmethod
+    def rendered_kind(self, op: Op, config: Any) -> tuple[Any, ...]:
+        """What ``render`` and ``fields`` depend on besides the configuration."""
+
+    @abc.abstractmethod
+    def values(self, op: Op, config: Any, device: Device) -> dict[str, float]:
+        """The run-time numbers of struct Args."""
+
+    @abc.abstractmethod
+    def grid(self, op: Op, config: Any, device: Device) -> int:
+        """The number of blocks."""
+
+    def launch(self, op: Op, config: Any, device: Device) -> Launch:
+        """The launch; what it renders is made once for each kind."""
+        key = (*self.rendered_kind(op, config), config, device.arch)
+        rendered = self._kept(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
+        return Launch(self.name, *rendered, self.values(op, config, device), self.grid(op, config, device))
+
+    def lower(self, op: Any, config: Any, device: Device) -> Program:
+        """The launches that compute the operation; none where no row is computed."""
+        if not op.total_q * op.heads * op.batch:
+            return Program(())
+        return pyramid.before(Program((self.launch(op, config, device),)), op.mask, device)
+
+
+class ForwardKernel(OneLaunch[Forward]):
     """A kernel of the forward that is one file and one launch."""
 
     file: ClassVar[str]
@@ -183,42 +223,17 @@ class OneLaunch(Kernel[Forward]):
     def is_tried(self, op: Forward) -> bool:
         return lists(op.mask) or op.score.is_function or tiling.is_foreign(op.mask) or tiling.is_foreign(op.score)
 
-    @abc.abstractmethod
-    def options(self, op: Forward, config: Any) -> dict[str, Option]:
-        """The option on each axis, by the name that the kernel has for it."""
-
-    @abc.abstractmethod
-    def fields(self, op: Forward, config: Any) -> Fields:
-        """The fields of struct Args, in order."""
-
-    @abc.abstractmethod
-    def render(self, op: Forward, config: Any, arch: str) -> Source:
-        """The source of one configuration; operations of one kind share it."""
-
-    @abc.abstractmethod
-    def values(self, op: Forward, config: Any, device: Device) -> dict[str, float]:
-        """The run-time numbers of struct Args."""
+    def rendered_kind(self, op: Forward, config: Any) -> tuple[Any, ...]:
+        return op.kind, op.layout.tma_captured
 
     def tiles(self, op: Forward, config: Any, device: Device) -> tiling.QueryTiles:
         """The tiles of dense queries, from which the grid and some of ``values`` follow."""
         return tiling.query_tiles(op, config.tile_q, device)
 
     def grid(self, op: Forward, config: Any, device: Device) -> int:
-        """The number of blocks."""
         tiles = self.tiles(op, config, device)
         return min(tiles.most_blocks, tiling.most_tiles(op, tiles.tile_q)) if op.varlen else tiles.at(op.q_len)[1]
 
-    def lower(self, op: Forward, config: Any, device: Device) -> Program:
-        """The launches that compute the operation; none where no row is computed."""
-        if not op.total_q * op.heads * op.batch:
-            return Program(())
-        source, fields = self._rendered(op, config, device.arch)
-        launch = Launch(self.name, source, fields, self.values(op, config, device), self.grid(op, config, device))
-        if not op.varlen:
-            launch = launch.at(op.q_len, self.tiles(op, config, device))
-        return pyramid.before(Program((launch,)), op.mask, device)
-
-    def _rendered(self, op: Forward, config: Any, arch: str) -> tuple[Source, Fields]:
-        """``render`` and ``fields``, made once for each kind."""
-        key = op.kind, op.layout.tma_captured, config, arch
-        return self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config)))
+    def launch(self, op: Forward, config: Any, device: Device) -> Launch:
+        found = super().launch(op, config, device)
+        return found if op.varlen else found.at(op.q_len, self.tiles(op, config, device))

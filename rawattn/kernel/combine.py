@@ -8,7 +8,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Combine, Forward
 from ..operation.operand import Layout
-from ..variant import Option, launch, parts, rows, softmax, store
+from ..variant import Option, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Fill, Parts, Pointer, Stride, Value
 from .base import Kernel
 from .program import Launch, Program
@@ -25,10 +25,10 @@ def options(op: Forward, arch: str) -> dict[str, Option]:
     return {
         "Element": op.element,
         "Rows": rows.Dense(),
-        "Parts": parts.Scratch(),
+        "Parts": store.ScratchParts(),
         "Softmax": softmax.WithSink(plain) if op.sinks else plain,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
-        "Launch": launch.Dependent() if arch == "sm_90a" else launch.Independent(),
+        "Launch": scheduler.Dependent() if arch == "sm_90a" else scheduler.Independent(),
     }
 
 
@@ -53,7 +53,7 @@ def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Field
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class CombineConfig:
     """It has no choice."""
 
 
@@ -61,7 +61,7 @@ class CombineKernel(Kernel[Combine]):
     """combine.cu on arrays of their own, up to 16 pairs."""
 
     name = NAME
-    config_type = Config
+    config_type = CombineConfig
     alignment = 1  # a width that is chosen by o's place, too
 
     def runs_on(self, device: Device) -> bool:
@@ -70,19 +70,19 @@ class CombineKernel(Kernel[Combine]):
     def supports(self, op: Combine, device: Device) -> list[str]:
         if device.is_cpu:
             return ["it runs on a GPU"]
-        found = [f"there are {op.count} parts; it takes up to {parts.MOST_ARRAYS}"] if op.count > parts.MOST_ARRAYS else []
+        found = [f"there are {op.count} parts; it takes up to {store.MOST_ARRAYS}"] if op.count > store.MOST_ARRAYS else []
         return [*found, f"head_dim_v is {op.head_dim_v}; it takes up to 1024"] if op.head_dim_v > 1024 else found
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
 
-    def legal(self, config: Config, op: Combine, device: Device) -> str | None:
+    def legal(self, config: CombineConfig, op: Combine, device: Device) -> str | None:
         return None
 
-    def candidates(self, op: Combine, device: Device) -> list[Config]:
-        return [Config()]
+    def candidates(self, op: Combine, device: Device) -> list[CombineConfig]:
+        return [CombineConfig()]
 
-    def cost(self, config: Config, op: Combine, device: Device) -> float:
+    def cost(self, config: CombineConfig, op: Combine, device: Device) -> float:
         return 2e-6 + op.bytes / 2e12
 
     def tuning_shapes(self, op: Combine) -> tuple[Combine, ...]:
@@ -90,15 +90,15 @@ class CombineKernel(Kernel[Combine]):
 
     def options(self, op: Combine, arch: str) -> dict[str, Option]:
         """The option on each axis."""
-        plain, late = softmax.Plain(), int(arch[3:].rstrip("a")) >= 90
+        plain = softmax.Plain()
         return {
             "Element": op.element,
             "OElement": op.o_element,
             "Rows": rows.Dense(),
-            "Parts": parts.SumAndArrays() if op.sum else parts.Arrays(),
+            "Parts": store.SumAndArrays() if op.sum else store.Arrays(),
             "Softmax": softmax.WithSink(plain) if op.sinks else plain,
             "Store": store.StoreOLse(),
-            "Launch": launch.Dependent() if late else launch.Independent(),
+            "Launch": scheduler.launch_of(arch),
         }
 
     def fields(self, op: Combine, arch: str) -> Fields:
@@ -110,7 +110,7 @@ class CombineKernel(Kernel[Combine]):
             own |= {"o": Pointer("o_0"), **{f"o_stride_{axis}": Stride("o_0", axis) for axis in ("batch", "row", "head")}}
         return tuple(field._replace(fill=own.get(field.name, field.fill)) for field in found)
 
-    def lower(self, op: Combine, config: Config, device: Device) -> Program:
+    def lower(self, op: Combine, config: CombineConfig, device: Device) -> Program:
         """The launch; none where there is no row."""
         result_rows = op.batch * op.heads * op.q_len
         if not result_rows:

@@ -3,19 +3,22 @@ refuse."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from ..array.tma import SWIZZLE_ROWS
 from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
+from ..operation.operand import Layout
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
-from ..variant.lengths import KvLens, PageListLens
+from ..variant.kv import CacheScale, KvLens, PageListLens
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
-from ..variant.scale import Scale
+from . import tiling
+from .base import OneLaunch
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 WHOLE = 30  # page_shift of sequences with one page of any size
@@ -106,7 +109,7 @@ def over_tensors(op: AttentionKVCache) -> Forward:
 
 
 @functools.lru_cache(maxsize=1024)
-def in_rows(op: AttentionKVCache) -> Forward:
+def packed_gqa(op: AttentionKVCache) -> Forward:
     """The same as tiles see it whose rows are the queries of all heads that share a key head."""
     n = op.heads_per_kv
     return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
@@ -129,7 +132,7 @@ def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[s
         "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
         "Score": rows.PackGqaScore(score_option(op)) if packs else score_option(op),
         "Weight": weight.Identity(),
-        "Softmax": softmax.WithVScale(sums, Scale("v_scale")) if is_fp8(op) else sums,
+        "Softmax": softmax.WithVScale(sums, CacheScale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
         **own,
     }
@@ -140,3 +143,46 @@ def values(op: AttentionKVCache) -> dict[str, float]:
     """The run-time numbers of struct Args that say how long sequences may be, and how large pages are."""
     found: dict[str, float] = {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q}
     return found | {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
+
+
+class OverCache(OneLaunch[AttentionKVCache]):
+    """A kernel of the forward over caches, in the configurations of ``plain``, the kernel over plain tensors."""
+
+    plain: ClassVar[Any]
+    widens: ClassVar[bool] = False  # keys and values of eight bits
+
+    def runs_on(self, device: Device) -> bool:
+        return bool(self.plain.runs_on(device))
+
+    def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
+        return [*self.plain.supports(over_tensors(op), device), *reasons_of_tiles(op, self.widens)]
+
+    def is_tried(self, op: Any) -> bool:
+        return has_functions(op)
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        reason: str | None = self.plain.layout_reason(layout)
+        return reason
+
+    @abc.abstractmethod
+    def packs(self, op: AttentionKVCache, config: Any) -> bool:
+        """Whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then, and
+        fewer tiles are cut by a causal mask."""
+
+    @abc.abstractmethod
+    def own_options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
+        """The options that are for this kernel, by axis."""
+
+    def options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
+        return options(op, self.packs(op, config), self.own_options(op, config))
+
+    def rendered_kind(self, op: AttentionKVCache, config: Any) -> tuple[Any, ...]:
+        return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form
+
+    def tiled(self, op: AttentionKVCache, config: Any) -> Forward:
+        """The forward that has as many tiles."""
+        return packed_gqa(op) if self.packs(op, config) else over_tensors(op)
+
+    def values(self, op: AttentionKVCache, config: Any, device: Device) -> dict[str, float]:
+        found = tiling.values(self.tiled(op, config), config.tile_q, device) | values(op)
+        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}

@@ -10,10 +10,9 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..errors import UnsupportedError
 from ..variant import Option
-from ..variant.element import FP32
+from ..variant.element import FP32, Item
 from ..variant.field import AxisStride, Counter, Field, Fields, Pointer, Scratch
-from ..variant.item import Item
-from ..variant.launch import Dependent, Independent
+from ..variant.scheduler import launch_of
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
@@ -61,11 +60,10 @@ def fields(array: Any) -> Fields:
 @functools.lru_cache(maxsize=256)
 def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
     """The source for arrays of one format."""
-    dependent_launch = int(arch[3:].rstrip("a")) >= 90
     options: dict[str, Option] = {
         "Element": FP32,
         "Item": Item(element),
-        "Launch": Dependent() if dependent_launch else Independent(),
+        "Launch": launch_of(arch),
     }
     return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
 

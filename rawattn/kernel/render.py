@@ -127,13 +127,15 @@ def layout(fields: Fields, number: str = "fp32") -> ArgsLayout:
     return ArgsLayout(struct.Struct(f"{text}{-end % widest}x"), offsets, formats)
 
 
-class Config(str):
+class ConfigHeader(str):
     """The text of ``config.cuh``. ``texts`` has the headers that were written for its options, by name."""
 
     texts: Mapping[str, str] = {}
 
 
-def config_header(constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]) -> Config:
+def config_header(
+    constants: Mapping[str, int], fields: Fields, products: Sequence[str], options: Mapping[str, Option]
+) -> ConfigHeader:
     """``config.cuh``. ``options``: axis (the C++ name) -> option, in the order of inclusion. Number formats that are not among
     them are ``Element``'s."""
     constants = dict(constants)
@@ -152,7 +154,7 @@ def config_header(constants: Mapping[str, int], fields: Fields, products: Sequen
         if axis in elements:
             continue
         lines += [*(f'#include "{source}"' for source in option.sources), f"using {axis} = {option.cuda_type};"]
-    config = Config("\n".join(lines) + "\n")
+    config = ConfigHeader("\n".join(lines) + "\n")
     config.texts = {name: text for option in options.values() for name, text in getattr(option, "texts", {}).items()}
     return config
 
@@ -165,7 +167,7 @@ def _text(path: str) -> str:
 def source(file: str, config: str, arch: str) -> Source:
     """Returns what NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
     recompiles just the kernels that use it. Those that were written for its options come with ``config``."""
-    written = config.texts if isinstance(config, Config) else {}
+    written = config.texts if isinstance(config, ConfigHeader) else {}
     headers = {"config.cuh": str(config)}
     pending = [_text(file), config]
     while pending:

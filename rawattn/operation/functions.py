@@ -33,7 +33,7 @@ from ..trace.pair_axes import PairAxes
 from ..trace.proofs import Limits
 from ..variant import Option, Pairwise
 from ..variant.function import Captures, FunctionScore, option_of
-from ..variant.mask import Both, Full
+from ..variant.mask import And, Full
 from ..variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from ..variant.recognition import may_be
 from ..variant.score import Scale, number
@@ -406,8 +406,8 @@ def at_positions(option: Any) -> Any:
     meaning is aligned to the last key."""
     if hasattr(option, "align"):
         return dataclasses.replace(option, align="bottom_right")
-    if isinstance(option, Both):
-        return Both(at_positions(option.a), at_positions(option.b))
+    if isinstance(option, And):
+        return And(at_positions(option.a), at_positions(option.b))
     return dataclasses.replace(option, q_below=True) if isinstance(option, Captures) else option
 
 

@@ -192,8 +192,8 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
             )
             way = f"mask is a function, which says both itself, {itself}"
             if not (isinstance(mask, Option) and mask.is_function):
-                both = "combine options as mask=rawattn.mask.Both(a, b)"
-                way = f"{both}. A function, which Both does not take, says it itself, {itself}"
+                both = "combine options as mask=rawattn.mask.And(a, b)"
+                way = f"{both}. A function, which And does not take, says it itself, {itself}"
             raise ProblemError(f"mask was given beside causal or window; {way}.")
         if hasattr(mask, "shape") and hasattr(mask, "dtype"):
             found = f"mask is an array, {mask.dtype} of shape {tuple(mask.shape)}"
@@ -211,7 +211,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
     if left is None and right is None:  # flash-attn's (-1, -1)
         return masks.Causal() if causal else masks.Full()
     band = masks.Window(left, right)
-    return masks.Both(masks.Causal(), band) if causal else band
+    return masks.And(masks.Causal(), band) if causal else band
 
 
 def _is_minus_one(side: Any) -> bool:

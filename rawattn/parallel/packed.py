@@ -13,7 +13,7 @@ from ..errors import ProblemError
 from ..mask import function
 from ..operation import arguments
 from ..operation.spec import Window, make_mask
-from ..variant.mask import Both, Causal, Full
+from ..variant.mask import And, Causal, Full
 from ..variant.mask import Window as WindowMask
 from .context import context_attention
 from .layout import check_layout, group_of
@@ -95,7 +95,7 @@ def _own_sequence(starts: tuple[Any, Any], rows: tuple[int, int], mask: Any) -> 
     stands."""
     q_ids, kv_ids = (_sequences(*each) for each in zip(starts, rows, strict=True))
     own = torch.where(kv_ids < starts[1].shape[0] - 1, kv_ids, -1)  # behind the last sequence
-    both = (mask.a, mask.b) if isinstance(mask, Both) else (mask,)
+    both = (mask.a, mask.b) if isinstance(mask, And) else (mask,)
     causal = any(isinstance(each, Causal) for each in both)
     left, right = next(((each.left, each.right) for each in both if isinstance(each, WindowMask)), (None, None))
     place = None

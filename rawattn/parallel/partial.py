@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..serving.api import merge_states
-from ..variant.parts import MOST_ARRAYS
+from ..variant.store import MOST_ARRAYS
 from .schedule import Range, Task
 
 FEW_RANKS = 4  # whose results wait for one merge: there are at most two of each query over a rank's keys

@@ -34,8 +34,8 @@ from ..variant.field import (
     Fields,
     PackedHeads,
     PageBoxes,
+    PagePool,
     PageRows,
-    Pages,
     Parts,
     Pointer,
     Scratch,
@@ -258,12 +258,12 @@ _SCRATCH = "scratch "  # before the name of a buffer, where it stands among oper
 
 def _is_map(fill: Any) -> bool:
     """Says whether a field begins with a tensor map."""
-    return isinstance(fill, (TensorMap, PageRows, PageBoxes, PackedHeads)) or (isinstance(fill, Pages) and fill.page_rows > 0)
+    return isinstance(fill, (TensorMap, PageRows, PageBoxes, PackedHeads)) or (isinstance(fill, PagePool) and fill.page_rows > 0)
 
 
 def _is_length(fill: Any) -> bool:
     """Says whether a field is filled by the shape of an input, and not by its strides alone."""
-    return isinstance(fill, (Dim, Pages))
+    return isinstance(fill, (Dim, PagePool))
 
 
 def _addresses(fill: Any) -> list[Place]:
@@ -272,7 +272,7 @@ def _addresses(fill: Any) -> list[Place]:
         return [(_SCRATCH + fill.name, 0)]
     if isinstance(fill, Parts):
         return [(f"{name}_{i}", 64 * i + at) for i in range(fill.number) for name, at in (("o", 0), ("lse", 8))]
-    return [(fill.operand, 0)] if isinstance(fill, (Pointer, View, Pages)) and not _is_map(fill) else []
+    return [(fill.operand, 0)] if isinstance(fill, (Pointer, View, PagePool)) and not _is_map(fill) else []
 
 
 _kernels: dict[tuple[str, int], _Loaded] = {}
@@ -663,7 +663,7 @@ def _map(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], by
         shape = tma.page_boxes_geometry(fill.operand, array.shape, array.strides, size)
         if name == fill.operand:
             rest = struct.pack("<3i", array.shape[0], shape.page_steps, shape.head_steps)
-    elif isinstance(fill, Pages):
+    elif isinstance(fill, PagePool):
         shape, read_once = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), True
         rest = struct.pack("<i", array.shape[0])
     else:
@@ -683,7 +683,7 @@ def _form(fill: Any, array: Array) -> int | bytes:
     if type(fill) is AxisStride:
         return array.strides[fill.axis]
     size = arrays.DTYPES[array.dtype].itemsize
-    if type(fill) is Pages:
+    if type(fill) is PagePool:
         return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
     strides = fill.axes.view(array.shape, array.strides)[1] if fill.axes else array.strides
     batch = strides[-4] if len(strides) == 4 else 0

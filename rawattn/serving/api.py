@@ -41,7 +41,7 @@ from ..runtime.select import select
 from ..trace.proofs import Limits
 from ..variant.element import ELEMENTS
 from ..variant.mask import causal_and
-from ..variant.parts import MOST_ARRAYS
+from ..variant.store import MOST_ARRAYS
 from .cache import KVCache
 from .rotary import Rotary
 from .step import Step

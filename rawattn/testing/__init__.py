@@ -536,8 +536,8 @@ def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
     return {
         "full": {}, "causal": {"causal": causal}, "top left": {"mask": top_left}, "window": {"window": window},
         "window, top left": {"mask": band}, "both": {"causal": causal, "window": window},
-        "both, top left": {"mask": st.builds(masks.Both, top_left, band)},
-        "both, two alignments": {"mask": st.builds(masks.Both, st.just(masks.Causal()), band)},
+        "both, top left": {"mask": st.builds(masks.And, top_left, band)},
+        "both, two alignments": {"mask": st.builds(masks.And, st.just(masks.Causal()), band)},
     }  # fmt: skip
 
 

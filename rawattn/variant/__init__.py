@@ -19,7 +19,7 @@ class Pairwise:
 
     @property
     def is_function(self) -> bool:
-        """Says whether it is a traced Python function."""
+        """Whether it is a traced Python function."""
         return False
 
     @property
@@ -67,13 +67,18 @@ class Pairwise:
 class Option(Pairwise):
     """One option on one axis; subclasses set the class variables and hold the run-time values as fields."""
 
-    type: ClassVar[str]
+    type: ClassVar[str] = ""  # in C++, where its name is not the class's
     source: ClassVar[str]
+
+    @property
+    def cuda_name(self) -> str:
+        """The name of the C++ type, or template: the class's own, but where ``type`` is another."""
+        return self.type or type(self).__name__
 
     @property
     def cuda_type(self) -> str:
         """The C++ type, as it stands in a ``using`` line."""
-        return self.type
+        return self.cuda_name
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -119,7 +124,7 @@ class Wrapper(Option):
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{self.base.cuda_type}>"
+        return f"{self.cuda_name}<{self.base.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""This module says what comes of a score's arrays before it is asked for."""
+"""What is brought of a score's arrays before it is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from .field import Field, Fields, TensorMap
 class NothingAhead(Option):
     """A score reads its arrays when it needs them."""
 
-    type: ClassVar[str] = "NothingAhead"
     source: ClassVar[str] = "variant/ahead/nothing.cuh"
 
 
@@ -25,7 +24,6 @@ class ElementsAhead(Option):
     """Elements of ``bytes`` bytes, one for each pair of a query and a key, come to shared memory a tile ahead."""
 
     bytes: int
-    type: ClassVar[str] = "ElementsAhead"
     source: ClassVar[str] = "variant/ahead/elements.cuh"
 
     @property
@@ -38,7 +36,6 @@ class PrefetchedElements(Option):
     """Elements of ``bytes`` bytes, one for each pair of a query and a key, come to L2 a tile ahead."""
 
     bytes: int
-    type: ClassVar[str] = "PrefetchedElements"
     source: ClassVar[str] = "variant/ahead/prefetched.cuh"
 
     @property
@@ -50,7 +47,6 @@ class PrefetchedElements(Option):
 class DiagonalsAhead(Option):
     """A warp leaves in shared memory a value for each distance of its tile: the part of a score that the distance decides."""
 
-    type: ClassVar[str] = "DiagonalsAhead"
     source: ClassVar[str] = "variant/ahead/diagonals.cuh"
 
 
@@ -63,7 +59,6 @@ class TilesAhead(Option):
     operand: str
     axes: PairAxes
     box_rows: int
-    type: ClassVar[str] = "TilesAhead"
     source: ClassVar[str] = "variant/ahead/tiles.cuh"
 
     @property
@@ -75,48 +70,18 @@ class TilesAhead(Option):
         return (Field("ahead", "TmaTensor", TensorMap(self.operand, self.box_rows, self.axes)),)
 
 
-@dataclasses.dataclass(frozen=True)
-class TransposedElements(Option):
-    """Elements in the backward, of whose logits a row is a key: threads read them when they need them, or all before."""
-
-    type: ClassVar[str] = "TransposedElements"
-    source: ClassVar[str] = "variant/ds/no_elements.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class ElementsInDs(Option):
-    """The same of a captured array with this name and these axes, in boxes of ``box_rows`` rows that TMA brings: ``once``, where
-    each pair has an element of its own, whose gradient takes as much room in L2 (perf/notes/functions.md)."""
-
-    operand: str
-    axes: PairAxes
-    box_rows: int
-    once: bool
-    type: ClassVar[str] = "ElementsInDs"
-    source: ClassVar[str] = "variant/ds/elements.cuh"
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"elements_first_q": self.axes.first_q, "elements_first_kv": self.axes.first_kv}
-
-    @property
-    def fields(self) -> Fields:
-        ctype = "TmaTensorOnce" if self.once else "TmaTensor"
-        return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q")),)
-
-
 def ahead_of(score: object) -> Option:
-    """The option for a score, in a kernel that brings no tiles of elements. Elements of four bytes fill a warp's pieces of shared
+    """The option for a score in a kernel that brings no tiles of elements. Elements of four bytes fill a warp's pieces of shared
     memory at a cost that loads of them have not (perf/notes/functions.md)."""
-    found = getattr(score, "ahead_bytes", 0)
-    if not found:
+    bytes = getattr(score, "ahead_bytes", 0)
+    if not bytes:
         return NothingAhead()
-    return ElementsAhead(found) if found == 2 else PrefetchedElements(found)
+    return ElementsAhead(bytes) if bytes == 2 else PrefetchedElements(bytes)
 
 
 def ahead_by_tiles(score: Any, tma_captured: Container[str], tile_q: int, tile_kv: int) -> Option:
     """The option for a score in a kernel whose rows are queries that follow each other, and whose tiles of keys TMA brings: so it
-    does its elements, if their array lies so and a tile has whole panels of 64 keys (perf/notes/functions.md)."""
+    does elements, if it can read their array and a tile has whole panels of 64 keys (perf/notes/functions.md)."""
     if getattr(score, "has_diagonals", False):
         return DiagonalsAhead()
     other = ahead_of(score)

@@ -1,4 +1,4 @@
-"""The number formats of q, of k and v, and of o."""
+"""The number formats of q, of k and v, of o, and of captured arrays; how q becomes an operand of products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..array.arrays import FLOATS
-from . import Option
+from ..trace.cuda_lines import CTYPES
+from . import Option, Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +70,34 @@ E5M2 = Element("e5m2", FLOATS["e5m2"])
 ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}
 FP8 = {element.name: element for element in (E4M3, E5M2)}  # of caches alone
 KV_ELEMENTS = ELEMENTS | FP8  # of caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Item(Option):
+    """The format of an array that a function among the options captured."""
+
+    name: str
+    source: ClassVar[str] = "function/element.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return CTYPES[self.name][0]
+
+    @property
+    def bytes(self) -> int:
+        return CTYPES[self.name][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainQ(Option):
+    """Q is an operand as it is in memory."""
+
+    source: ClassVar[str] = "variant/q_operand/plain.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledQ(Wrapper):
+    """Q is an operand in half precision, each row times a power of two, for products with keys of eight bits; ``base`` is the
+    scale of the keys."""
+
+    source: ClassVar[str] = "variant/q_operand/scaled.cuh"

@@ -1,4 +1,4 @@
-"""This module names the fields of a kernel's arguments, and what fills each of them."""
+"""The fields of a kernel's arguments, and what fills each of them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Counter:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pages:
+class PagePool:
     """A TmaPages of a pool of pages, whose boxes have ``page_rows`` rows; a StridedPages where these are 0."""
 
     operand: str
@@ -132,7 +132,7 @@ Fill = (
     | AxisStride
     | View
     | TensorMap
-    | Pages
+    | PagePool
     | PageRows
     | PageBoxes
     | PackedHeads

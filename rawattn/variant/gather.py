@@ -1,4 +1,4 @@
-"""This module says how the gradients of pairs become those of a captured array's elements, and what their sums are."""
+"""How the gradients of pairs become those of a captured array's elements, and what their sums are."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option
+from .element import Item
 from .field import Field, Fields, Fill
-from .item import Item
 
 TYPES = {
     "tiles": "OfTiles", "rows": "OfRows", "columns": "OfColumns", "pairs": "OfPairs", "diagonals": "Diagonals",
@@ -18,7 +18,7 @@ EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum:
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Option):
-    """The way that ``trace.gradients.gathering`` names."""
+    """How pairs are summed: what ``trace.gradients.gathering`` names."""
 
     way: str
 
@@ -33,17 +33,15 @@ class Gather(Option):
 
 @dataclasses.dataclass(frozen=True)
 class SimtLayout(Option):
-    """This says which pairs of a tile a thread has, of 16 x 16 threads."""
+    """Each of 16 x 16 threads has pairs of a tile."""
 
-    type: ClassVar[str] = "SimtLayout"
     source: ClassVar[str] = "variant/captured/layout_simt.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class MmaLayout(Option):
-    """The same, where warps have sums by mma.sync."""
+    """Warps have pairs of a tile as sums of mma.sync have them."""
 
-    type: ClassVar[str] = "MmaLayout"
     source: ClassVar[str] = "variant/captured/layout_mma.cuh"
 
 
@@ -52,12 +50,11 @@ class ExactSums(Option):
     """Sums that are the same in whatever order numbers are added, in the memory that ``fill`` says."""
 
     fill: Fill
-    type: ClassVar[str] = "ExactSums"
     source: ClassVar[str] = "variant/captured/sums_exact.cuh"
 
     @staticmethod
     def bytes(number: str) -> int:
-        """Those of an element's sum."""
+        """The bytes of an element's sum."""
         return 8 * EXACT_WORDS[number]
 
     @property
@@ -69,7 +66,6 @@ class ExactSums(Option):
 class OrderedSums(ExactSums):
     """Sums to each of which one thread adds, in one order."""
 
-    type: ClassVar[str] = "OrderedSums"
     source: ClassVar[str] = "variant/captured/sums_ordered.cuh"
 
     @staticmethod
@@ -87,7 +83,6 @@ class WrittenOnce(Option):
 
     fill: Fill
     item: str
-    type: ClassVar[str] = "WrittenOnce"
     source: ClassVar[str] = "variant/captured/sums_written.cuh"
 
     @property

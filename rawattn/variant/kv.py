@@ -1,4 +1,4 @@
-"""This module says where key and value bytes come from, and which pages of a cache a sequence has."""
+"""Where key and value bytes come from; which pages of a cache a sequence has, how many keys, and with which scales."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Wrapper
-from .field import Field, Fields, Pointer, Stride
+from .field import AxisStride, Field, Fields, Pointer, Stride
 
 
 @dataclasses.dataclass(frozen=True)
 class TmaKv(Option):
     """Plain strided tensors, read by TMA."""
 
-    type: ClassVar[str] = "TmaKv"
     source: ClassVar[str] = "variant/kv/tma.cuh"
 
 
@@ -21,7 +20,6 @@ class TmaKv(Option):
 class CpAsyncKv(Option):
     """Plain strided tensors, read by every thread with asynchronous copies of 16 bytes."""
 
-    type: ClassVar[str] = "CpAsyncKv"
     source: ClassVar[str] = "variant/kv/cp_async.cuh"
 
 
@@ -29,7 +27,6 @@ class CpAsyncKv(Option):
 class OnePage(Option):
     """Sequence i has page i."""
 
-    type: ClassVar[str] = "OnePage"
     source: ClassVar[str] = "variant/pages/one_page.cuh"
 
 
@@ -37,7 +34,6 @@ class OnePage(Option):
 class PageTable(Option):
     """A sequence's pages are a row of page_table."""
 
-    type: ClassVar[str] = "PageTable"
     source: ClassVar[str] = "variant/pages/page_table.cuh"
 
     @property
@@ -48,9 +44,8 @@ class PageTable(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PageList(Option):
-    """The pages of all sequences lie end to end."""
+    """The pages of all sequences are in one list, end to end."""
 
-    type: ClassVar[str] = "PageList"
     source: ClassVar[str] = "variant/pages/page_list.cuh"
 
     @property
@@ -68,7 +63,6 @@ class PagedTmaKv(Wrapper):
     lies in one page."""
 
     page_rows: int
-    type: ClassVar[str] = "PagedTmaKv"
     source: ClassVar[str] = "variant/kv/paged_tma.cuh"
 
     @property
@@ -78,41 +72,36 @@ class PagedTmaKv(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class SmallPagesTmaKv(PagedTmaKv):
-    """The same for small pages, whose boxes one lane issues."""
+    """Pools of small pages, whose boxes one lane issues."""
 
-    type: ClassVar[str] = "SmallPagesTmaKv"
     source: ClassVar[str] = "variant/kv/small_pages_tma.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedCpAsyncKv(PagedTmaKv):
-    """The same of pages of any size, which warps copy; ``page_rows`` are those of a tile."""
+    """Pools of pages of any size, which warps copy; ``page_rows`` are those of a tile."""
 
-    type: ClassVar[str] = "PagedCpAsyncKv"
     source: ClassVar[str] = "variant/kv/paged_cp_async.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedPanelsKv(PagedTmaKv):
-    """The same for wgmma, in panels of 64 columns."""
+    """Pools of pages that TMA reads for wgmma, in panels of 64 columns."""
 
-    type: ClassVar[str] = "PagedPanelsKv"
     source: ClassVar[str] = "variant/kv/paged_panels.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedBoxesKv(PagedPanelsKv):
-    """The same for small pages, each of which TMA reads at once, all columns, which are a multiple of 64."""
+    """Pools of small pages, each of which TMA reads at once: all columns, a multiple of 64."""
 
-    type: ClassVar[str] = "PagedBoxesKv"
     source: ClassVar[str] = "variant/kv/paged_boxes.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedPanelsFromKv(PagedPanelsKv):
-    """The same for sequences whose first keys do not count."""
+    """Pools of pages, in panels, of sequences whose first keys do not count."""
 
-    type: ClassVar[str] = "PagedPanelsFromKv"
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
@@ -120,13 +109,70 @@ class PagedPanelsFromKv(PagedPanelsKv):
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 
-    type: ClassVar[str] = "PagedRowsKv"
     source: ClassVar[str] = "variant/kv/paged_rows.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedRowsWidenedKv(PagedRowsKv):
-    """The same in eight bits, which threads make numbers of 16."""
+    """Pools of pages in eight bits, of which threads make numbers of 16."""
 
-    type: ClassVar[str] = "PagedRowsWidenedKv"
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLens(Option):
+    """``kv_lens`` hold how many keys a sequence has; ``max_kv_len`` is what the cache has room for."""
+
+    source: ClassVar[str] = "variant/pages/kv_lens.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("kv_lens", "const i32*", Pointer("kv_lens")), Field("max_kv_len", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class PageListLens(Option):
+    """The number of keys follows from that of a sequence's pages, end to end with those of others, and from last_page_len."""
+
+    source: ClassVar[str] = "variant/pages/kv_lens_of_list.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        arrays = [Field(name, "const i32*", Pointer(name)) for name in ("indptr", "last_page_len")]
+        return (*arrays, Field("page_shift", "i32"), Field("max_kv_len", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheScale(Option):
+    """A number by which a cache in eight bits is multiplied; ``name`` is "k_scale" or "v_scale"."""
+
+    name: str
+    source: ClassVar[str] = "variant/scale/cache_scale.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"CacheScale<&Args::{self.name}>"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field(self.name, "float"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheScales(CacheScale):
+    """An array of scales, (batch, kv_heads)."""
+
+    @property
+    def cuda_type(self) -> str:
+        return f"CacheScales<{', '.join(f'&Args::{field.name}' for field in self.fields)}>"
+
+    @property
+    def fields(self) -> Fields:
+        steps = (Field(f"{self.name}_{axis}", "i64", AxisStride(self.name, i)) for i, axis in enumerate(("batch", "head")))
+        return (Field(self.name, "const float*", Pointer(self.name)), *steps)
+
+
+def scales(k_scales: bool, v_scales: bool) -> tuple[CacheScale, CacheScale]:
+    """The scales of keys and of values, which are arrays or numbers."""
+    k, v = ((CacheScales if is_array else CacheScale)(name) for name, is_array in (("k_scale", k_scales), ("v_scale", v_scales)))
+    return k, v

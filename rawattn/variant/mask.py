@@ -1,4 +1,4 @@
-"""This module says which (query, key) pairs count.
+"""Which (query, key) pairs count.
 
 Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
 path and the brute-force tests of the CUDA files all read it.
@@ -151,33 +151,33 @@ class Intersection(Pairs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(Mask):
+class And(Mask):
     """A key counts when both masks keep it.
 
-    >>> rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Window(left=1024))  # what causal=True, window=(1024, None) builds
+    >>> rawattn.mask.And(rawattn.mask.Causal(), rawattn.mask.Window(left=1024))  # what causal=True, window=(1024, None) builds
     """
 
     a: Mask
     b: Mask
-    type: ClassVar[str] = "Both"
-    source: ClassVar[str] = "variant/mask/both.cuh"
+    type: ClassVar[str] = "And"
+    source: ClassVar[str] = "variant/mask/and.cuh"
 
     def __post_init__(self) -> None:
         for name, part in (("a", self.a), ("b", self.b)):
             if not isinstance(part, Option) and callable(part) and not isinstance(part, type):
                 words = "write what both keep as one function, as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv)"
-                raise ProblemError(f"{name} of Both is {part!r}, a function; {words}.")
+                raise ProblemError(f"{name} of And is {part!r}, a function; {words}.")
             if not isinstance(part, Option) or part.interval is None:
-                raise ProblemError(f"{name} of Both is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
+                raise ProblemError(f"{name} of And is {part!r}; it must be a mask, such as rawattn.mask.Causal().")
             if part.keep is not None:
-                raise ProblemError(f"{name} of Both is {part!r}; write what both keep as one function, with & between.")
+                raise ProblemError(f"{name} of And is {part!r}; write what both keep as one function, with & between.")
         shared = set(self.a.constants) & set(self.b.constants) | {f.name for f in self.a.fields} & {f.name for f in self.b.fields}
         if shared:
-            raise ProblemError(f"Both({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
+            raise ProblemError(f"And({self.a}, {self.b}) has one kind of mask twice; write their intersection as one mask.")
 
     @property
     def cuda_type(self) -> str:
-        return f"Both<{self.a.cuda_type}, {self.b.cuda_type}>"
+        return f"And<{self.a.cuda_type}, {self.b.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -214,7 +214,6 @@ class SplitMask(Wrapper):
     """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what the kernel
     has for a mask, and ``StorePartial`` and a split scheduler go with it."""
 
-    type: ClassVar[str] = "SplitMask"
     source: ClassVar[str] = "variant/mask/split.cuh"
 
     @property
@@ -232,7 +231,6 @@ def of_head(mask: Pairs, head: int) -> Pairs:
 class UsedQueriesMask(Wrapper):
     """A mask that keeps no key for queries that are not used, as rows of ``UsedQueries`` need it."""
 
-    type: ClassVar[str] = "UsedQueriesMask"
     source: ClassVar[str] = "variant/mask/used_queries.cuh"
 
 
@@ -240,7 +238,6 @@ class UsedQueriesMask(Wrapper):
 class CausalEachMask(Wrapper):
     """A mask that is causal besides, for the sequences of which rows of ``CausalEachRows`` say so."""
 
-    type: ClassVar[str] = "CausalEachMask"
     source: ClassVar[str] = "variant/mask/causal_each.cuh"
 
     @property
@@ -252,7 +249,6 @@ class CausalEachMask(Wrapper):
 class KvBeginMask(Wrapper):
     """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
 
-    type: ClassVar[str] = "KvBeginMask"
     source: ClassVar[str] = "variant/mask/kv_begin.cuh"
 
 
@@ -277,7 +273,7 @@ class FromKey(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class UsedQueries(Mask):
+class FirstQueries(Mask):
     """A mask of sequences that use their first ``used`` queries: the others keep no key, and it sees this length."""
 
     base: Pairs
@@ -289,8 +285,8 @@ class UsedQueries(Mask):
         return keep and (lambda xp, batch, head, q, kv, q_len, kv_len: keep(xp, batch, head, q, kv, self.used, kv_len))
 
     @property
-    def of_head(self) -> Callable[[int], UsedQueries] | None:
-        return None if self.base.of_head is None else lambda head: UsedQueries(of_head(self.base, head), self.used)
+    def of_head(self) -> Callable[[int], FirstQueries] | None:
+        return None if self.base.of_head is None else lambda head: FirstQueries(of_head(self.base, head), self.used)
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
         begin, end = self.base.interval(q, self.used, kv_len)
@@ -304,8 +300,8 @@ def causal_and(mask: Mask) -> Mask:
         part = parts.pop()
         if isinstance(part, Causal):
             raise ProblemError(f"mask is {mask}, and the step is causal besides; make the step with causal=False.")
-        parts += [part.a, part.b] if isinstance(part, Both) else []
-    return Causal() if isinstance(mask, Full) else Both(Causal(), mask)
+        parts += [part.a, part.b] if isinstance(part, And) else []
+    return Causal() if isinstance(mask, Full) else And(Causal(), mask)
 
 
 def kept_pairs(mask: Pairs, q_len: int, kv_len: int) -> int:

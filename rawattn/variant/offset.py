@@ -52,7 +52,6 @@ class OffsetScore(Wrapper, Score):
 
     q_offset: int = 0
     kv_offset: int = 0
-    type: ClassVar[str] = "OffsetScore"
     source: ClassVar[str] = "variant/score/offset.cuh"
 
     @property

@@ -15,7 +15,7 @@ from ..trace.canonical import Code
 from ..trace.conditions import parts
 from ..trace.evaluation import evaluate
 from ..trace.expressions import KV, KV_LEN, Q_LEN, Expr, Q, S, nodes
-from .mask import UNBOUNDED, Both, Causal, Full, Window
+from .mask import UNBOUNDED, And, Causal, Full, Window
 from .score import FLOAT32_MAX, FLOAT32_MIN, Scale, Softcap
 
 
@@ -35,7 +35,7 @@ def recognised(code: Code, numbers: Sequence[Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def may_be(code: Code) -> bool:
-    """Says whether the form is one of a built-in option's, whatever the numbers are."""
+    """Whether the form is one of a built-in option's, whatever the numbers are."""
     root, ones = code.root, (1,) * code.numbers
     if code.role == "score":
         return root is S or root.op == "mul"
@@ -70,7 +70,7 @@ def _mask(root: Expr, numbers: Sequence[Any]) -> Any:
         return None
     if right is not None and right.reach == 0 and right.is_fixed:
         causal = Causal(align)
-        return causal if left is None else Both(causal, Window(left.reach, None, align))
+        return causal if left is None else And(causal, Window(left.reach, None, align))
     return Window(None if left is None else left.reach, None if right is None else right.reach, align)
 
 

@@ -1,4 +1,4 @@
-"""This module says where the rows of a sequence lie in q, k, v and o."""
+"""Where the rows of a sequence are in q, k, v and o."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from . import Option, Wrapper
 from .field import Dim, Field, Fields, Pointer, Violations
-from .lengths import KvLens
+from .kv import KvLens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,6 @@ class Dense(Option):
     """Sequences of one length: (batch, length, heads, head_dim). The number of keys is read from k, so that one program serves
     many (``Operation.to_lower``)."""
 
-    type: ClassVar[str] = "Dense"
     source: ClassVar[str] = "variant/rows/dense.cuh"
 
     @property
@@ -25,17 +24,15 @@ class Dense(Option):
 
 @dataclasses.dataclass(frozen=True)
 class DenseSpan(Dense):
-    """The same, where ``UsedKeys`` or ``CutQueries`` says that sequences end earlier, so that TMA brings zeros behind them."""
+    """Dense sequences of which ``UsedKeys`` or ``CutQueries`` says when they end, so that TMA brings zeros behind them."""
 
-    type: ClassVar[str] = "DenseSpan"
     source: ClassVar[str] = "variant/rows/dense_span.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PackGqa(Dense):
-    """The same, the heads that share a key head side by side: a row for each query and each of them."""
+    """Dense sequences with a row for each query and each of the heads that share a key head, which are side by side."""
 
-    type: ClassVar[str] = "PackGqa"
     source: ClassVar[str] = "variant/rows/pack_gqa.cuh"
 
     @property
@@ -45,18 +42,17 @@ class PackGqa(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class _OfPackGqa(Wrapper):
-    """An option that knows queries and one head, as such rows need it: each row has that of its own."""
+    """An option that knows queries and one head, in a kernel whose rows are of several heads: each row has its own."""
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{self.base.cuda_type}, Rows>"
+        return f"{self.cuda_name}<{self.base.cuda_type}, Rows>"
 
 
 @dataclasses.dataclass(frozen=True)
 class PackGqaMask(_OfPackGqa):
-    """The mask that such rows need."""
+    """A mask for rows of several heads."""
 
-    type: ClassVar[str] = "PackGqaMask"
     source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
@@ -64,7 +60,6 @@ class PackGqaMask(_OfPackGqa):
 class PackGqaScore(_OfPackGqa):
     """The score that such rows need."""
 
-    type: ClassVar[str] = "PackGqaScore"
     source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
@@ -72,7 +67,6 @@ class PackGqaScore(_OfPackGqa):
 class Varlen(Option):
     """Sequences of any lengths, end to end: (total, heads, head_dim); cu_seqlens hold where each begins."""
 
-    type: ClassVar[str] = "Varlen"
     source: ClassVar[str] = "variant/rows/varlen.cuh"
 
     @property
@@ -85,7 +79,6 @@ class Varlen(Option):
 class WithOffset(Wrapper):
     """Rows whose tensors are a part of longer sequences: ``q_offset`` and ``kv_offset`` are the positions of their first rows."""
 
-    type: ClassVar[str] = "WithOffset"
     source: ClassVar[str] = "variant/rows/offset.cuh"
 
     @property
@@ -101,11 +94,10 @@ class CacheRows(Option):
 
     varlen: bool = False
     lengths: Option = KvLens()  # noqa: RUF009
-    type: ClassVar[str] = "CacheRows"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{'PackedQueries' if self.varlen else 'SameQueries'}, {self.lengths.cuda_type}>"
+        return f"{self.cuda_name}<{'PackedQueries' if self.varlen else 'SameQueries'}, {self.lengths.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -122,9 +114,7 @@ class CacheRows(Option):
 
 @dataclasses.dataclass(frozen=True)
 class TmaCacheRows(CacheRows):
-    """The same where TMA reads the queries; with one head each where ``pack_gqa_heads`` is 1."""
-
-    type: ClassVar[str] = "TmaCacheRows"
+    """A step's queries over cached keys where TMA reads them; with one head each where ``pack_gqa_heads`` is 1."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -133,9 +123,7 @@ class TmaCacheRows(CacheRows):
 
 @dataclasses.dataclass(frozen=True)
 class StridedCacheRows(CacheRows):
-    """The same where threads read tiles of the queries."""
-
-    type: ClassVar[str] = "StridedCacheRows"
+    """A step's queries over cached keys where threads read tiles of them."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -146,7 +134,6 @@ class StridedCacheRows(CacheRows):
 class KvBeginRows(Wrapper):
     """A step's rows where ``kv_begin`` says which key of a sequence is the first that counts. ``KvBeginMask`` goes with it."""
 
-    type: ClassVar[str] = "KvBeginRows"
     source: ClassVar[str] = "variant/rows/kv_begin.cuh"
 
     @property
@@ -158,7 +145,6 @@ class KvBeginRows(Wrapper):
 class CausalEachRows(Wrapper):
     """A step's rows where ``causal`` says which sequences are causal. ``CausalEachMask`` goes with it."""
 
-    type: ClassVar[str] = "CausalEachRows"
     source: ClassVar[str] = "variant/rows/causal_each.cuh"
 
     @property
@@ -170,21 +156,19 @@ class CausalEachRows(Wrapper):
 class AtPositionsRows(Wrapper):
     """A step's rows where functions see positions. ``AtPositionsScore`` goes with it."""
 
-    type: ClassVar[str] = "AtPositionsRows"
     source: ClassVar[str] = "variant/rows/at_positions.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
-class SomeRows(Wrapper):
+class RowsByQueryCount(Wrapper):
     """Rows of the sequences of a step with up to ``few_queries`` queries, or of those with more. ``base`` is over caches."""
 
     few: bool
-    type: ClassVar[str] = "SomeRows"
-    source: ClassVar[str] = "variant/rows/some.cuh"
+    source: ClassVar[str] = "variant/rows/by_query_count.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{self.base.cuda_type}, {'Few' if self.few else 'Many'}>"
+        return f"{self.cuda_name}<{self.base.cuda_type}, {'Few' if self.few else 'Many'}>"
 
     @property
     def fields(self) -> Fields:
@@ -195,7 +179,6 @@ class SomeRows(Wrapper):
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there, whatever lies behind them."""
 
-    type: ClassVar[str] = "UsedKeys"
     source: ClassVar[str] = "variant/rows/used_keys.cuh"
 
     @property
@@ -208,7 +191,6 @@ class UsedQueries(Wrapper):
     """Rows of sequences of which ``q_lens`` says how many queries are used. ``UsedQueriesMask`` goes with it; ``PackGqa`` does
     not."""
 
-    type: ClassVar[str] = "UsedQueries"
     source: ClassVar[str] = "variant/rows/used_queries.cuh"
 
     @property
@@ -218,8 +200,7 @@ class UsedQueries(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class CutQueries(UsedQueries):
-    """The same where the other rows of q are as if they were not there, whatever they hold: in the backward. The mask needs
-    nothing for it."""
+    """Rows of sequences of which ``q_lens`` says how many queries are there, in the backward, whatever the other rows of q hold.
+    The mask needs nothing for it."""
 
-    type: ClassVar[str] = "CutQueries"
     source: ClassVar[str] = "variant/rows/cut_queries.cuh"

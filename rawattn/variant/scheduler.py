@@ -1,4 +1,4 @@
-"""This module says which tile of queries a block takes, and when."""
+"""Which tile a block takes, and when; in which order its warpgroups issue; whether it begins before the launch in front ended."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ class LptScheduler(Option):
 
     persistent: bool = True
     split: bool = False
-    type: ClassVar[str] = "LptScheduler"
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
         numbers = "DynamicPersistent" if self.persistent else "SingleTile"
-        return f"{self.type}<{f'Split<{numbers}>' if self.split else numbers}>"
+        return f"{self.cuda_name}<{f'Split<{numbers}>' if self.split else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -42,9 +41,8 @@ class LptScheduler(Option):
 
 @dataclasses.dataclass(frozen=True)
 class LptVarlenScheduler(LptScheduler):
-    """The same for packed sequences, one after the other."""
+    """Tiles of packed sequences, one sequence after the other, each with its longest tiles first."""
 
-    type: ClassVar[str] = "LptVarlenScheduler"
     source: ClassVar[str] = "variant/scheduler/lpt_varlen.cuh"
 
     @property
@@ -53,12 +51,11 @@ class LptVarlenScheduler(LptScheduler):
 
 
 @dataclasses.dataclass(frozen=True)
-class BothEndsScheduler(Option):
+class TwoEndedScheduler(Option):
     """Packed sequences for persistent blocks, half of which take works from the front and half from the back: so a prompt is
     computed while the keys of sequences that decode are read."""
 
-    type: ClassVar[str] = "BothEndsScheduler"
-    source: ClassVar[str] = "variant/scheduler/both_ends.cuh"
+    source: ClassVar[str] = "variant/scheduler/two_ended.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -69,7 +66,6 @@ class BothEndsScheduler(Option):
 class Once(Wrapper):
     """One work for a block, of a scheduler that is not persistent, for a kernel that asks for more."""
 
-    type: ClassVar[str] = "Once"
     source: ClassVar[str] = "variant/scheduler/once.cuh"
 
 
@@ -77,7 +73,6 @@ class Once(Wrapper):
 class SharedTiles(Option):
     """A query tile of several sequences and heads, one after the other: of all that share what a block adds to."""
 
-    type: ClassVar[str] = "SharedTiles"
     source: ClassVar[str] = "variant/scheduler/shared_tiles.cuh"
 
     @property
@@ -86,11 +81,10 @@ class SharedTiles(Option):
 
 
 @dataclasses.dataclass(frozen=True)
-class SaidScheduler(Wrapper):
-    """One whose first block says which sequences have lengths that the host did not allow."""
+class ReportingScheduler(Wrapper):
+    """A scheduler whose first block records sequences with illegal lengths in the word of violations."""
 
-    type: ClassVar[str] = "SaidScheduler"
-    source: ClassVar[str] = "variant/scheduler/said.cuh"
+    source: ClassVar[str] = "variant/scheduler/reporting.cuh"
 
     @property
     def fields(self) -> Fields:
@@ -101,7 +95,6 @@ class SaidScheduler(Wrapper):
 class StreamKScheduler(Option):
     """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device."""
 
-    type: ClassVar[str] = "StreamKScheduler"
     source: ClassVar[str] = "variant/scheduler/stream_k.cuh"
 
     @property
@@ -119,12 +112,11 @@ class KvScheduler(Option):
 
     direction: str = "Ascending"
     persistent: bool = True
-    type: ClassVar[str] = "KvScheduler"
     source: ClassVar[str] = "variant/scheduler/kv_lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{'DynamicPersistent' if self.persistent else 'SingleTile'}, {self.direction}>"
+        return f"{self.cuda_name}<{'DynamicPersistent' if self.persistent else 'SingleTile'}, {self.direction}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -144,11 +136,43 @@ class KvScheduler(Option):
 
 @dataclasses.dataclass(frozen=True)
 class KvVarlenScheduler(KvScheduler):
-    """The same for packed sequences, one after the other."""
+    """Key tiles of the backward of packed sequences, one sequence after the other."""
 
-    type: ClassVar[str] = "KvVarlenScheduler"
     source: ClassVar[str] = "variant/scheduler/kv_lpt_varlen.cuh"
 
     @property
     def fields(self) -> Fields:
         return self.numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class PingPong(Option):
+    """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
+
+    source: ClassVar[str] = "variant/order/ping_pong.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unordered(Option):
+    """Each warpgroup issues its products when it is ready."""
+
+    source: ClassVar[str] = "variant/order/unordered.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependent(Option):
+    """A kernel begins early and waits for that launch's results: programmatic dependent launch, from Hopper on."""
+
+    source: ClassVar[str] = "variant/launch/dependent.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Independent(Option):
+    """A kernel begins when the launch in front of it has ended."""
+
+    source: ClassVar[str] = "variant/launch/independent.cuh"
+
+
+def launch_of(arch: str) -> Option:
+    """The option for an architecture: ``Dependent`` from Hopper on."""
+    return Dependent() if int(arch[3:].rstrip("a")) >= 90 else Independent()

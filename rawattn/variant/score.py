@@ -86,7 +86,7 @@ class Softcap(Score):
 
     @property
     def constant_time(self) -> ConstantTimeSoftcap:
-        """The same function, in the same time for every value."""
+        """This score, in the same time for every value."""
         return ConstantTimeSoftcap(self.cap)
 
 

@@ -1,4 +1,4 @@
-"""This module says how the reference of a row's exponentials follows the row's maximum."""
+"""How the reference of a row's exponentials follows the row's maximum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from .field import Field, Fields, Pointer
 class ConstantTime(Option):
     """Looks for the maximum and rescales in every tile. What is executed does not depend on the data."""
 
-    type: ClassVar[str] = "ConstantTime"
     source: ClassVar[str] = "variant/softmax/constant_time.cuh"
 
 
@@ -21,7 +20,6 @@ class ConstantTime(Option):
 class SpeculativeMax(Option):
     """Trusts the first tile's maximum, and looks for another only where a sum shows that it is far off. Time depends on data."""
 
-    type: ClassVar[str] = "SpeculativeMax"
     source: ClassVar[str] = "variant/softmax/speculative_max.cuh"
     constant_time: ClassVar[Option] = ConstantTime()
 
@@ -30,7 +28,6 @@ class SpeculativeMax(Option):
 class LazyRescale(Option):
     """Looks for the maximum in every tile, and moves the reference when it lags by 2^8. Time depends on the data, a little."""
 
-    type: ClassVar[str] = "LazyRescale"
     source: ClassVar[str] = "variant/softmax/lazy_rescale.cuh"
     constant_time: ClassVar[Option] = ConstantTime()
 
@@ -39,7 +36,6 @@ class LazyRescale(Option):
 class Plain(Option):
     """Adds nothing to a row's sum, in a kernel that finds maxima and sums by itself (attn_fwd_simt, combine)."""
 
-    type: ClassVar[str] = "Plain"
     source: ClassVar[str] = "variant/softmax/plain.cuh"
 
 
@@ -47,7 +43,6 @@ class Plain(Option):
 class WithSink(Wrapper):
     """Adds a logit without a value to each row's sum, one for each query head."""
 
-    type: ClassVar[str] = "WithSink"
     source: ClassVar[str] = "variant/softmax/sink.cuh"
 
     @property
@@ -60,12 +55,11 @@ class WithVScale(Wrapper):
     """Multiplies results by ``v``, the scale of values."""
 
     v: Option
-    type: ClassVar[str] = "WithVScale"
     source: ClassVar[str] = "variant/softmax/v_scale.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.type}<{self.base.cuda_type}, {self.v.cuda_type}>"
+        return f"{self.cuda_name}<{self.base.cuda_type}, {self.v.cuda_type}>"
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""This module says how a kernel visits the key tiles of some queries, or the query tiles of some keys.
+"""How a kernel visits the key tiles of some queries, or the query tiles of some keys.
 
-They lie side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
+Tiles are side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
 mask for a class of each tile."""
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Pairwise, Wrapper
-from .field import Field, Fields, Scratch
 
 
 def lists(mask: Pairwise | None) -> bool:
-    """Says whether the tiles that a mask visits may have holes between them."""
+    """Whether the tiles that a mask visits may have holes between them."""
     return mask is not None and mask.lists
 
 
@@ -21,15 +20,13 @@ def lists(mask: Pairwise | None) -> bool:
 class IntervalWalk(Option):
     """Key tiles of attn_fwd, side by side."""
 
-    type: ClassVar[str] = "IntervalWalk"
     source: ClassVar[str] = "variant/walk/interval.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedWalk(IntervalWalk):
-    """The same over keys in pages (``PagedPanelsKv``), of whose tiles each lane loads a part."""
+    """Key tiles of attn_fwd in pages (``PagedPanelsKv``), side by side, of which each lane loads a part."""
 
-    type: ClassVar[str] = "PagedWalk"
     source: ClassVar[str] = "variant/walk/paged.cuh"
 
 
@@ -37,15 +34,13 @@ class PagedWalk(IntervalWalk):
 class ListWalk(Option):
     """Key tiles of attn_fwd, a list."""
 
-    type: ClassVar[str] = "ListWalk"
     source: ClassVar[str] = "variant/walk/list.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedListWalk(ListWalk):
-    """The same over keys in pages."""
+    """Key tiles of attn_fwd in pages, a list."""
 
-    type: ClassVar[str] = "PagedListWalk"
     source: ClassVar[str] = "variant/walk/paged_list.cuh"
 
 
@@ -76,7 +71,6 @@ class ListCursor(IntervalCursor):
 class IntervalKeys(Option):
     """Key tiles of attn_bwd_dq, side by side."""
 
-    type: ClassVar[str] = "IntervalKeys"
     source: ClassVar[str] = "variant/walk/keys_interval.cuh"
 
 
@@ -84,7 +78,6 @@ class IntervalKeys(Option):
 class ListKeys(Option):
     """Key tiles of attn_bwd_dq, a list."""
 
-    type: ClassVar[str] = "ListKeys"
     source: ClassVar[str] = "variant/walk/keys_list.cuh"
 
 
@@ -92,7 +85,6 @@ class ListKeys(Option):
 class SplitIntervalWalk(Option):
     """Key tiles of attn_decode, side by side."""
 
-    type: ClassVar[str] = "SplitIntervalWalk"
     source: ClassVar[str] = "variant/walk/split_interval.cuh"
 
 
@@ -100,7 +92,6 @@ class SplitIntervalWalk(Option):
 class SplitListWalk(Option):
     """Key tiles of attn_decode, a list."""
 
-    type: ClassVar[str] = "SplitListWalk"
     source: ClassVar[str] = "variant/walk/split_list.cuh"
 
 
@@ -108,15 +99,13 @@ class SplitListWalk(Option):
 class QIntervalWalk(Option):
     """Query tiles of a key tile, side by side."""
 
-    type: ClassVar[str] = "QIntervalWalk"
     source: ClassVar[str] = "variant/walk/q_interval.cuh"
 
 
 @dataclasses.dataclass(frozen=True)
 class QIntervalByTiles(Option):
-    """The same, of all heads that share a key head before the next query tile."""
+    """Query tiles of a key tile, side by side, each of all heads that share a key head before the next one."""
 
-    type: ClassVar[str] = "QIntervalByTiles"
     source: ClassVar[str] = "variant/walk/q_interval_by_tiles.cuh"
 
 
@@ -136,9 +125,8 @@ class QListWalk(Option):
 
 @dataclasses.dataclass(frozen=True)
 class QListCursor(Option):
-    """The same list, for warps that go along it by themselves."""
+    """Query tiles of a key tile, a list, for warps that go along it by themselves."""
 
-    type: ClassVar[str] = "QListCursor"
     source: ClassVar[str] = "variant/walk/q_list_cursor.cuh"
 
 
@@ -146,7 +134,6 @@ class QListCursor(Option):
 class QIntervalSteps(Wrapper):
     """Query tiles of a key tile, side by side, which one thread finds for its block as the base goes along them."""
 
-    type: ClassVar[str] = "QIntervalSteps"
     source: ClassVar[str] = "variant/walk/q_interval_steps.cuh"
 
 
@@ -165,7 +152,6 @@ class QListSteps(QListWalk):
 class IntervalTurn(Option):
     """Key tiles that add to a tile of dq are counted."""
 
-    type: ClassVar[str] = "IntervalTurn"
     source: ClassVar[str] = "variant/walk/turn_interval.cuh"
 
 
@@ -173,33 +159,4 @@ class IntervalTurn(Option):
 class ListTurn(Option):
     """Each key tile that adds to a tile of dq says which one is the next."""
 
-    type: ClassVar[str] = "ListTurn"
     source: ClassVar[str] = "variant/walk/turn_list.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class IntervalSum(Option):
-    """The mask says whether a tile of dq has a sum."""
-
-    type: ClassVar[str] = "IntervalSum"
-    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class ListSum(Option):
-    """The turns of a tile of dq say whether it has a sum."""
-
-    type: ClassVar[str] = "ListSum"
-    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
-
-    @property
-    def fields(self) -> Fields:
-        return (Field("turns", "const i32*", Scratch("turns")),)
-
-
-@dataclasses.dataclass(frozen=True)
-class ClearedSum(Option):
-    """Every tile of dq has a sum, which was cleared."""
-
-    type: ClassVar[str] = "ClearedSum"
-    source: ClassVar[str] = "variant/dq/sum_is_there.cuh"

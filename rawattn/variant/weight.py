@@ -1,4 +1,4 @@
-"""This module says what becomes of a weight between its sum and the product with v."""
+"""What becomes of a weight between its sum and the product with v."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
 class Identity(Option):
     """Leaves weights as they are."""
 
-    type: ClassVar[str] = "Identity"
     source: ClassVar[str] = "variant/weight/identity.cuh"
 
 
@@ -31,7 +30,6 @@ class Dropout(Option):
     """
 
     p: float
-    type: ClassVar[str] = "Dropout"
     source: ClassVar[str] = "variant/weight/dropout.cuh"
 
     @property
@@ -57,7 +55,7 @@ class Dropout(Option):
         return {"dropout_threshold": self.threshold, "dropout_factor": self.factor}
 
     def kept(self, seed: int, batch: int, head: int, q: npt.ArrayLike, kv: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Says which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
+        """Which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
         is the number of the sequence, ``head`` that of the query head."""
         i, j = np.asarray(q, np.uint32), np.asarray(kv, np.uint32)
         words = philox((i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, batch), (seed % 2**32, (seed >> 32) % 2**32))
@@ -67,9 +65,8 @@ class Dropout(Option):
 
 @dataclasses.dataclass(frozen=True)
 class PackGqaDropout(Dropout):
-    """The same for tiles whose rows are the queries of several heads (``rows.PackGqa``)."""
+    """Dropout for tiles whose rows are the queries of several heads (``rows.PackGqa``)."""
 
-    type: ClassVar[str] = "PackGqaDropout"
     source: ClassVar[str] = "variant/weight/dropout_pack_gqa.cuh"
 
 

@@ -121,7 +121,7 @@ def test_options_describe_a_problem() -> None:
     op = command_line._operation(command_line._parser().parse_args(text.split()))
     assert str(op) == (
         "Forward fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, "
-        "Both(a=Causal(align='bottom_right'), b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), return_lse"
+        "And(a=Causal(align='bottom_right'), b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), return_lse"
     )
 
 
@@ -182,11 +182,11 @@ def test_choose(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         "op       Forward bf16 batch 2, length 4096, heads 16, head_dim 128, Causal",
         "kernel   attn_fwd",
-        "config   Config(tile_q=",
+        "config   AttnFwdConfig(tile_q=",
     ):
         assert line in out
     configs = re.findall(r"Config\(.*?\)", out)
-    times = [int(found.replace(",", "")) for found in re.findall(r"^  Config\(.*\), ([\d,]+) us$", out, re.MULTILINE)]
+    times = [int(found.replace(",", "")) for found in re.findall(r"^  AttnFwdConfig\(.*\), ([\d,]+) us$", out, re.MULTILINE)]
     assert len(set(configs[1:])) == len(times) == command_line.COMPARED, "a record may choose what the cost model does not"
     assert sorted(times) == times
 
@@ -240,7 +240,7 @@ def test_compile_fills_the_cache(cache: pathlib.Path, capsys: pytest.CaptureFixt
     assert main(command) == 0
     first, kept = capsys.readouterr().out, entries(cache)
     assert re.search(r"^compiled in [\d.]+ s by NVRTC", first, re.MULTILINE) and f"kept in {cache}" in first
-    named = re.findall(r"^(?:with )?(attn_fwd-\w{12})  Config", first, re.MULTILINE)
+    named = re.findall(r"^(?:with )?(attn_fwd-\w{12})  AttnFwdConfig", first, re.MULTILINE)
     assert sorted(named) == [entry[: len("attn_fwd-") + 12] for entry in kept] and len(kept) > 1, "what other sizes get, too"
     compiler._memory.clear()
     assert main(command) == 0

@@ -21,7 +21,7 @@ from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.reference.formula import Formula
 from rawattn.testing import LAYOUTS, MARGIN, Case, Expected, cases, expect
 from rawattn.variant import Option
-from rawattn.variant.mask import Both, Causal, Full, Mask, Window
+from rawattn.variant.mask import And, Causal, Full, Mask, Window
 
 INF = math.inf
 
@@ -34,7 +34,7 @@ MASKS: dict[str, tuple[Callable[..., Mask], Callable[[int, int], bool]]] = {
     "left": (lambda align: Window(left=3, align=align), lambda q, key: q - 3 <= key),
     "right": (lambda align: Window(right=2, align=align), lambda q, key: key <= q + 2),
     "wide": (lambda align: Window(2**31, 2**40, align), lambda q, key: True),
-    "both": (lambda align: Both(Causal(align), Window(2, 5, align)), lambda q, key: q - 2 <= key <= q),
+    "both": (lambda align: And(Causal(align), Window(2, 5, align)), lambda q, key: q - 2 <= key <= q),
 }
 
 
@@ -322,7 +322,7 @@ def test_tolerance_finds_another_shape(expected: Expected) -> None:
 @pytest.mark.parametrize("case", CAUSAL.values(), ids=CAUSAL)
 @pytest.mark.parametrize(
     "wrong",
-    [{"causal": True, "scale": 1.05 / 8}, {"mask": Both(Causal(), Window(62))}, {"causal": True, "softcap": 5.0}],
+    [{"causal": True, "scale": 1.05 / 8}, {"mask": And(Causal(), Window(62))}, {"causal": True, "softcap": 5.0}],
     ids=str,
 )
 def test_tolerance_is_tight(case: Case, wrong: dict[str, Any]) -> None:

@@ -23,12 +23,12 @@ import rawattn  # noqa: E402
 import rawattn.jax  # noqa: E402
 from rawattn.errors import ProblemError, UnsupportedError  # noqa: E402
 from rawattn.testing import Case, expect, expect_backward  # noqa: E402
-from rawattn.variant.mask import Both, Causal, Window  # noqa: E402
+from rawattn.variant.mask import And, Causal, Window  # noqa: E402
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {}, "causal": {"causal": True}, "window": {"window": (3, 0), "softcap": 2.0, "scale": 0.3},
-    "mask": {"mask": Both(Causal("top_left"), Window(5, 2, "top_left"))}, "offset": {"causal": True, "q_offset": 4},
+    "mask": {"mask": And(Causal("top_left"), Window(5, 2, "top_left"))}, "offset": {"causal": True, "q_offset": 4},
 }  # fmt: skip
 SINKS = np.array([0.5, -1.0, 2.0, -np.inf], np.float32)
 

@@ -18,7 +18,7 @@ from rawattn.array import arrays
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
-from rawattn.kernel.attn_bwd import ATTN_BWD, Config, config_of
+from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -30,7 +30,7 @@ from rawattn.runtime.plans import Plan
 from rawattn.runtime.select import Selection
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.field import Counter
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import And, Causal, Window
 from tests.calls import far, much_memory, poisoned_memory
 from tests.options import SCORES, run_time_values
 
@@ -53,7 +53,7 @@ MASKS: list[dict[str, Any]] = [
     {"window": (0, 0)},
     {"mask": Window(10, 70, "top_left")},
     {"causal": True, "window": (200, None)},
-    {"mask": Both(Causal("top_left"), Window(90, 90))},
+    {"mask": And(Causal("top_left"), Window(90, 90))},
 ]
 LENGTHS = [(500, 500), (130, 900), (900, 130), (257, 0), (0, 70), (0, 0), (1, 777), (777, 1), (64, 65), (192, 193)]
 
@@ -424,7 +424,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
 @listed([(ATTN_BWD, Case(batch=2, q_len=500, kv_len=400, heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True), False)])
 def test_configs(kernel: Any, case: Case, dlse: bool, store: str, chains: int, direction: str) -> None:
     call = Call(case, dlse)
-    config: Config = dataclasses.replace(config_of(case.op, store), dq_chains=chains, direction=direction)
+    config: AttnBwdConfig = dataclasses.replace(config_of(case.op, store), dq_chains=chains, direction=direction)
     found = call.run(kernel, config=config)
     call.check(found)
     assert equal(call.run(kernel, config=config), found)
@@ -484,7 +484,7 @@ NARROWER: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 120, "head_di
 def test_dq_a_step_later_has_the_same_bits(kernel: Any, case: Case, dlse: bool) -> None:
     """The order of a step's products changes no sum: every result is that of the other order, each time."""
     call = Call(case, dlse)
-    config = Config(dq_parts=2, dq_columns=64)
+    config = AttnBwdConfig(dq_parts=2, dq_columns=64)
     wanted = call.run(kernel, config=config)
     call.check(wanted)
     for store, registers in itertools.product(("ordered", "final"), ((40, 232), (56, 224))):
@@ -809,7 +809,7 @@ KINDS = [
     (ATTN_BWD, Case("fp16", head_dim=128, head_dim_v=128, window=(0, 0), softcap=1.0), False),
     (ATTN_BWD_PAIR, Case("bf16", head_dim=192, head_dim_v=128, mask=Causal("top_left")), True),
     (ATTN_BWD, Case("bf16", head_dim=128, head_dim_v=128, causal=True, lengths=(), sinks=True), True),
-    (ATTN_BWD_PAIR, Case("fp16", head_dim=256, head_dim_v=256, mask=Both(Causal("top_left"), Window(0, 0)), lengths=()), False),
+    (ATTN_BWD_PAIR, Case("fp16", head_dim=256, head_dim_v=256, mask=And(Causal("top_left"), Window(0, 0)), lengths=()), False),
     (ATTN_BWD_SIMT, Case("fp32", causal=True, sinks=True), True),
     (ATTN_BWD, Case("bf16", causal=True, sinks=True, lens=((1,), (1,))), True),
     (ATTN_BWD, Case("fp16", head_dim=128, head_dim_v=128, lens=(None, (1,))), False),

@@ -21,7 +21,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.base import Kernel
 from rawattn.runtime import plans
 from rawattn.testing import Case, expect
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import And, Causal, Window
 from tests.calls import attend, check, far, much_memory
 from tests.options import cases, run_time_values
 
@@ -42,8 +42,8 @@ MASKS: list[dict[str, Any]] = [
     {"window": (0, 0)},
     {"mask": Window(10, 70, "top_left")},
     {"causal": True, "window": (200, None)},
-    {"mask": Both(Causal("top_left"), Window(90, 90))},
-    {"mask": Both(Window(30, 300), Causal())},
+    {"mask": And(Causal("top_left"), Window(90, 90))},
+    {"mask": And(Window(30, 300), Causal())},
 ]
 PACKED: list[tuple[tuple[int, int], ...]] = [
     (),
@@ -237,7 +237,7 @@ KINDS = [
     Case("bf16", lengths=()),
     Case("fp16", causal=True, lengths=()),
     Case("bf16", head_dim=96, head_dim_v=96, window=(0, 0), softcap=1.0, lengths=()),
-    Case("fp16", head_dim=40, mask=Both(Causal("top_left"), Window(0, 0)), scale=-1.0, lengths=()),
+    Case("fp16", head_dim=40, mask=And(Causal("top_left"), Window(0, 0)), scale=-1.0, lengths=()),
 ]
 KERNELS = [
     (kernel, case, found[at])
@@ -309,7 +309,7 @@ NON_FINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf")}
     [
         Case("bf16", 1, 300, 300, 2, 1, causal=True),
         Case("fp16", 1, 300, 400, 2, 1, window=(40, 20)),
-        Case("bf16", 1, 300, 300, 2, 1, mask=Both(Causal("top_left"), Window(100, 0)), softcap=20.0),
+        Case("bf16", 1, 300, 300, 2, 1, mask=And(Causal("top_left"), Window(100, 0)), softcap=20.0),
         Case("fp16", lengths=((200, 200), (150, 300)), causal=True),
     ]
 )

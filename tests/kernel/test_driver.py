@@ -24,7 +24,7 @@ from rawattn.driver.device import TYPICAL
 from rawattn.driver.graph import drop, retain, stream_state
 from rawattn.driver.launch import BoundLaunch, LoadedFunction
 from rawattn.errors import BinaryError, DeviceError
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.runtime import calls, plans
 from rawattn.runtime.select import select
 from rawattn.testing import Case
@@ -206,7 +206,7 @@ def test_a_graph_keeps_things() -> None:
 
 @pytest.fixture(scope="module")
 def cubin() -> bytes:
-    return compiler.compile(ATTN_FWD.render(CASE.op, Config(), "sm_90a")).cubin
+    return compiler.compile(ATTN_FWD.render(CASE.op, AttnFwdConfig(), "sm_90a")).cubin
 
 
 @pytest.mark.parametrize("where", ["in the thread that captures", "in another thread"])

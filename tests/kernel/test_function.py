@@ -12,7 +12,7 @@ import rawattn
 from rawattn.compile import compiler
 from rawattn.driver import context
 from rawattn.errors import UnsupportedError
-from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
@@ -77,7 +77,7 @@ def test_elements_for_each_pair_wherever_rows_begin(begin: int, dtype: str) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [Config(192, 64, 3, 1), Config(128, 128, 2, 1)], ids=lambda c: f"{c.tile_kv}")
+@pytest.mark.parametrize("config", [AttnFwdConfig(192, 64, 3, 1), AttnFwdConfig(128, 128, 2, 1)], ids=lambda c: f"{c.tile_kv}")
 def test_tiles_of_elements(config: Any) -> None:
     """By TMA, of arrays that all sequences or heads share, too; where a later one does not lie so, by threads."""
     case = dataclasses.replace(CASE, head_dim=128, head_dim_v=128)
@@ -115,14 +115,14 @@ def test_scores(name: str, kernel: Any) -> None:
 class EachPair(AttnFwd):
     """Computes of every pair what its diagonal shares."""
 
-    def options(self, op: Forward, config: Config) -> dict[str, Option]:
+    def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         return {**super().options(op, config), "Ahead": NothingAhead()}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [Config(192, 64, 3, 2), Config(128, 96, 2, 1)], ids=str)
+@pytest.mark.parametrize("config", [AttnFwdConfig(192, 64, 3, 2), AttnFwdConfig(128, 96, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", ["t5_table", "t5_buckets", "kerple"])
-def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: Config) -> None:
+def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: AttnFwdConfig) -> None:
     """Rows and keys end inside of tiles, lists have holes, and there are parts of longer sequences."""
     inputs, device = CASE.inputs("torch", "cuda"), context.device(0)
     score, mask = on_gpu(name, 333, 470), on_gpu("documents", 333, 470)

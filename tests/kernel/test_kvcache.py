@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _float64, _moved, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Causal
@@ -322,7 +322,7 @@ def test_chunks_over_eight_bits(name: str, kv_dtype: str) -> None:
 def test_chunks_in_any_configuration(tile_q: int) -> None:
     """Tiles that hold no whole number of pages, too."""
     for case, tile_kv in ((of(CHUNK, head_dim=64, head_dim_v=64, page_size=64), 48), (of(SAME, head_dim=64, head_dim_v=64), 80)):
-        config = Config(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
+        config = AttnFwdConfig(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
         check(case, attend(case, kernel="attn_fwd", config=config))
 
 
@@ -331,7 +331,7 @@ def test_chunks_in_any_configuration(tile_q: int) -> None:
 def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
     """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
     behind a sequence's last ones are the next sequence's."""
-    config = Config(128, 128, 2, 1)
+    config = AttnFwdConfig(128, 128, 2, 1)
     found, other = (attend(case, kernel="attn_fwd", config=config) for case in (SAME, of(SAME, page_size=page_size)))
     for i in range(len(SAME.lengths)):
         assert rows_of(SAME, other, i) == rows_of(SAME, found, i), i

@@ -18,12 +18,12 @@ from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.runtime.select import select
 from rawattn.variant.field import AxisStride, Pointer, Scratch, Value
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from tests import lists
 from tests.calls import poisoned_memory
 from tests.host.kernel.test_pyramid import CASES as PYRAMIDS
@@ -170,7 +170,7 @@ def test_one_warp_finds_what_another_loads(config: tuple[int, ...], name: str) -
     import torch
 
     call = Call(name, (4, 1500, 4100, 16, 4, 64), 6)
-    options = {"mask": call.mask, "kernel": "attn_fwd", "config": Config(*config), "return_lse": True}
+    options = {"mask": call.mask, "kernel": "attn_fwd", "config": AttnFwdConfig(*config), "return_lse": True}
     with poisoned_memory():
         o, lse = rawattn.attention(call.q, call.k, call.v, **options)
     for _ in range(50):
@@ -183,7 +183,7 @@ def test_one_warp_finds_what_another_loads(config: tuple[int, ...], name: str) -
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 3), Both(Causal(), Window(300))], ids=str)
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100, 3), And(Causal(), Window(300))], ids=str)
 @pytest.mark.parametrize("kernel", FORWARD, ids=str)
 def test_an_interval_as_a_list_has_the_same_bits(kernel: Any, mask: Any, head_dim: int) -> None:
     import torch

@@ -205,14 +205,14 @@ def test_config_names() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
         for config in kernel.candidates(op, device):
             assert ours.parse_config(kernel.config_type, ours.config_name(config)) == config
-    assert ours.config_name(attn_fwd_mma.Config(64, 32, 3, 1, 4, 2)) == "64x32st3m1q4c2p0sp0"
-    assert ours.parse_config(attn_fwd.Config, "192x96") == attn_fwd.Config(192, 96)
+    assert ours.config_name(attn_fwd_mma.AttnFwdMmaConfig(64, 32, 3, 1, 4, 2)) == "64x32st3m1q4c2p0sp0"
+    assert ours.parse_config(attn_fwd.AttnFwdConfig, "192x96") == attn_fwd.AttnFwdConfig(192, 96)
     with pytest.raises(ValueError, match="no configuration"):
-        ours.parse_config(attn_fwd.Config, "fast")
+        ours.parse_config(attn_fwd.AttnFwdConfig, "fast")
     options = ours.our_options(Case(causal=True), "ours:attn_fwd/128x96s2q2")
-    assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.Config(128, 96, 2, 2)}
+    assert options == {"causal": True, "kernel": "attn_fwd", "config": attn_fwd.AttnFwdConfig(128, 96, 2, 2)}
     assert ours.our_options(Case(), "ours", "attn_fwd_mma") == {"kernel": "attn_fwd_mma"}
-    assert ours.our_options(Case(), "ours:64x32", "attn_fwd_mma")["config"] == attn_fwd_mma.Config(64, 32)
+    assert ours.our_options(Case(), "ours:64x32", "attn_fwd_mma")["config"] == attn_fwd_mma.AttnFwdMmaConfig(64, 32)
     assert ours.our_options(Case(), "ours:attn_fwd/64x32", "attn_fwd_mma")["kernel"] == "attn_fwd"
     assert ours.our_options(Case(), "ours") == {}
     names = ours.our_names(sets.SETS["paper"][12], "all", device)
@@ -299,7 +299,7 @@ def test_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_failure_names_no_folder() -> None:
-    plain = ATTN_FWD.render(sets.dense(1, 8, 1, 64, True).op, attn_fwd.Config(), "sm_90a")
+    plain = ATTN_FWD.render(sets.dense(1, 8, 1, 64, True).op, attn_fwd.AttnFwdConfig(), "sm_90a")
     source = dataclasses.replace(plain, text="#error no\n")
     with pytest.raises(CompileError) as caught:
         compiler.compile(source)

@@ -13,10 +13,10 @@ from perf.lib import steps
 from perf.lib.steps import Caches, Decode
 from perf.lib.task import Unserved
 from rawattn.kernel import attn_fwd
-from rawattn.kernel.attn_decode import Config
+from rawattn.kernel.attn_decode import AttnDecodeConfig
 
 torch = pytest.importorskip("torch")
-FIELDS = Config.__dataclass_fields__ | attn_fwd.Config.__dataclass_fields__
+FIELDS = AttnDecodeConfig.__dataclass_fields__ | attn_fwd.AttnFwdConfig.__dataclass_fields__
 SMALL = [
     Decode("dense", (70, 33), heads=4, kv_heads=2, head_dim=32),
     Decode("pages", (70, 33), page=16, q_len=3, heads=4, kv_heads=2, head_dim=32),
@@ -50,13 +50,15 @@ def test_changed_forms_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.error(caches, first) < steps.TOLERANCE < steps.error(caches, second)
     plans = []
     monkeypatch.setattr(
-        rawattn, "plan_kvcache", lambda *_, **options: plans.append(options) or SimpleNamespace(config=Config(stages=3))
+        rawattn, "plan_kvcache", lambda *_, **options: plans.append(options) or SimpleNamespace(config=AttnDecodeConfig(stages=3))
     )
     found: Any = steps.changed("cp_async=1+producers=4", caches)
-    assert [call.keywords for call in found] == [{"config": Config(cp_async=True, producers=4, stages=3)}] * len(caches.pools)
+    assert [call.keywords for call in found] == [{"config": AttnDecodeConfig(cp_async=True, producers=4, stages=3)}] * len(
+        caches.pools
+    )
     assert isinstance(found[0].keywords["config"].cp_async, bool)
     found = steps.changed("split=1024+stages=2", caches)
-    assert found[0].keywords == {"split": 1024, "config": Config(stages=2)} and plans == [{}, {"split": 1024}]
+    assert found[0].keywords == {"split": 1024, "config": AttnDecodeConfig(stages=2)} and plans == [{}, {"split": 1024}]
     with pytest.raises(AttributeError, match="no_field"):
         steps.changed("no_field=1", caches)
 

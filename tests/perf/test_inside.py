@@ -24,7 +24,7 @@ from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.operation.operand import PLAIN
 from rawattn.runtime.select import select
 from rawattn.variant.field import Field
@@ -32,7 +32,7 @@ from rawattn.variant.field import Field
 CASE = sets.dense(4, 4096, 16, 128, True)
 OP = sets.operation(CASE)
 DEVICE = TYPICAL["sm_90a"]
-CONFIG = Config(128, 128, 2, 2)
+CONFIG = AttnFwdConfig(128, 128, 2, 2)
 
 LISTING = """\
         .type           attn_fwd,@function
@@ -243,14 +243,14 @@ def test_ablations_change_something() -> None:
     names = [each.name for each in ablate.ABLATIONS]
     assert names[0] == "full" and len(set(names)) == len(names) and "static_order" in names and not {*ablate.LEAKS} & {*names}
     assert all(each.what.endswith(".") for each in ablate.ABLATIONS)
-    config = Config(192, 96, 4, 2)
+    config = AttnFwdConfig(192, 96, 4, 2)
     launches = [
         each.kernel.lower(OP, dataclasses.replace(config, **each.config), DEVICE).launches[0] for each in ablate.ABLATIONS
     ]
     bounds = [each.name for each in ablate.ABLATIONS if each.what.startswith(ablate.BOUND)]
     assert len({(launch.source, str(launch.values)) for launch in launches}) == len(launches) - len(bounds)
     pairs = sets.operation(dataclasses.replace(sets.SETS["scores"][1], q_len=256, kv_len=256))
-    config = Config(192, 64, 4, 1)
+    config = AttnFwdConfig(192, 64, 4, 1)
     for op, changed in ((pairs, 2), (dataclasses.replace(pairs, layout=PLAIN), 3)):  # nobody waits for tiles of elements alone
         sources = {each.kernel.lower(op, config, DEVICE).launches[-1].source for each in ablate.ABLATIONS if each.name in bounds}
         assert len(sources - {ATTN_FWD.lower(op, config, DEVICE).launches[-1].source}) == changed <= len(bounds) == 3
@@ -377,7 +377,7 @@ def test_the_clock_is_written_by_choices(name: str) -> None:
     """The kernels of the timing proof differ from the product's in one option and one field, and compile."""
     kind, *patches = name.split("-")
     op = sets.operation(prove.TIMED, kind == "constant_time")
-    kernel, config = prove.Timed(4096, *patches), Config(128, 128, 2, 1)
+    kernel, config = prove.Timed(4096, *patches), AttnFwdConfig(128, 128, 2, 1)
     (launch,), (plain,) = (each.lower(op, config, DEVICE).launches for each in (kernel, ATTN_FWD))
     source = launch.source
     header = dict(source.headers)["config.cuh"]
@@ -421,7 +421,7 @@ def test_occupancy_and_predictions() -> None:
         assert row["spills"] == "0" and int(row["HMMA"]) >= 64 and int(row["LDSM"]) > 0 and int(row["LDGSTS"]) > 0
         assert int(row["blocks"]) >= 2 and int(row["step"]) > int(row["HMMA"]) + int(row["LDSM"]) + int(row["MUFU.EX2"])
     op = sets.operation(sets.dense(8, 4096, 16, 64, False))
-    config = attn_fwd_mma.Config(128, 64, 2, 2, 4, 2)
+    config = attn_fwd_mma.AttnFwdMmaConfig(128, 64, 2, 2, 4, 2)
     assert [occupancy.blocks(config, op, device, registers) for registers in (255, 168, 128, 64)] == [2, 3, 3, 3]
     predicted = occupancy.predictions(device)[1:]
     assert len(predicted) == 26 and all(float(row[4]) >= float(row[2]) for row in predicted)

@@ -22,33 +22,33 @@ from rawattn.command import timing
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import records
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.records import Kind
 from rawattn.runtime import select
 from rawattn.testing import Case
 
 DEVICE = TYPICAL["sm_90a"]
-OPTIMUM = Config(64, 208, 3, 2)
+OPTIMUM = AttnFwdConfig(64, 208, 3, 2)
 
 
-def surface(config: Config) -> float:
+def surface(config: AttnFwdConfig) -> float:
     """Least at OPTIMUM, with a ridge: the best tile_kv depends on tile_q."""
     tile_q, tile_kv = config.tile_q / 64, config.tile_kv / 16
     return 10 + (tile_q + tile_kv / 4 - 4.25) ** 2 + 0.3 * (tile_q - 1) ** 2 + abs(config.stages - 3) + (config.q_stages == 1)
 
 
-def legal(config: Config) -> bool:
+def legal(config: AttnFwdConfig) -> bool:
     bounds = (64, 192, config.tile_q), (32, 256, config.tile_kv), (2, 4, config.stages), (1, 2, config.q_stages)
     return all(low <= value <= high for low, high, value in bounds)
 
 
-def seeds() -> list[Config]:
-    return [Config(tile_q, tile_kv, 2, 1) for tile_q in (128, 192) for tile_kv in (64, 96, 128)]
+def seeds() -> list[AttnFwdConfig]:
+    return [AttnFwdConfig(tile_q, tile_kv, 2, 1) for tile_q in (128, 192) for tile_kv in (64, 96, 128)]
 
 
 def evaluations(seed: int) -> int:
     """Returns how many configurations a search tries until it finds the optimum."""
-    candidates = [Config(q, kv, s, p) for q in (128, 192) for kv in range(32, 257, 16) for s in (2, 3) for p in (1, 2)]
+    candidates = [AttnFwdConfig(q, kv, s, p) for q in (128, 192) for kv in range(32, 257, 16) for s in (2, 3) for p in (1, 2)]
     search = Search(seeds(), genes(candidates), legal, seed)
     while OPTIMUM not in search.costs:
         for config in search.ask(6):
@@ -75,7 +75,7 @@ def test_search_tries_seeds_first_and_nothing_twice() -> None:
 
 
 def test_the_same_seed_is_the_same_search() -> None:
-    def run(seed: int) -> list[Config]:
+    def run(seed: int) -> list[AttnFwdConfig]:
         search, asked = Search(seeds(), genes(seeds()), legal, seed), []
         for _ in range(5):
             asked += (found := search.ask(6))
@@ -88,7 +88,7 @@ def test_the_same_seed_is_the_same_search() -> None:
 
 def test_genes_reach_beyond_the_candidates() -> None:
     found = genes(ATTN_FWD.candidates(sets.SETS["paper"][12].op, DEVICE))
-    assert set(found) == {field.name for field in dataclasses.fields(Config)}
+    assert set(found) == {field.name for field in dataclasses.fields(AttnFwdConfig)}
     assert {64, 128, 192} <= set(found["tile_q"]) and {2, 3} <= set(found["stages"])
 
 
@@ -133,15 +133,15 @@ class Compiled(compiling.Pool):
 class Race(tune.Race):
     """Times that follow a surface, with 0.3 % of noise."""
 
-    def __init__(self, tuner: tune.Tuner, optimum: Config) -> None:
+    def __init__(self, tuner: tune.Tuner, optimum: AttnFwdConfig) -> None:
         self.tuner, self.loads, self.optimum, self.random = tuner, {}, optimum, random.Random(0)
         self.tasks, self.checks = [None] * len(tuner.ops), [None] * len(tuner.ops)  # type: ignore[list-item]
 
-    def us(self, config: Config, case: int) -> float:
+    def us(self, config: AttnFwdConfig, case: int) -> float:
         far = sum(abs(math.log2(a / b)) for a, b in zip(*map(dataclasses.astuple, (config, self.optimum)), strict=True))
         return 100 * (1 + case) * (1 + 0.05 * far)
 
-    def load(self, config: Config, task: Any, check: Any) -> Any:
+    def load(self, config: AttnFwdConfig, task: Any, check: Any) -> Any:
         return timing.Load(lambda: None, contextlib.nullcontext, self.us(config, 0), 1.0)
 
     def times(self, configs: Any, rounds: int, seed: int = 0) -> Any:
@@ -160,7 +160,7 @@ def tuner_of(cases: list[Case]) -> tune.Tuner:
 
 
 def test_evolution_finds_a_better_configuration() -> None:
-    optimum = Config(128, 160, 3, 1)
+    optimum = AttnFwdConfig(128, 160, 3, 1)
     tuner = tuner_of(CASES)
     assert ATTN_FWD.legal(optimum, tuner.ops[0], DEVICE) is None and tuner.first != optimum
     race = Race(tuner, optimum)
@@ -169,7 +169,7 @@ def test_evolution_finds_a_better_configuration() -> None:
     assert tuner.ratio.value == pytest.approx(race.us(tuner.first, 0) / race.us(tuner.best, 0), rel=0.01)
     assert all(("x96" in name) == (each == "8 bytes spilled") for name, each in tuner.tried.items())
     record = json.loads(json.dumps(tuner.record({"sm_mhz": 1700.0}, {"nvrtc": "13.5"})))
-    assert Config(**record["config"]) == tuner.best and Kind(**record["kind"]) == tuner.group.kind
+    assert AttnFwdConfig(**record["config"]) == tuner.best and Kind(**record["kind"]) == tuner.group.kind
     assert {"kernel", "us", "ratio", "interval", "worst", "cases", "clocks", "nvrtc", "code_hash", "commit", "date"} <= set(
         record
     )
@@ -214,7 +214,7 @@ def test_a_dry_run_writes_nothing_unless_asked(tmp_path: pathlib.Path, monkeypat
 
 def test_real_compilation_in_processes() -> None:
     op = sets.operation(sets.dense(1, 512, 8, 64, False))
-    source = ATTN_FWD.render(op, Config(128, 64, 2, 1), DEVICE.arch)
+    source = ATTN_FWD.render(op, AttnFwdConfig(128, 64, 2, 1), DEVICE.arch)
     broken = dataclasses.replace(source, text="#error no\n")
     with compiling.Pool(2) as pool:
         assert pool.submit([source, source, broken]) == 2
@@ -223,7 +223,7 @@ def test_real_compilation_in_processes() -> None:
     assert "no" in str(found[broken.key]) and isinstance(found[broken.key], compiler.CompileError)
 
 
-def made_record(kind: Kind, config: Config, **more: Any) -> dict[str, Any]:
+def made_record(kind: Kind, config: AttnFwdConfig, **more: Any) -> dict[str, Any]:
     found = {"kernel": kind.kernel, "kind": dataclasses.asdict(kind), "config": dataclasses.asdict(config)}
     return {**found, "code_hash": "", "date": "2026-11-21T03:00:00+00:00", **more}
 
@@ -233,7 +233,7 @@ def test_records(tmp_path: pathlib.Path) -> None:
     assert records.read(path) == {}
     kinds = [group.kind for group in tune.groups(sets.SETS["paper"], DEVICE)][:3]
     for i, kind in enumerate([*kinds, kinds[1]]):
-        tune.add(path, made_record(kind, Config(stages=i)))
+        tune.add(path, made_record(kind, AttnFwdConfig(stages=i)))
     assert [records.read(path)[kind]["config"]["stages"] for kind in kinds] == [0, 3, 2]
 
 
@@ -269,7 +269,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     forget()
 
 
-OTHER = Config(128, 96, 2, 2)  # legal at head_dim 128, and not what the cost model takes
+OTHER = AttnFwdConfig(128, 96, 2, 2)  # legal at head_dim 128, and not what the cost model takes
 
 
 def test_a_record_is_chosen(recorded: Any) -> None:
@@ -296,7 +296,7 @@ def test_a_record_is_chosen(recorded: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"code_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(Config(192, 256, 2, 2))}],
+    [{"code_hash": "0" * 16}, {"config": {"tile_q": 128}}, {"config": dataclasses.asdict(AttnFwdConfig(192, 256, 2, 2))}],
     ids=["other sources", "other fields", "illegal"],
 )
 def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> None:

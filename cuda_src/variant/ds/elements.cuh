@@ -9,7 +9,7 @@
 #include "function/element.cuh"
 #include "variant/kv_producer.cuh"
 
-struct ElementsInDs {
+struct TmaElements {
     struct Board {
         ptx::Mbarrier full[2];
 

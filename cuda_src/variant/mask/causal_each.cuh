@@ -1,7 +1,7 @@
 #pragma once
 // A mask of sequences of which rows.causal says whether they are causal besides: where they are not, the query's own position lies behind
 // all keys.
-#include "variant/mask/both.cuh"
+#include "variant/mask/and.cuh"
 #include "variant/mask/causal.cuh"
 
 struct CausalEach : Causal {
@@ -9,4 +9,4 @@ struct CausalEach : Causal {
         if (!rows.causal) shift = kv_len;
     }
 };
-template <class M> using CausalEachMask = Both<CausalEach, M>;
+template <class M> using CausalEachMask = And<CausalEach, M>;

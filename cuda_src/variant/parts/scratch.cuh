@@ -3,12 +3,12 @@
 #include "tile/number.cuh"
 #include "variant/work_tile.cuh"
 
-struct Scratch {
+struct ScratchParts {
     const Args& args;
     const Rows& rows;
     const i32 head, count;
 
-    __device__ Scratch(const Args& args, const Rows& rows, const WorkTile& work)
+    __device__ ScratchParts(const Args& args, const Rows& rows, const WorkTile& work)
         : args(args), rows(rows), head(work.head), count(args.splits) {}
 
     __device__ i64 index(i32 part, i32 row) const { return part * args.partial_rows + rows.lse_offset(args, row, head); }

@@ -4,7 +4,7 @@
 #include "variant/step/interface.cuh"
 
 template <bool skips>
-struct StepsApart {
+struct TwoLoops {
     template <class Consumer>
     __device__ static void run(Consumer& own, const Rows& rows, Walk& at, i32 key) {
         while (at.more()) {

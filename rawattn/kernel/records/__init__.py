@@ -4,7 +4,7 @@
 
     kernel       name of the kernel, such as "attn_fwd"
     kind         the fields of ``Kind``: what the operations have in common that the configuration serves
-    config       the fields of the kernel's Config
+    config       the fields of its configuration
     code_hash    of what was measured: ``Source.code_key`` of the kernel in this configuration, its first 16 digits
     ratio        time with the cost model's config over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
     worst        the least such ratio of a case

@@ -127,8 +127,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "causal": ({"causal": "yes"}, ["causal is 'yes'", "True or False"]),
     "return_lse": ({"return_lse": 2}, ["return_lse is 2", "True or False"]),
     "constant_time": ({"constant_time": "always"}, ["constant_time is 'always'", "True or False"]),
-    "mask and causal": ({"mask": rawattn.mask.Full(), "causal": True}, ["mask was given beside causal", "Both"]),
-    "mask and window": ({"mask": rawattn.mask.Full(), "window": (1, 1)}, ["mask was given beside", "Both"]),
+    "mask and causal": ({"mask": rawattn.mask.Full(), "causal": True}, ["mask was given beside causal", "And"]),
+    "mask and window": ({"mask": rawattn.mask.Full(), "window": (1, 1)}, ["mask was given beside", "And"]),
     "score and softcap": ({"score": rawattn.score.Scale(), "softcap": 1.0}, ["score was given beside softcap"]),
     "mask of another kind": ({"mask": rawattn.score.Scale()}, ["mask is Scale()", "rawattn.mask"]),
     "mask as a class": ({"mask": rawattn.mask.Causal}, ["mask is <class", "rawattn.mask.Causal()"]),
@@ -136,7 +136,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "score as a class": ({"score": rawattn.score.Softcap}, ["score is <class", "rawattn.score.Softcap(30.0)"]),
     "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
     "config": ({"config": {"tile_q": 128}}, ["config is {'tile_q': 128}", "Config"]),
-    "config of another kernel": ({"config": attn_fwd.Config()}, ["config is Config(", "rawattn.cpu.forward.CpuConfig"]),
+    "config of another kernel": ({"config": attn_fwd.AttnFwdConfig()}, ["config is AttnFwdConfig(", "cpu.forward.CpuConfig"]),
     "illegal config": ({"config": CpuConfig(tile_q=-1)}, ["config is CpuConfig(tile_q=-1", "tile_q is -1"]),
 }  # fmt: skip
 
@@ -161,8 +161,8 @@ def test_wrong_alignment(align: Any) -> None:
 
 def test_both_takes_two_kinds_of_masks() -> None:
     causal = rawattn.mask.Causal()
-    refused(lambda: rawattn.mask.Both(causal, causal), ProblemError, "Both(Causal", "twice")
-    refused(lambda: rawattn.mask.Both(causal, None), ProblemError, "b of Both is None", "must be a mask")
+    refused(lambda: rawattn.mask.And(causal, causal), ProblemError, "And(Causal", "twice")
+    refused(lambda: rawattn.mask.And(causal, None), ProblemError, "b of And is None", "must be a mask")
 
 
 # ---- packed sequences ----------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ SHORTHANDS: list[tuple[dict[str, Any], rawattn.mask.Mask]] = [
     ({"causal": True}, rawattn.mask.Causal("bottom_right")),
     ({"window": (3, None)}, rawattn.mask.Window(3, None, "bottom_right")),
     ({"window": [3, 0]}, rawattn.mask.Window(3, 0)),
-    ({"window": (1, 2), "causal": True}, rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Window(1, 2))),
+    ({"window": (1, 2), "causal": True}, rawattn.mask.And(rawattn.mask.Causal(), rawattn.mask.Window(1, 2))),
     ({"mask": rawattn.mask.Causal("top_left")}, rawattn.mask.Causal("top_left")),
 ]
 

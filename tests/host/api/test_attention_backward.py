@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "half of cu_seqlens": (lambda x: {"cu_seqlens_q": np.zeros(2, np.int32)}, "q has 4 dimensions"),
     "window": (lambda x: {"window": 3}, "window is 3; it must be a pair"),
     "kernel": (lambda x: {"kernel": "attn_fwd"}, "kernel is 'attn_fwd'; it must be None or one of 'attn_bwd'"),
-    "config": (lambda x: {"config": 3}, "config is 3; it must be None or .*attn_bwd.Config"),
+    "config": (lambda x: {"config": 3}, "config is 3; it must be None or .*attn_bwd.AttnBwdConfig"),
     "number of outputs": (lambda x: {"out": (None, None)}, "out has 2 arrays; it must have one for each of dq, dk, dv"),
     "dk is k": (lambda x: {"out": (None, x["k"], None)}, r"out \(dk\) overlaps k in memory"),
     "dk is dv": (lambda x: {"out": (None, x["dk"], x["dk"][..., :32])}, r"out \(dv\) overlaps out \(dk\)"),
@@ -368,39 +368,39 @@ def test_configs() -> None:
     stores = [selected(changed(OP, deterministic=each), kernel="attn_bwd_mma").config.store for each in (True, False)]
     assert stores == ["ordered", "unordered"]
     with pytest.raises(ProblemError, match="deterministic=False"):
-        selected(OP, config=attn_bwd_mma.Config(store="unordered"), kernel="attn_bwd_mma")
-    with pytest.raises(ProblemError, match=r"attn_bwd_pair takes a rawattn\.kernel\.attn_bwd_pair\.Config"):
-        selected(OP, kernel="attn_bwd_pair", config=attn_bwd.Config())
+        selected(OP, config=attn_bwd_mma.AttnBwdMmaConfig(store="unordered"), kernel="attn_bwd_mma")
+    with pytest.raises(ProblemError, match=r"attn_bwd_pair takes a rawattn\.kernel\.attn_bwd_pair\.AttnBwdPairConfig"):
+        selected(OP, kernel="attn_bwd_pair", config=attn_bwd.AttnBwdConfig())
 
 
 @pytest.mark.parametrize(
     "config, message",
     [
-        (attn_bwd.Config(consumers=4), "consumers is 4"),
-        (attn_bwd.Config(dq_parts=3), "dq_parts is 3"),
-        (attn_bwd.Config(dq_columns=32), "dq has 32 columns"),
-        (attn_bwd.Config(store="late"), "store is 'late'"),
-        (attn_bwd.Config(direction="Down"), "direction 'Down'"),
-        (attn_bwd.Config(order="soon"), "order is 'soon'"),
-        (attn_bwd.Config(steps="three"), "steps is 'three'"),
-        (attn_bwd.Config(dq_parts=2, dq_columns=64, order="step_later", steps="apart"), "needs order 'at_once'"),
-        (attn_bwd.Config(order="step_later"), "a part of dq for each of its makers"),
-        (attn_bwd.Config(consumer_registers=240), "registers are 40 and 240"),
-        (attn_bwd.Config(consumers=3, consumer_registers=152, dq_parts=3), "bytes of shared memory"),
-        (attn_bwd_pair.Config(q_block=64), "q_block is 64"),
-        (attn_bwd_pair.Config(q_consumer_registers=240), "a block has 504"),
-        (attn_bwd_pair.Config(tile_kv=256), "bytes of shared memory"),
-        (attn_bwd_mma.Config(warps=6), "warps is 6"),
-        (attn_bwd_mma.Config(tile_q=16), "tile_q is 16"),
-        (attn_bwd_mma.Config(warps=4, m_tiles_per_warp=1, sharing=4), "tile_kv 16"),
-        (attn_bwd_mma.Config(chunk_q=64), "divides the 32 queries"),
-        (attn_bwd_mma.Config(tile_q=32, chunk_q=16, dq_row_warps=4), "dq_row_warps is 4"),
-        (attn_bwd_mma.Config(q_stages=3), "q_stages is 3"),
-        (attn_bwd_mma.Config(store="late"), "store is 'late'"),
-        (attn_bwd_mma.Config(dq_vector=2), "dq_vector is 2"),
-        (attn_bwd_mma.Config(), "bytes of shared memory"),
-        (attn_bwd_simt.Config(chunk=8), "chunk is 8"),
-        (attn_bwd_simt.Config(tile_q=512), "bytes of shared memory"),
+        (attn_bwd.AttnBwdConfig(consumers=4), "consumers is 4"),
+        (attn_bwd.AttnBwdConfig(dq_parts=3), "dq_parts is 3"),
+        (attn_bwd.AttnBwdConfig(dq_columns=32), "dq has 32 columns"),
+        (attn_bwd.AttnBwdConfig(store="late"), "store is 'late'"),
+        (attn_bwd.AttnBwdConfig(direction="Down"), "direction 'Down'"),
+        (attn_bwd.AttnBwdConfig(order="soon"), "order is 'soon'"),
+        (attn_bwd.AttnBwdConfig(steps="three"), "steps is 'three'"),
+        (attn_bwd.AttnBwdConfig(dq_parts=2, dq_columns=64, order="step_later", steps="apart"), "needs order 'at_once'"),
+        (attn_bwd.AttnBwdConfig(order="step_later"), "a part of dq for each of its makers"),
+        (attn_bwd.AttnBwdConfig(consumer_registers=240), "registers are 40 and 240"),
+        (attn_bwd.AttnBwdConfig(consumers=3, consumer_registers=152, dq_parts=3), "bytes of shared memory"),
+        (attn_bwd_pair.AttnBwdPairConfig(q_block=64), "q_block is 64"),
+        (attn_bwd_pair.AttnBwdPairConfig(q_consumer_registers=240), "a block has 504"),
+        (attn_bwd_pair.AttnBwdPairConfig(tile_kv=256), "bytes of shared memory"),
+        (attn_bwd_mma.AttnBwdMmaConfig(warps=6), "warps is 6"),
+        (attn_bwd_mma.AttnBwdMmaConfig(tile_q=16), "tile_q is 16"),
+        (attn_bwd_mma.AttnBwdMmaConfig(warps=4, m_tiles_per_warp=1, sharing=4), "tile_kv 16"),
+        (attn_bwd_mma.AttnBwdMmaConfig(chunk_q=64), "divides the 32 queries"),
+        (attn_bwd_mma.AttnBwdMmaConfig(tile_q=32, chunk_q=16, dq_row_warps=4), "dq_row_warps is 4"),
+        (attn_bwd_mma.AttnBwdMmaConfig(q_stages=3), "q_stages is 3"),
+        (attn_bwd_mma.AttnBwdMmaConfig(store="late"), "store is 'late'"),
+        (attn_bwd_mma.AttnBwdMmaConfig(dq_vector=2), "dq_vector is 2"),
+        (attn_bwd_mma.AttnBwdMmaConfig(), "bytes of shared memory"),
+        (attn_bwd_simt.AttnBwdSimtConfig(chunk=8), "chunk is 8"),
+        (attn_bwd_simt.AttnBwdSimtConfig(tile_q=512), "bytes of shared memory"),
     ],
     ids=str,
 )

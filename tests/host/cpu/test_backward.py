@@ -21,7 +21,7 @@ from rawattn.cpu.forward import CpuConfig, run_forward
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import And, Causal, Window
 from rawattn.variant.score import Scale, Score
 from tests.host.cpu.test_kernels import process
 from tests.options import SCORES
@@ -35,7 +35,7 @@ LISTED = [
     Case(q_len=300, kv_len=100, causal=True, sinks=True),  # most queries are before the first key
     Case(q_len=100, kv_len=300, mask=Causal("top_left"), layout="heads_first"),
     Case(q_len=200, kv_len=500, window=(20, 3), heads=3, kv_heads=3, head_dim=33, head_dim_v=1),
-    Case(q_len=128, kv_len=400, mask=Both(Causal("top_left"), Window(300, 5)), layout="reversed"),
+    Case(q_len=128, kv_len=400, mask=And(Causal("top_left"), Window(300, 5)), layout="reversed"),
     Case(q_len=200, kv_len=200, softcap=5.0, scale=-1.0, sinks=True),
     Case(q_len=40, kv_len=70, head_dim=300, head_dim_v=1),
     Case(q_len=1, kv_len=700, heads=16, kv_heads=2, causal=True, layout="padded"),

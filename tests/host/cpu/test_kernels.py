@@ -36,7 +36,7 @@ from rawattn.kernel.base import Kernel
 from rawattn.testing import Case, expect
 from rawattn.variant import Option
 from rawattn.variant.element import ELEMENTS
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.calls import attend
 from tests.operations import replace
@@ -52,7 +52,7 @@ LISTED = [
     Case(q_len=100, kv_len=300, mask=Causal("top_left"), layout="heads_first"),
     Case(q_len=200, kv_len=500, window=(20, 3), heads=3, kv_heads=3, head_dim=33, head_dim_v=1),
     Case(q_len=500, kv_len=500, causal=True, window=(64, 0), batch=2, layout="reversed"),
-    Case(q_len=128, kv_len=400, mask=Both(Causal("top_left"), Window(300, 5))),
+    Case(q_len=128, kv_len=400, mask=And(Causal("top_left"), Window(300, 5))),
     Case(q_len=200, kv_len=200, softcap=5.0, scale=-1.0),
     Case(q_len=300, kv_len=300, scale=2 / 8, heads=2),
     Case(q_len=64, kv_len=64, head_dim=1024, head_dim_v=1, layout="padded"),

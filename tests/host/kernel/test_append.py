@@ -15,7 +15,7 @@ from rawattn import KVCache, ProblemError, Rotary, Step, reference
 from rawattn.array import arrays
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel.append import APPEND, Config
+from rawattn.kernel.append import APPEND, AppendConfig
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.runtime import plans
@@ -138,7 +138,7 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
     elif q_out is not None:
         named["q_out"] = arrays.read(q_out, "q_out")
     violations = np.zeros(1, np.uint32)
-    (launch,) = APPEND.lower(op, Config(64), TYPICAL["sm_90a"]).launches
+    (launch,) = APPEND.lower(op, AppendConfig(64), TYPICAL["sm_90a"]).launches
     values: dict[str, Any] = {"violations": violations, **launch.values}
     for field in launch.fields:
         fill = field.fill
@@ -277,11 +277,11 @@ def test_compiles(arch: str) -> None:
         named |= cache.arrays_of(len(call.case.lengths))
         width = 2 if call.half == 10 else 16 // ELEMENTS[call.case.dtype].itemsize
         op = dataclasses.replace(operation(named, call, cache), width=width)
-        (launch,) = APPEND.lower(op, Config(), TYPICAL[arch]).launches
+        (launch,) = APPEND.lower(op, AppendConfig(), TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories
         if name == "llama":
-            alone = APPEND.lower(dataclasses.replace(op, k=False, v=False, form="slots"), Config(), TYPICAL[arch])
+            alone = APPEND.lower(dataclasses.replace(op, k=False, v=False, form="slots"), AppendConfig(), TYPICAL[arch])
             q_alone = compiler.compile(alone.launches[0].source)
             assert not q_alone.spill_bytes and not q_alone.advisories
             text = compiler.disassemble(binary.cubin, "-c")

@@ -31,7 +31,7 @@ from rawattn.variant.score import Softcap
 from rawattn.variant.walk import lists as lists_of
 from tests import decode, emulator, lists
 from tests.caches import Cached
-from tests.decode import Config, Decode
+from tests.decode import AttnDecodeConfig, Decode
 from tests.emulator.gpu import stand_in
 
 Array = npt.NDArray[Any]
@@ -48,7 +48,7 @@ class Case:
     kv_lens: tuple[int, ...] = (700,)
     q_lens: tuple[int, ...] = ()
     grid: int = 3
-    config: Config = Config(stages=4, q_steps_in_registers=1)  # noqa: RUF009
+    config: AttnDecodeConfig = AttnDecodeConfig(stages=4, q_steps_in_registers=1)  # noqa: RUF009
     room: int = 0  # of a dense cache, or of a row of the table
 
     @property
@@ -57,13 +57,13 @@ class Case:
 
 
 @functools.cache
-def kernel(op: Decode, config: Config) -> emulator.Kernel:
+def kernel(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
     folder = FOLDER / str(len(list(FOLDER.iterdir())))
     folder.mkdir()
     return emulator.Kernel(decode.source(op, config, ARCH), decode.fields(op, config, ARCH), folder)
 
 
-def compiled(op: Decode, config: Config) -> emulator.Kernel:
+def compiled(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
     """The kernel of a step; what is a run-time value does not make another."""
     split = 256 if op.split_keys else 0
     page = min(op.page, config.tile_kv)
@@ -238,7 +238,7 @@ def with_op(case: Case, **changes: Any) -> Case:
     return dataclasses.replace(case, op=dataclasses.replace(case.op, **changes))
 
 
-def replace(**changes: Any) -> Config:
+def replace(**changes: Any) -> AttnDecodeConfig:
     return dataclasses.replace(Case().config, **changes)
 
 
@@ -266,7 +266,11 @@ CASES = {
     },
     **{
         f"pages of 2, copied by {n} warps": Case(
-            dataclasses.replace(OP, page=2, head_dim=16 * n), LENGTHS, (), 5, Config(2, 64, 3, 1, 1, cp_async=True, producers=n)
+            dataclasses.replace(OP, page=2, head_dim=16 * n),
+            LENGTHS,
+            (),
+            5,
+            AttnDecodeConfig(2, 64, 3, 1, 1, cp_async=True, producers=n),
         )
         for n in (2, 4)
     },
@@ -286,7 +290,9 @@ CASES = {
     "softcap": Case(dataclasses.replace(PAGED, score=Softcap(2.0), scale=-0.4), LENGTHS, grid=5),
     "columns 80": Case(dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8), LENGTHS, grid=5),
     "columns 96 and 64": Case(dataclasses.replace(PAGED, head_dim=96, head_dim_v=64), LENGTHS, grid=5),
-    "columns 192 and 128": Case(dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, Config(stages=3)),
+    "columns 192 and 128": Case(
+        dataclasses.replace(PAGED, head_dim=192, head_dim_v=128), LENGTHS, (), 5, AttnDecodeConfig(stages=3)
+    ),
     "e4m3": Case(dataclasses.replace(EIGHT, page=16, k_scale=0.5, v_scale=3.0, sinks=True), LENGTHS, grid=5),
     "e5m2": Case(dataclasses.replace(EIGHT, kv_element=E5M2), LENGTHS, grid=5),
     "e4m3, copied": Case(dataclasses.replace(EIGHT, page=2, element=FP16), LENGTHS, (), 5, replace(cp_async=True)),
@@ -310,7 +316,7 @@ CASES = {
         dataclasses.replace(EIGHT, page=16, q_len=8, heads=8), (700, 3, 130), (), 5, replace(m_tiles=2, q_steps_in_registers=0)
     ),
     "columns 256": Case(
-        dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, Config(1, 32, 3, 0, 1)
+        dataclasses.replace(PAGED, head_dim=256, head_dim_v=256), (300, 33, 0, 40), (), 5, AttnDecodeConfig(1, 32, 3, 0, 1)
     ),
     "odd group": Case(dataclasses.replace(OP, heads=14), LENGTHS, grid=5),
     "documents": Case(dataclasses.replace(PAGED, mask=list_mask("documents", 7, 4, 2200)), LENGTHS, grid=5),
@@ -319,7 +325,7 @@ CASES = {
         LENGTHS,
         (),
         5,
-        Config(2, 64, 3, 1, 1, cp_async=True, producers=2),
+        AttnDecodeConfig(2, 64, 3, 1, 1, cp_async=True, producers=2),
     ),
     "one split after the other, with holes": Case(
         dataclasses.replace(OP, split_keys=1024, mask=list_mask("documents", 1, 4, 2500)), (2500,), (), 2

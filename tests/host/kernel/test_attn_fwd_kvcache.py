@@ -13,7 +13,7 @@ from rawattn import ProblemError, UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_fwd_mma
-from rawattn.kernel.attn_fwd import Config
+from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from rawattn.kernel.paging import over_tensors
@@ -22,13 +22,13 @@ from rawattn.runtime.select import select
 from rawattn.testing import _moved, expect
 from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
-from rawattn.variant.mask import Both, Causal, Mask, Window
+from rawattn.variant.mask import And, Causal, Mask, Window
 from tests import emulator
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
 from tests.emulator.gpu import KEPT, stand_in
 
-SMALL = Config(128, 48, 2, 1)  # tiles that hold no whole number of large pages
+SMALL = AttnFwdConfig(128, 48, 2, 1)  # tiles that hold no whole number of large pages
 CHUNKS = Cached(
     ((150, 300), (0, 5), (1, 0), (1, 70), (129, 129), (7, 3), (64, 193)),
     page_size=16,
@@ -101,7 +101,7 @@ def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pyte
     """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
     word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else (CASES | EIGHT_BITS)[name]
     case = of(case, page_size=1) if name == "pages of 1" else case
-    config = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
+    config = attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
     o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]
     check(case, o, lse)
     assert word[0] == 0
@@ -125,7 +125,7 @@ def test_a_lane_that_comes_late(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
 
 
 BESIDE = of(CHUNKS, heads=8, kv_heads=2, head_dim=16, head_dim_v=16, lengths=((65, 70), (1, 40), (5, 8), (0, 5)))
-BESIDE_BY = {"attn_fwd_mma": attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=True), "attn_fwd": SMALL}
+BESIDE_BY = {"attn_fwd_mma": attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1, pack_gqa=True), "attn_fwd": SMALL}
 
 
 @pytest.mark.parametrize("many", ["attn_fwd", pytest.param("attn_fwd_mma", marks=pytest.mark.slow)])
@@ -208,7 +208,7 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
         given["page_table"][0, : 256 // 32] = NONSENSE  # the first that counts is key 310
         given["page_table"][1, : 64 // 32] = -NONSENSE  # key 80
 
-    check(case, *attend(case, without, config=Config(128, 64, 2, 1))[:2])
+    check(case, *attend(case, without, config=AttnFwdConfig(128, 64, 2, 1))[:2])
     assert word[0] == 0
 
 
@@ -332,7 +332,7 @@ def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     "q_len, mask, causal_each",
-    [(8, Window(1000, 0), True), (512, Window(1000, 0), True), (512, Both(Causal(), Window(1000, 0)), False)],
+    [(8, Window(1000, 0), True), (512, Window(1000, 0), True), (512, And(Causal(), Window(1000, 0)), False)],
     ids=str,
 )
 def test_what_a_step_says_of_each_sequence_spills_nothing(q_len: int, mask: Mask, causal_each: bool) -> None:
@@ -354,7 +354,7 @@ def test_first_keys_and_tiles_of_256_spill() -> None:
 @pytest.mark.parametrize("page", [0, 16])
 def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     """In all configurations that its kind may get; numbers of heads, sequences and pages, and lengths, make no other kernel."""
-    mask, ragged = (Both(Causal(), Window(1000, 0)), True) if page else (Causal(), False)
+    mask, ragged = (And(Causal(), Window(1000, 0)), True) if page else (Causal(), False)
     op = Decode(1, 512, 32, 8, *dims, page=page, varlen=ragged, total_q=512, mask=mask, sinks=ragged).operation
     other = dataclasses.replace(op, heads=48, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=9000 if ragged else -1)
     found = select(op, TYPICAL["sm_90a"])
@@ -374,7 +374,7 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     ],
 )
 def test_a_box_is_a_small_page_of_two_panels_or_more(dims: tuple[int, int], page: int, wanted: type) -> None:
-    op, config = Decode(1, 512, 32, 8, *dims, page=page).operation, Config(128, 64, 2, 1)
+    op, config = Decode(1, 512, 32, 8, *dims, page=page).operation, AttnFwdConfig(128, 64, 2, 1)
     assert type(ATTN_FWD_KVCACHE.options(op, config)["Kv"]) is wanted
     names = {field.name for field in ATTN_FWD_KVCACHE.fields(op, config)}
     assert ("v_end" in names) is (wanted is kv.PagedBoxesKv)

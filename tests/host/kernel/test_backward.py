@@ -17,13 +17,13 @@ from perf.lib.altered import patched_bwd_mma
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
-from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, Config
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, AttnBwdMmaConfig
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.program import Program
 from rawattn.operation import Forward
 from rawattn.variant.element import ELEMENTS, FP32, FP64
-from rawattn.variant.mask import Both, Causal, Full, Window, of_head
+from rawattn.variant.mask import And, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator, host_threads
 from tests.operations import backward
@@ -44,7 +44,7 @@ class Case:
     varlen: bool = False
     dlse: bool = False
     simt: bool = False
-    mma: Config | None = None
+    mma: AttnBwdMmaConfig | None = None
     patch: str = ""  # one of perf/ablations/attn_bwd_mma/
     store: str = "ordered"
     direction: str = ""
@@ -70,7 +70,7 @@ SIMT = {
     "window, softcap": Case((16, 8), {"element": FP64, "mask": Window(9, 3), "score": Softcap(0.7)}, ((80, 64),), heads=(4, 2)),
     "packed": Case(
         (8, 16),
-        {"element": FP64, "mask": Both(Causal("top_left"), Window(80)), "score": Softcap(1.5)},
+        {"element": FP64, "mask": And(Causal("top_left"), Window(80)), "score": Softcap(1.5)},
         SHORT[:4],
         varlen=True,
         dlse=True,
@@ -84,7 +84,7 @@ SIMT = {
     "fp32, two chunks": Case((72, 100), {"element": FP32, "mask": Causal()}, ((40, 40),)),
 }
 HOPPER = {
-    "64": Case((64, 64), {"mask": Both(Causal(), Window(70)), "score": Softcap(2.0)}, ((300, 420),), heads=(2, 2), grid=3),
+    "64": Case((64, 64), {"mask": And(Causal(), Window(70)), "score": Softcap(2.0)}, ((300, 420),), heads=(2, 2), grid=3),
     "64, unordered": Case((64, 64), {"mask": Causal()}, ((300, 300),), (4, 2), store="unordered", direction="ShortestFirst"),
     "128": Case((128, 128), {"mask": Causal()}, ((150, 300),)),
     "128, rows without keys": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 100),), chains=2, dlse=True),
@@ -138,13 +138,13 @@ SIMT |= {
         (8, 8), {"element": FP64}, PACKED[:5], varlen=True, lens=((0, 33, 64, 1, 9), (3, 64, 1, 0, 0)), dlse=True
     ),
 }
-LONE = Config(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
-PAIRS = Config()
-FOURS = Config(sharing=4, chunk_q=16)
-SMALL = Config(m_tiles_per_warp=1, do_stages=1, dq_row_warps=4, dq_vector=1)
-ONE_STAGE = Config(warps=4, sharing=1, q_stages=1, do_stages=1, dq_vector=1)
-LEAST = Config(tile_q=32, warps=4, m_tiles_per_warp=1, chunk_q=16, do_stages=1)
-MMA: dict[str, tuple[Config, Case]] = {
+LONE = AttnBwdMmaConfig(warps=4, sharing=1, ctas_per_sm=2)  # a warp has its keys alone
+PAIRS = AttnBwdMmaConfig()
+FOURS = AttnBwdMmaConfig(sharing=4, chunk_q=16)
+SMALL = AttnBwdMmaConfig(m_tiles_per_warp=1, do_stages=1, dq_row_warps=4, dq_vector=1)
+ONE_STAGE = AttnBwdMmaConfig(warps=4, sharing=1, q_stages=1, do_stages=1, dq_vector=1)
+LEAST = AttnBwdMmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, chunk_q=16, do_stages=1)
+MMA: dict[str, tuple[AttnBwdMmaConfig, Case]] = {
     "64": (LONE, Case((64, 64), {}, ((100, 140),))),
     "64, one stage, heads of a group": (ONE_STAGE, Case((64, 64), {"mask": Causal()}, ((150, 200),), heads=(4, 2))),
     "64, window, softcap": (
@@ -153,7 +153,7 @@ MMA: dict[str, tuple[Config, Case]] = {
     "40 and 24, packed": (
         LONE, Case((40, 24), {"mask": Causal("top_left"), "scale": -0.3}, PACKED, varlen=True, dlse=True, sinks=True),
     ),
-    "8 and 72, one stage": (Config(warps=4, dq_row_warps=4, do_stages=1), Case((8, 72), {}, ((70, 70),))),
+    "8 and 72, one stage": (AttnBwdMmaConfig(warps=4, dq_row_warps=4, do_stages=1), Case((8, 72), {}, ((70, 70),))),
     "64, offsets": (LONE, Case((64, 64), {"mask": Causal(), "q_offset": 40, "kv_offset": 9}, ((100, 140),), sinks=True)),
     "64, dropout": (LONE, Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((100, 140),), heads=(4, 2))),
     "96 and 128, dropout, packed": (PAIRS, Case((96, 128), {"dropout": 0.5, "kv_offset": 9}, PACKED[1:4], varlen=True)),
@@ -166,38 +166,38 @@ MMA: dict[str, tuple[Config, Case]] = {
     "128, causal": (PAIRS, Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((150, 260),))),
     "128, shortest first": (PAIRS, Case((128, 128), {"mask": Causal()}, ((150, 260),), direction="ShortestFirst")),
     "128, small tiles": (SMALL, Case((128, 128), {"mask": Causal()}, ((130, 100),), heads=(2, 2))),
-    "96 and 128, packed": (PAIRS, Case((96, 128), {"mask": Both(Causal(), Window(60))}, PACKED, heads=(1, 1), varlen=True)),
+    "96 and 128, packed": (PAIRS, Case((96, 128), {"mask": And(Causal(), Window(60))}, PACKED, heads=(1, 1), varlen=True)),
     "80 and 112, unordered": (SMALL, Case((80, 112), {}, ((70, 150),), heads=(1, 1), store="unordered")),
     "256": (FOURS, Case((256, 256), {"mask": Causal()}, ((130, 100),), heads=(1, 1))),
     "192 and 136, softcap": (FOURS, Case((192, 136), {"mask": Window(70), "score": Softcap(2.0)}, ((80, 150),), heads=(2, 1))),
     "64, lens, parts": (LONE, Case((64, 40), {"mask": Causal()}, ((70, 140),) * 4, (4, 2), lens=LENS, parts=2)),
     "fp32, 40, parts": (LEAST, Case((40, 24), {"element": FP32}, ((50, 70),), (3, 1), parts=3)),
     "256, one stage": (
-        Config(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
+        AttnBwdMmaConfig(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
     "fp32, 64": (
-        Config(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2),
+        AttnBwdMmaConfig(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2),
         Case((64, 40), {"element": FP32, "mask": Causal()}, ((50, 40),), heads=(1, 1), dlse=True),
     ),
     "fp32, 128": (
-        Config(sharing=4, chunk_q=16, do_stages=1), Case((128, 80), {"element": FP32, "dropout": 0.3}, ((70, 130),)),
+        AttnBwdMmaConfig(sharing=4, chunk_q=16, do_stages=1), Case((128, 80), {"element": FP32, "dropout": 0.3}, ((70, 130),)),
     ),
     "fp32, 256": (
-        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, q_stages=1, do_stages=1),
+        AttnBwdMmaConfig(m_tiles_per_warp=1, sharing=4, chunk_q=16, q_stages=1, do_stages=1),
         Case((256, 200), {"element": FP32, "mask": Causal()}, ((70, 40),), heads=(1, 1)),
     ),
     "fp32, 128, least memory": (LEAST, Case((128, 72), {"element": FP32}, ((70, 40),), heads=(2, 2))),
     "fp32, 16 and 8, alone": (
-        Config(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16),
+        AttnBwdMmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, sharing=1, chunk_q=16),
         Case((16, 8), {"element": FP32, "score": Softcap(2.0)}, ((50, 70),)),
     ),
     "fp32, 40 and 24, packed": (
-        Config(m_tiles_per_warp=1, sharing=4, chunk_q=16, dq_vector=1),
+        AttnBwdMmaConfig(m_tiles_per_warp=1, sharing=4, chunk_q=16, dq_vector=1),
         Case((40, 24), {"element": FP32, "mask": Causal("top_left"), "scale": -0.3}, SHORT, varlen=True, dlse=True, sinks=True),
     ),
     "fp32, 64, lens, unordered": (
-        Config(tile_q=32, warps=4, chunk_q=16),
+        AttnBwdMmaConfig(tile_q=32, warps=4, chunk_q=16),
         Case((64, 64), {"element": FP32, "mask": Causal()}, ((50, 70),) * 3, store="unordered", lens=((33, -1, 99), (99, 40, 0))),
     ),
 }  # fmt: skip

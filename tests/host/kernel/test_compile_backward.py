@@ -22,7 +22,7 @@ from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.operation import Backward
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, FP16, FP32, FP64
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.host.kernel.test_compile_matrix import pairwise
 from tests.host.trace.test_compile import option
@@ -31,7 +31,7 @@ from tests.operations import backward
 SIZES = [(d, d) for d in range(8, 129, 8)] + [(128, 64), (64, 128), (8, 128), (128, 8), (96, 72)]
 PAIR_SIZES = [(d, d) for d in range(136, 257, 8)] + [(192, 128), (128, 192), (256, 8), (8, 256)]
 KINDS: dict[str, list[Any]] = {
-    "mask": [Full(), Causal("top_left"), Window(64, 64), Both(Causal(), Window(100))],
+    "mask": [Full(), Causal("top_left"), Window(64, 64), And(Causal(), Window(100))],
     "score": [Scale(), Softcap(30.0)],
     "scale": [0.1, -0.1],
     "varlen": [False, True],
@@ -62,7 +62,7 @@ SMEM = f"\nstatic_assert(sizeof(Smem) <= {TYPICAL['sm_90a'].smem_bytes});\n"
 
 def lowered(op: Backward, config: Any) -> dict[str, compiler.Source]:
     """The kernels that make the gradients on Hopper, by name."""
-    kernel: Any = ATTN_BWD if isinstance(config, attn_bwd.Config) else ATTN_BWD_PAIR
+    kernel: Any = ATTN_BWD if isinstance(config, attn_bwd.AttnBwdConfig) else ATTN_BWD_PAIR
     return {launch.entry: launch.source for launch in kernel.lower(op, config, TYPICAL["sm_90a"]).launches}
 
 
@@ -140,8 +140,8 @@ def test_registers_suffice() -> None:
 def test_kernels_refuse_what_would_hang(pair: tuple[int, int], suffices: bool) -> None:
     producer, consumer = pair
     op, wide = backward((128, 128)), backward((256, 256))
-    config: Any = attn_bwd.Config(producer_registers=producer, consumer_registers=consumer)
-    of_wide = attn_bwd_pair.Config(64, 64, 128, *pair, *pair)
+    config: Any = attn_bwd.AttnBwdConfig(producer_registers=producer, consumer_registers=consumer)
+    of_wide = attn_bwd_pair.AttnBwdPairConfig(64, 64, 128, *pair, *pair)
     assert (ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]) is None) == suffices
     assert (ATTN_BWD_PAIR.legal(of_wide, wide, TYPICAL["sm_90a"]) is None) == suffices
     for name, source in (*lowered(op, config).items(), *lowered(wide, of_wide).items()):

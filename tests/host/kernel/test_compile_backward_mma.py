@@ -15,7 +15,7 @@ from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, config_of, smem_bytes
 from rawattn.operation import Backward
 from rawattn.variant.element import BF16, FP16, FP32
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.host.kernel.test_compile_matrix import is_known, pairwise
 from tests.host.kernel.test_render import words
@@ -26,7 +26,7 @@ SIZES = [
     *((d, d) for d in (8, 64, 80, 128, 256)), (40, 24), (72, 96), (112, 120), (128, 64), (192, 128), (136, 200), (8, 256),
 ]  # fmt: skip
 KINDS: dict[str, list[Any]] = {
-    "mask": [Causal(), Full(), Window(64, 64), Both(Causal("top_left"), Window(100))],
+    "mask": [Causal(), Full(), Window(64, 64), And(Causal("top_left"), Window(100))],
     "score": [Scale(), Softcap(30.0)],
     "scale": [0.1, -0.1],
     "varlen": [False, True],

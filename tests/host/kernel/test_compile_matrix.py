@@ -22,7 +22,7 @@ from rawattn.kernel.base import Kernel
 from rawattn.operation import Forward
 from rawattn.runtime.select import config_set, select
 from rawattn.variant.element import BF16, FP16, Element
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.operations import forward
 
@@ -38,7 +38,7 @@ def is_known(arch: str) -> bool:
 
 FACTORS: dict[str, list[Any]] = {
     "size": [*((d, d) for d in range(8, 257, 8)), (192, 128), (128, 64), (64, 256), (8, 256), (256, 8)],
-    "mask": [Full(), Causal(), Causal("top_left"), Window(64, 64), Both(Causal(), Window(100))],
+    "mask": [Full(), Causal(), Causal("top_left"), Window(64, 64), And(Causal(), Window(100))],
     "score": [Scale(), Softcap(30.0)],
     "scale": [0.1, -0.1],
     "varlen": [False, True],
@@ -47,7 +47,7 @@ FACTORS: dict[str, list[Any]] = {
     "element": [BF16, FP16],
     "grid": [(8, 2048, 16), (1, 4096, 8), (1, 512, 8)],  # batch, length, heads: what of a kind's configurations it gets
 }
-Combination = tuple[Forward, attn_fwd.Config]
+Combination = tuple[Forward, attn_fwd.AttnFwdConfig]
 
 
 def pairwise(factors: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:

@@ -21,14 +21,14 @@ from rawattn.operation import Forward
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.field import Value
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import And, Causal, Window
 from rawattn.variant.score import Softcap
 from tests.host.kernel import test_compile_matrix as matrix
 from tests.operations import forward, replace
 
 PLAIN: dict[str, Any] = {}
 EVERYTHING = {
-    "mask": Both(Causal(), Window(100)), "score": Softcap(30.0), "scale": -0.1, "return_lse": True, "varlen": True,
+    "mask": And(Causal(), Window(100)), "score": Softcap(30.0), "scale": -0.1, "return_lse": True, "varlen": True,
     "total_q": 4096, "total_kv": 4096,
 }  # fmt: skip
 Asked = tuple[str, str, Forward]  # kernel, arch, operation
@@ -69,7 +69,7 @@ TIGHT: list[tuple[str, Any, int, dict[str, Any]]] = [  # configurations that onc
 ]
 SHARED: list[tuple[str, Any, int, dict[str, Any]]] = [  # tiles, by heads that share a key head
     ("sm_89", BF16, 128, {"q_len": 1, "kv_heads": 4, "mask": Causal()}),
-    ("sm_80", ELEMENTS["fp16"], 256, {"q_len": 100, "kv_heads": 1, "mask": Both(Causal(), Window(100)), "score": Softcap(30.0)}),
+    ("sm_80", ELEMENTS["fp16"], 256, {"q_len": 100, "kv_heads": 1, "mask": And(Causal(), Window(100)), "score": Softcap(30.0)}),
 ]
 NEWEST: list[tuple[str, Any, int, dict[str, Any]]] = [  # each with few of the kinds: the machine code is that of others
     (arch, BF16, size, {"mask": Causal()}) for arch, size in zip(NVRTC_SINCE, (64, 128, 256), strict=True)
@@ -120,7 +120,7 @@ def test_heads_share_tiles_where_queries_are_few() -> None:
         given = operation(BF16, 64, 64, q_len=q_len, kv_heads=kv_heads, **varlen)
         assert attn_fwd_mma.packs(given) == shares
         assert select(given, device).config.pack_gqa == shares
-        config = attn_fwd_mma.Config(64, pack_gqa=shares)
+        config = attn_fwd_mma.AttnFwdMmaConfig(64, pack_gqa=shares)
         assert ATTN_FWD_MMA.options(given, config)["Rows"].cuda_type == ("PackGqa" if shares else "Varlen" if varlen else "Dense")
         tiles = -(-q_len * 16 // kv_heads // 64) * kv_heads if shares else -(-q_len // 64) * 16
         assert ATTN_FWD_MMA.grid(given, config, device) == 2 * tiles
@@ -130,7 +130,7 @@ def test_heads_share_tiles_where_queries_are_few() -> None:
 
 def test_an_operation_from_another_process_is_the_same() -> None:
     """Its number format is equal, not identical, to the one that the kernel knows."""
-    device, config = TYPICAL["sm_89"], attn_fwd_simt.Config()
+    device, config = TYPICAL["sm_89"], attn_fwd_simt.AttnFwdSimtConfig()
     for element in ELEMENTS.values():
         given = operation(element, 120, 120, constant_time=True)
         other = pickle.loads(pickle.dumps(given))

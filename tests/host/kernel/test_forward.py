@@ -20,10 +20,10 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.variant import Option, launch, parts, rows, softmax, store
+from rawattn.variant import Option, rows, scheduler, softmax, store
 from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64, Element
 from rawattn.variant.field import Field, Fields
-from rawattn.variant.mask import Both, Causal, Full, SplitMask, UsedQueriesMask, Window, of_head
+from rawattn.variant.mask import And, Causal, Full, SplitMask, UsedQueriesMask, Window, of_head
 from rawattn.variant.score import Scale, Softcap
 from tests import emulator
 from tests.operations import forward
@@ -36,9 +36,9 @@ DEVICE = TYPICAL["sm_90a"]
 ALIBI, HEAD_WINDOW = Alibi(0.9), HeadWindow(3, 21)
 SEED = -(7 << 40) + 3
 KERNELS = {
-    "attn_fwd": (ATTN_FWD, attn_fwd.Config(128, 32, 2, 1)),
-    "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)),
-    "attn_fwd_simt": (ATTN_FWD_SIMT, attn_fwd_simt.Config(16, 16, 16, 16, 128, 1)),
+    "attn_fwd": (ATTN_FWD, attn_fwd.AttnFwdConfig(128, 32, 2, 1)),
+    "attn_fwd_mma": (ATTN_FWD_MMA, attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1)),
+    "attn_fwd_simt": (ATTN_FWD_SIMT, attn_fwd_simt.AttnFwdSimtConfig(16, 16, 16, 16, 128, 1)),
 }
 
 
@@ -107,7 +107,7 @@ def source_of(case: Case, arch: str, config: Any = None) -> tuple[Any, Fields]:
 def combine(element: Element, head_dim_v: int, width: int, options: Mapping[str, Option], arch: str) -> tuple[Fields, Any]:
     """The fields and the source of combine.cu."""
     every: dict[str, Option] = {"Element": element, "Rows": rows.Dense(), "Softmax": softmax.Plain(), "Store": store.StoreOLse()}
-    every |= {"Launch": launch.Dependent(), **options}
+    every |= {"Launch": scheduler.Dependent(), **options}
     fields = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(f for each in every.values() for f in each.fields))
     config = render.config_header({"head_dim_v": head_dim_v, "width": width, "threads": 64}, fields, [], every)
     return fields, render.source("combine.cu", config, arch)
@@ -155,7 +155,7 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
         assert not np.isnan(scratch[1]).any() and np.isnan(o.astype(np.float32)).all()
         sink = softmax.Plain() if case.sinks is None else softmax.WithSink(softmax.Plain())
         values |= {"q_len": case.q_len, "heads": case.heads, "batches": 2}
-        fold(folder / "fold", case, 4, {"Parts": parts.Scratch(), "Softmax": sink}, values)
+        fold(folder / "fold", case, 4, {"Parts": store.ScratchParts(), "Softmax": sink}, values)
     return o.astype(np.float64), lse
 
 
@@ -208,24 +208,24 @@ INF = float("inf")
 CASES = [
     *(Case(name) for name in KERNELS),
     Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=HEAD_WINDOW, score=Softcap(2.0)),
-    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=Both(Both(HEAD_WINDOW, Causal()), Window(right=9))),
+    Case("attn_fwd_mma", q_len=13, heads=4, kv_heads=1, mask=And(And(HEAD_WINDOW, Causal()), Window(right=9))),
     *(Case(name, sinks=(0.5, 200.0)) for name in KERNELS),
     *(Case(name, q_len=95, sinks=(INF, -INF)) for name in KERNELS),
     Case("attn_fwd_mma", q_len=7, kv_len=40, heads=4, sinks=(3.0, -300.0, 100.0, -INF)),
     Case("attn_fwd", q_len=95, kv_len=3, sinks=(-5e37, 1e38)),
     Case("attn_fwd_simt", element=FP64, sinks=(0.5, 200.0), score=Softcap(5.0)),
     *(Case(name, split_keys=32) for name in KERNELS),
-    *(Case(name, split_keys=64, sinks=(1.5, -2.0), mask=Both(Causal(), Window(20))) for name in KERNELS),
+    *(Case(name, split_keys=64, sinks=(1.5, -2.0), mask=And(Causal(), Window(20))) for name in KERNELS),
     Case("attn_fwd_mma", 5, 200, 4, split_keys=32, mask=Causal("top_left"), score=ALIBI, sinks=(1.0, 2.0, INF, -INF)),
     Case("attn_fwd_simt", element=FP64, split_keys=16, mask=Full()),
     Case("attn_fwd_simt", split_keys=32, most_splits=2, mask=Full()),  # the last one has the rest
     *(Case(name, offsets=(40, 10)) for name in KERNELS),
-    *(Case(name, offsets=(7, 30), score=ALIBI, mask=Both(Causal(), Window(31, 2))) for name in KERNELS),
+    *(Case(name, offsets=(7, 30), score=ALIBI, mask=And(Causal(), Window(31, 2))) for name in KERNELS),
     Case("attn_fwd_mma", q_len=5, offsets=(7, 30), score=ALIBI, mask=Window(3, 2)),
     Case("attn_fwd_mma", q_len=5, heads=4, offsets=(1000, 950), score=ALIBI, mask=HEAD_WINDOW),
     *(Case(name, kv_heads=2, lens=((40, 0), (77, 13))) for name in KERNELS),
     *(Case(name, kv_heads=2, mask=Full(), lens=((70, 33), (64, 0)), sinks=(0.5, 1.0)) for name in KERNELS),
-    Case("attn_fwd", mask=Both(Causal(), Window(20)), lens=((65, 64), (90, 31)), split_keys=32),
+    Case("attn_fwd", mask=And(Causal(), Window(20)), lens=((65, 64), (90, 31)), split_keys=32),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
     *(Case(name, dropout=0.3) for name in KERNELS),
     Case("attn_fwd", dropout=0.3, offsets=(48, 16)),
@@ -262,7 +262,7 @@ def test_kernel(case: Case, tmp_path: pathlib.Path) -> None:
 def test_a_lane_that_comes_late(tile_q: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first warpgroup, which passes more tiles that it does not need than the ring has."""
     monkeypatch.setattr(emulator, "late_thread", 128 + 31)
-    monkeypatch.setitem(KERNELS, "attn_fwd", (ATTN_FWD, attn_fwd.Config(tile_q, 32, 2, 1)))
+    monkeypatch.setitem(KERNELS, "attn_fwd", (ATTN_FWD, attn_fwd.AttnFwdConfig(tile_q, 32, 2, 1)))
     check(Case("attn_fwd", tile_q, tile_q, 1), tmp_path)
 
 
@@ -334,7 +334,7 @@ def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
     values = {"parts": given + bytes(1024 - len(given)), "part_count": count, "heads": 3, "batches": 2, "q_len": 7, "kv_len": 0}
     values |= {"o": out, "lse": out_lse, "o_stride_batch": 7 * 48, "o_stride_row": 48, "o_stride_head": 16}
     values |= {"sinks": np.array(case.sinks, number)}
-    fold(tmp_path / "fold", case, 1, {"Parts": parts.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
+    fold(tmp_path / "fold", case, 1, {"Parts": store.Arrays(), "Softmax": softmax.WithSink(softmax.Plain())}, values)
     exact, sinks = lse.astype(np.float64), np.array(case.sinks)[:, None]
     with np.errstate(all="ignore"):
         top = np.maximum(np.maximum(exact.max(0), sinks), -1e300)
@@ -351,17 +351,17 @@ def test_merge_of_arrays(tmp_path: pathlib.Path, element: Element) -> None:
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
 def test_combine_compiles(arch: str) -> None:
     for element in ELEMENTS.values():
-        for source in (parts.Scratch(), parts.Arrays()):
-            how = launch.Dependent() if arch in ("sm_90a", "sm_120") else launch.Independent()
+        for source in (store.ScratchParts(), store.Arrays()):
+            how = scheduler.Dependent() if arch in ("sm_90a", "sm_120") else scheduler.Independent()
             _, text = combine(element, 128, 4, {"Parts": source, "Launch": how}, arch)
             binary = compiler.compile(text)
             assert not binary.spill_bytes and not binary.advisories
 
 
 REAL = {
-    "attn_fwd": ("sm_90a", attn_fwd.Config(128, 128, 2, 1)),
-    "attn_fwd_mma": ("sm_80", attn_fwd_mma.Config(64, 64, 2, 1, 0, 2)),
-    "attn_fwd_simt": ("sm_75", attn_fwd_simt.Config(32, 32, 64, 64, 128, 1)),
+    "attn_fwd": ("sm_90a", attn_fwd.AttnFwdConfig(128, 128, 2, 1)),
+    "attn_fwd_mma": ("sm_80", attn_fwd_mma.AttnFwdMmaConfig(64, 64, 2, 1, 0, 2)),
+    "attn_fwd_simt": ("sm_75", attn_fwd_simt.AttnFwdSimtConfig(32, 32, 64, 64, 128, 1)),
 }
 ADDED: dict[str, dict[str, Any]] = {
     "nothing": {},

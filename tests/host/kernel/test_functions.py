@@ -16,9 +16,13 @@ from tests.emulator.gpu import stand_in
 
 torch = pytest.importorskip("torch")
 
-FWD, THREE, WIDE_KV = attn_fwd.Config(128, 32, 2, 1), attn_fwd.Config(192, 32, 3, 2), attn_fwd.Config(128, 96, 2, 1)
-TILES, WIDE_TILES = attn_fwd.Config(192, 64, 2, 1), attn_fwd.Config(128, 128, 2, 1)
-MMA = attn_fwd_mma.Config(32, 32, 2, 1, 1, 1)
+FWD, THREE, WIDE_KV = (
+    attn_fwd.AttnFwdConfig(128, 32, 2, 1),
+    attn_fwd.AttnFwdConfig(192, 32, 3, 2),
+    attn_fwd.AttnFwdConfig(128, 96, 2, 1),
+)
+TILES, WIDE_TILES = attn_fwd.AttnFwdConfig(192, 64, 2, 1), attn_fwd.AttnFwdConfig(128, 128, 2, 1)
+MMA = attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1)
 RNG = np.random.default_rng(0)
 IDS = torch.from_numpy(np.repeat(RNG.integers(0, 3, 90), RNG.integers(1, 60, 90)).astype(np.int32))
 WIDER = torch.stack([IDS, IDS.flip(0)]).long() << 32

@@ -10,7 +10,7 @@ import pytest
 
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
-from rawattn.kernel.attn_bwd import Config
+from rawattn.kernel.attn_bwd import AttnBwdConfig
 from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
 from rawattn.runtime.select import select
@@ -103,7 +103,7 @@ def test_no_turns_no_steps_together() -> None:
 @pytest.mark.parametrize("size", [{"kv_len": 0}, {"batch": 0, "varlen": True, "total_q": 0, "total_kv": 0}], ids=str)
 def test_nothing_to_split(size: dict[str, Any]) -> None:
     op = backward(**{"batch": 1, "length": 4096, "heads": (8, 1), "mask": Causal(), **size})  # type: ignore[arg-type]
-    program = select(op, H200).kernel.lower(op, Config(), H200)
+    program = select(op, H200).kernel.lower(op, AttnBwdConfig(), H200)
     assert not {"dk_parts", "dv_parts"} & {each.name for each in program.scratch}
     assert not {"attn_bwd", "attn_bwd_sum"} & {each.entry for each in program.launches}
 
@@ -162,4 +162,4 @@ def test_numbers_of_parts_that_do_not_divide(kernel: str) -> None:
 def test_orders_that_do_not_fit(walk: str, mask: Any) -> None:
     op = backward(1, 300, (8, 2), mask)
     with pytest.raises(ProblemError, match=f"walk is '{walk}'; it must be of .* needs one mask for all heads"):
-        select(op, H200, "attn_bwd", Config(walk=walk))
+        select(op, H200, "attn_bwd", AttnBwdConfig(walk=walk))

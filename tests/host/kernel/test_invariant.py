@@ -177,14 +177,14 @@ def differing_rows(invariant: bool, kernel: str, config: Any) -> int:
 @pytest.mark.slow
 def test_rows_alone_by_attn_fwd_mma(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, tmp_path, sm_count=3)
-    config = attn_fwd_mma.Config(64, 32, 2, 1, 0, 2)
+    config = attn_fwd_mma.AttnFwdMmaConfig(64, 32, 2, 1, 0, 2)
     assert differing_rows(True, "attn_fwd_mma", config) == 0 < differing_rows(False, "attn_fwd_mma", config)
 
 
 @pytest.mark.slow
 def test_rows_alone_by_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, tmp_path, sm_count=3)
-    assert differing_rows(True, "attn_fwd", attn_fwd.Config(128, 48, 2, 1)) == 0
+    assert differing_rows(True, "attn_fwd", attn_fwd.AttnFwdConfig(128, 48, 2, 1)) == 0
 
 
 def over_caches(arch: str, **changes: Any) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
-from rawattn.kernel.attn_bwd_captured import of_ds
+from rawattn.kernel.attn_bwd_captured import arrays_with_ds_gradient
 from rawattn.kernel.program import Program
 from rawattn.operation import Backward, functions
 from rawattn.operation.operand import Layout
@@ -141,7 +141,11 @@ def test_gradients_that_are_ds(score: Any, expected: Any) -> None:
     for own, element, wanted in ((narrow, BF16, expected), (narrow, FP16, {}), (option, BF16, {})):
         op = forward(element, 2, 64, 128, 4, 4, 64, 64, score=own)
         plain, *found = Backward(op, wrt=tuple(each.name for each in own.arrays)).lying()
-        assert not of_ds(plain) and all(of_ds(each).keys() == set(wanted) for each in found) and len(found) == (own is narrow)
+        assert (
+            not arrays_with_ds_gradient(plain)
+            and all(arrays_with_ds_gradient(each).keys() == set(wanted) for each in found)
+            and len(found) == (own is narrow)
+        )
 
 
 def test_view() -> None:

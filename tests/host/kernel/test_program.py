@@ -33,8 +33,8 @@ from rawattn.variant.field import (
     Field,
     PackedHeads,
     PageBoxes,
+    PagePool,
     PageRows,
-    Pages,
     Parts,
     Pointer,
     Scratch,
@@ -43,7 +43,7 @@ from rawattn.variant.field import (
     Value,
     View,
 )
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
 
@@ -70,7 +70,7 @@ def test_lengths_and_strides_of_any_array() -> None:
     assert [_form(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
     assert [_form(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
     pages = Array("numpy", CPU, "fp32", (7, 3, 4, 5), (1000, 100, 20, 1), 64, None)
-    assert struct.unpack("<5q", _form(Pages("x", 0), pages)) == (0, 4000, 400, 80, 7), "strides in bytes, then the pages"
+    assert struct.unpack("<5q", _form(PagePool("x", 0), pages)) == (0, 4000, 400, 80, 7), "strides in bytes, then the pages"
     assert struct.unpack("<4q", _form(View("x"), pages)) == (0, 4000, 400, 80)
     assert [_form(Stride("x", axis), pages) for axis in ("batch", "row", "head", "line")] == [1000, 100, 20, 20]
     packed = Array("numpy", CPU, "fp32", (9, 4, 5), (100, 20, 1), 64, None)
@@ -80,9 +80,9 @@ def test_lengths_and_strides_of_any_array() -> None:
 def test_addresses_in_a_field() -> None:
     """By operand or buffer, and where in the field; a tensor map has its own."""
     assert _addresses(Parts(2)) == [("o_0", 0), ("lse_0", 8), ("o_1", 64), ("lse_1", 72)]
-    assert [_addresses(fill) for fill in (Pointer("q"), View("k"), Pages("v", 0))] == [[("q", 0)], [("k", 0)], [("v", 0)]]
+    assert [_addresses(fill) for fill in (Pointer("q"), View("k"), PagePool("v", 0))] == [[("q", 0)], [("k", 0)], [("v", 0)]]
     assert _addresses(Scratch("a")) == [("scratch a", 0)]
-    assert [_addresses(fill) for fill in (Pages("v", 16), TensorMap("q", 64), Value(), Stride("q", "row"))] == [[]] * 4
+    assert [_addresses(fill) for fill in (PagePool("v", 16), TensorMap("q", 64), Value(), Stride("q", "row"))] == [[]] * 4
 
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         (PageRows("k", 16), none, "q", (0, 0)),
         (PageBoxes("k"), pool, "k", (7, 64, 1)),
         (PageBoxes("k"), none, "q", (0, 0)),
-        (Pages("k", 16), pool, "k", (7,)),
+        (PagePool("k", 16), pool, "k", (7,)),
         (PackedHeads("q", 64, 4), pool, "q", (4, 0)),
         (TensorMap("k", 64), pool, "k", (1, 1)),
     ):
@@ -209,10 +209,10 @@ def test_no_candidate_has_smaller_tiles(kernel: Any, tile_q: int) -> None:
 @pytest.mark.parametrize(
     "kernel, config, rows",
     [
-        (ATTN_FWD, attn_fwd.Config(64, 64), 64),
-        (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, m_tiles_per_warp=1), 32),
-        (ATTN_FWD_MMA, attn_fwd_mma.Config(32, 32, m_tiles_per_warp=1, pack_gqa=True), 32),
-        (ATTN_FWD_SIMT, attn_fwd_simt.Config(2, 16, 64, 64, 32), 2),  # smaller than any candidate's
+        (ATTN_FWD, attn_fwd.AttnFwdConfig(64, 64), 64),
+        (ATTN_FWD_MMA, attn_fwd_mma.AttnFwdMmaConfig(32, 32, m_tiles_per_warp=1), 32),
+        (ATTN_FWD_MMA, attn_fwd_mma.AttnFwdMmaConfig(32, 32, m_tiles_per_warp=1, pack_gqa=True), 32),
+        (ATTN_FWD_SIMT, attn_fwd_simt.AttnFwdSimtConfig(2, 16, 64, 64, 32), 2),  # smaller than any candidate's
     ],
     ids=str,
 )
@@ -229,7 +229,7 @@ def test_a_configuration_of_smaller_tiles_is_refused() -> None:
     op = forward(BF16, MOST_TILES // 2, 8, 64, 1, 1, 64, 64)
     select(op, H200, "attn_fwd_simt")
     with pytest.raises(ProblemError, match=f"cannot run here: it counts up to {MOST_TILES} tiles of 2 rows"):
-        select(op, H200, "attn_fwd_simt", attn_fwd_simt.Config(2, 16, 64, 64, 32))
+        select(op, H200, "attn_fwd_simt", attn_fwd_simt.AttnFwdSimtConfig(2, 16, 64, 64, 32))
 
 
 def test_a_kernel_is_refused_for_its_tiles_alone() -> None:
@@ -295,7 +295,7 @@ def test_splits(changes: dict[str, Any], splits: int, keys: int) -> None:
 
 def test_splits_are_two_launches() -> None:
     """The partial results lie in scratch memory, and are folded; of a row where there is one split nothing is."""
-    op, config = replace(OP, q_len=5, kv_len=3000, sinks=True, return_lse=True), attn_fwd_mma.Config(32, 64, split=True)
+    op, config = replace(OP, q_len=5, kv_len=3000, sinks=True, return_lse=True), attn_fwd_mma.AttnFwdMmaConfig(32, 64, split=True)
     splits, keys = tiling.splits(op, H200)
     program = ATTN_FWD_MMA.lower(op, config, H200)
     main, fold = program.launches
@@ -315,8 +315,8 @@ def test_splits_are_two_launches() -> None:
 
 LOWERED: list[tuple[Any, dict[str, Any], Any]] = [(each, {}, each.candidates(OP, H200)[0]) for each in SMALLEST]
 LOWERED += [
-    (ATTN_FWD_MMA, {"q_len": 1}, attn_fwd_mma.Config(32, 64, pack_gqa=True, split=True)),
-    (ATTN_FWD_MMA, {"q_len": 9}, attn_fwd_mma.Config(64, split=True)),
+    (ATTN_FWD_MMA, {"q_len": 1}, attn_fwd_mma.AttnFwdMmaConfig(32, 64, pack_gqa=True, split=True)),
+    (ATTN_FWD_MMA, {"q_len": 9}, attn_fwd_mma.AttnFwdMmaConfig(64, split=True)),
 ]
 
 
@@ -358,7 +358,7 @@ def test_grid() -> None:
     assert ATTN_FWD.grid(replace(OP, batch=100), ATTN_FWD.config_type(128), H200) == 132, "as many as multiprocessors"
     for kernel in (ATTN_FWD_MMA, ATTN_FWD_SIMT):
         assert kernel.grid(OP, kernel.config_type(128), H200) == 3 * 2 * 4
-    shared = attn_fwd_mma.Config(128, pack_gqa=True)
+    shared = attn_fwd_mma.AttnFwdMmaConfig(128, pack_gqa=True)
     assert ATTN_FWD_MMA.grid(OP, shared, H200) == 5 * 2 * 2, "600 rows of two heads each"
 
 
@@ -388,7 +388,7 @@ def test_tuning_shapes_have_nothing_of_the_call() -> None:
     window = replace(OP, mask=Window(5, 5))
     for a, b in (
         (OP, replace(OP, batch=7, q_len=9, kv_len=1, heads=6, kv_heads=3)),
-        (window, replace(window, mask=Both(Causal(), Window(9)))),
+        (window, replace(window, mask=And(Causal(), Window(9)))),
     ):
         assert tiling.tuning_shapes(a) == tiling.tuning_shapes(b)
     shapes = tiling.tuning_shapes(window)

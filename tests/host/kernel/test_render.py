@@ -15,7 +15,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.operation import Forward
 from rawattn.variant.element import BF16, FP16, FP64, Element
 from rawattn.variant.field import Value
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.operations import forward, replace
 
@@ -24,13 +24,13 @@ DEVICE = TYPICAL["sm_90a"]
 ARCH = DEVICE.arch
 PLAIN = forward(BF16, 2, 300, 300, 4, 4, 16, 16, scale=0.25)
 MANY = forward(
-    FP16, 2, 300, 400, 4, 2, 24, 16, scale=-0.2, mask=Both(Causal("top_left"), Window(64, 0)), score=Softcap(30.0), varlen=True,
+    FP16, 2, 300, 400, 4, 2, 24, 16, scale=-0.2, mask=And(Causal("top_left"), Window(64, 0)), score=Softcap(30.0), varlen=True,
     total_q=500, total_kv=600, return_lse=True,
 )  # fmt: skip
-OPERATIONS = {"plain": (PLAIN, attn_fwd.Config(128, 32, 2, 1)), "many": (MANY, attn_fwd.Config(192, 48, 3, 2))}
+OPERATIONS = {"plain": (PLAIN, attn_fwd.AttnFwdConfig(128, 32, 2, 1)), "many": (MANY, attn_fwd.AttnFwdConfig(192, 48, 3, 2))}
 
 
-def header(op: Forward, config: attn_fwd.Config) -> str:
+def header(op: Forward, config: attn_fwd.AttnFwdConfig) -> str:
     return dict(ATTN_FWD.render(op, config, ARCH).headers)["config.cuh"]
 
 
@@ -109,7 +109,7 @@ SAME_KERNEL = [
     (MANY, {"total_q": 9, "total_kv": 9, "batch": 1}),
     (MANY, {"scale": -3.0}),
     (MANY, {"score": Softcap(5.0)}),
-    (MANY, {"mask": Both(Causal("top_left"), Window(None, 7))}),
+    (MANY, {"mask": And(Causal("top_left"), Window(None, 7))}),
 ]
 OTHER_KERNEL = [
     (PLAIN, {"element": FP16}),
@@ -121,9 +121,9 @@ OTHER_KERNEL = [
     (PLAIN, {"score": Softcap(5.0)}),
     (PLAIN, {"varlen": True}),
     (PLAIN, {"return_lse": True}),
-    (MANY, {"mask": Both(Causal(), Window(64, 0))}),
-    (MANY, {"mask": Both(Causal("top_left"), Window(64, 0, "top_left"))}),
-    (MANY, {"mask": Both(Window(64, 0), Causal("top_left"))}),
+    (MANY, {"mask": And(Causal(), Window(64, 0))}),
+    (MANY, {"mask": And(Causal("top_left"), Window(64, 0, "top_left"))}),
+    (MANY, {"mask": And(Window(64, 0), Causal("top_left"))}),
     (MANY, {"mask": Full()}),
     (MANY, {"score": Scale()}),
 ]
@@ -135,19 +135,19 @@ def changed(change: object) -> str:
 
 @pytest.mark.parametrize(("op", "change"), SAME_KERNEL, ids=changed)
 def test_run_time_values_compile_nothing(op: Forward, change: dict[str, object]) -> None:
-    config = attn_fwd.Config()
+    config = attn_fwd.AttnFwdConfig()
     assert ATTN_FWD.render(replace(op, **change), config, ARCH).key == ATTN_FWD.render(op, config, ARCH).key
 
 
 @pytest.mark.parametrize(("op", "change"), OTHER_KERNEL, ids=changed)
 def test_kinds_and_sizes_make_another_kernel(op: Forward, change: dict[str, object]) -> None:
-    config = attn_fwd.Config()
+    config = attn_fwd.AttnFwdConfig()
     assert ATTN_FWD.render(replace(op, **change), config, ARCH).key != ATTN_FWD.render(op, config, ARCH).key
 
 
 @pytest.mark.parametrize("change", [{"tile_q": 192}, {"tile_kv": 64}, {"stages": 3}, {"q_stages": 2}], ids=str)
 def test_every_setting_makes_another_kernel(change: dict[str, int]) -> None:
-    config = attn_fwd.Config()
+    config = attn_fwd.AttnFwdConfig()
     assert ATTN_FWD.render(PLAIN, dataclasses.replace(config, **change), ARCH).key != ATTN_FWD.render(PLAIN, config, ARCH).key
 
 

@@ -21,7 +21,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.base import MOST_TRIED, without_spills
 from rawattn.runtime.select import config_set, select
 from rawattn.variant.element import BF16
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from tests import lists, traced, zoo
 from tests.host.kernel import test_forward as emulated
 from tests.host.kernel.test_forward import Array, Case
@@ -88,7 +88,7 @@ def test_list(case: Case, mask: str, tmp_path: pathlib.Path) -> None:
     check(case, mask, tmp_path)
 
 
-INTERVALS = [Full(), Causal(), Window(33, 5, "top_left"), Both(Causal(), Window(40))]
+INTERVALS = [Full(), Causal(), Window(33, 5, "top_left"), And(Causal(), Window(40))]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -137,7 +137,7 @@ def test_candidates_of_functions() -> None:
         {"score": Fading(0.1)},
         {"score": Fading(0.1), "q_offset": 3},
         {"mask": HeadWindow(5, 2)},
-        {"mask": Both(Causal(), HeadWindow(5, 2))},
+        {"mask": And(Causal(), HeadWindow(5, 2))},
     )
     assert all(ATTN_FWD.is_tried(forward(BF16, 1, 64, 64, 1, 1, 64, 64, **each)) for each in foreign)
 
@@ -147,7 +147,7 @@ def test_the_next_configuration_is_tried() -> None:
     least."""
     op, device = forward(BF16, 2, 4096, 4096, 16, 16, 64, 64, mask=LISTS[0]), TYPICAL["sm_90a"]
     plain = dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=Causal()))
-    large, small = attn_fwd.Config(256, 64, 4, 2), attn_fwd.Config(128, 128, 2, 1)
+    large, small = attn_fwd.AttnFwdConfig(256, 64, 4, 2), attn_fwd.AttnFwdConfig(128, 128, 2, 1)
     for asked, configs, best in ((op, [large, small], small), (plain, [large, small], large), (op, [large], large)):
         config_set.cache_clear()
         with (
@@ -204,7 +204,7 @@ def test_a_small_spill_costs_less_than_a_small_tile() -> None:
 def test_blocks_of_queries_and_keys_have_the_largest_tile() -> None:
     """A table of them as bits keeps all in registers there, though a cut tile asks for 64 elements."""
     mask, _ = traced.function(zoo.top_blocks(np.random.default_rng(0), 2048, 2048), "mask", (2, 16, 2048, 2048))
-    op, config = forward(BF16, 2, 2048, 2048, 16, 16, 128, 128, mask=mask), attn_fwd.Config(128, 128, 2, 2)
+    op, config = forward(BF16, 2, 2048, 2048, 16, 16, 128, 128, mask=mask), attn_fwd.AttnFwdConfig(128, 128, 2, 2)
     (launch,) = (each for each in ATTN_FWD.lower(op, config, TYPICAL["sm_90a"]).launches if each.entry == "attn_fwd")
     binary = compiler.compile(launch.source)
     assert mask.by_blocks and not binary.spill_bytes and not binary.advisories

@@ -17,7 +17,7 @@ from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.array import arrays
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel.combine import COMBINE, Config
+from rawattn.kernel.combine import COMBINE, CombineConfig
 from rawattn.operation import Combine, from_json
 from rawattn.runtime.select import select
 from rawattn.variant.element import ELEMENTS
@@ -152,7 +152,7 @@ def test_many_parts(count: int, dtype: str, tmp_path: pathlib.Path, monkeypatch:
 def test_compiles(arch: str) -> None:
     op = Combine(ELEMENTS["bf16"], 3, 2, 100, 8, 128, sinks=True, width=4)
     for each in (op, dataclasses.replace(op, sum=True, to_sum=True, in_place=True)):
-        (launch,) = COMBINE.lower(each, Config(), TYPICAL[arch]).launches
+        (launch,) = COMBINE.lower(each, CombineConfig(), TYPICAL[arch]).launches
         binary = compiler.compile(launch.source)
         assert not binary.spill_bytes and not binary.advisories
 

@@ -22,7 +22,7 @@ from rawattn.operation import Backward, Forward, from_json, functions
 from rawattn.runtime import explain, plans
 from rawattn.runtime.select import select
 from rawattn.testing import Case, expect, expect_backward
-from rawattn.variant.mask import Both, Causal, Window
+from rawattn.variant.mask import And, Causal, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
 from tests.host.kernel.test_render import words
@@ -205,7 +205,7 @@ def test_one_that_says_what_the_library_has_is_that() -> None:
     w, cap = 7, 20.0
     for options, wanted in (
         ({"mask": lambda q, kv: q >= kv}, Causal("top_left")),
-        ({"mask": lambda q, kv: (q >= kv) & (q - kv <= w)}, Both(Causal("top_left"), Window(w, None, "top_left"))),
+        ({"mask": lambda q, kv: (q >= kv) & (q - kv <= w)}, And(Causal("top_left"), Window(w, None, "top_left"))),
         ({"score": lambda s: cap * np.tanh(s / cap)}, Softcap(cap)),
     ):
         op = rawattn.explain(q, k, v, **options).op
@@ -250,9 +250,9 @@ def test_errors_of_options() -> None:
         words = r"mask was given beside causal or window; mask is a function, which says both itself, as lambda"
         raises(words, mask=lambda b, q, kv: (kv >= 3) & (q != kv), **beside)
         raises(words + ".* Chunked and Prefix are causal", mask=rawattn.mask.Chunked(8), **beside)
-    raises(r"combine options as mask=rawattn.mask.Both\(a, b\)", mask=lambda q, kv: q - kv <= 3, causal=True)  # is a Window
-    with pytest.raises(ProblemError, match=r"b of Both is .*Chunked.*, a function; write what both keep as one function"):
-        rawattn.mask.Both(rawattn.mask.Causal(), rawattn.mask.Chunked(8))
+    raises(r"combine options as mask=rawattn.mask.And\(a, b\)", mask=lambda q, kv: q - kv <= 3, causal=True)  # is a Window
+    with pytest.raises(ProblemError, match=r"b of And is .*Chunked.*, a function; write what both keep as one function"):
+        rawattn.mask.And(rawattn.mask.Causal(), rawattn.mask.Chunked(8))
     raises("score was given beside softcap", score=lambda s, q: s * (q + 1), softcap=3.0)
     raises(
         r"mask is <rawattn\.score\.function .*; make it by rawattn\.mask\.function",
@@ -264,7 +264,7 @@ def test_errors_of_options() -> None:
     raises(r"score is an array, float32 of shape \(9,\); give it as bias=", score=np.ones(9, np.float32))
     raises("it gives a float", mask=lambda q, kv: q * 0.5)
     with pytest.raises(ProblemError, match="write what both keep as one function"):
-        Both(Causal(), rawattn.explain(*inputs(), mask=lambda q, kv: (q + kv) % 2 == 0).op.mask)
+        And(Causal(), rawattn.explain(*inputs(), mask=lambda q, kv: (q + kv) % 2 == 0).op.mask)
 
 
 def test_no_kernel_takes_functions_in_constant_time() -> None:

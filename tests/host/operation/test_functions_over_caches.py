@@ -190,7 +190,10 @@ EACH = [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in 
 def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tensors on the CPU stand for those on a GPU, from the call to the bytes that the kernels get, and their results."""
     torch, word, (case, mask, score) = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path, sm_count=5), ON_GPUS[name]
-    configs = {"attn_fwd": attn_fwd.Config(64, 64, 2, 1), "attn_fwd_mma": attn_fwd_mma.Config(32, 32, 2, 1, 1, 1, pack_gqa=True)}
+    configs = {
+        "attn_fwd": attn_fwd.AttnFwdConfig(64, 64, 2, 1),
+        "attn_fwd_mma": attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1, pack_gqa=True),
+    }
     if (name, kernel) == ("copied", "attn_fwd"):
         case = dataclasses.replace(case, page_size=256)
     q, functions = _moved(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)

@@ -18,7 +18,7 @@ from rawattn.operation.spec import Spec
 from rawattn.runtime import select
 from rawattn.variant import Option
 from rawattn.variant.element import BF16
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from tests.operations import forward, replace
 
 OFFSETS = ("q_offset", "kv_offset")
@@ -54,7 +54,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "top left": {"mask": Causal("top_left")},
     "window": {"window": (5, 3)},
-    "both": {"mask": Both(Causal(), Window(9, None, "top_left"))},
+    "both": {"mask": And(Causal(), Window(9, None, "top_left"))},
     "chunks": {"mask": Chunked(7)},
     "softcap": {"softcap": 2.0, "causal": True},
     "alibi": {"score": Alibi(), "causal": True},

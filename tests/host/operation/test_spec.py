@@ -17,7 +17,7 @@ from rawattn.errors import ProblemError
 from rawattn.operation.spec import Spec, is_int, make_offsets, option_from_json, option_to_json
 from rawattn.testing import Case, cases
 from rawattn.variant import Option
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 
 torch = pytest.importorskip("torch")
@@ -99,7 +99,7 @@ def test_softcap() -> None:
         ({"window": (None, -1)}, Full()),
         ({"window": (-1, 0)}, Window(None, 0)),
         ({"window": (4, -1)}, Window(4, None)),
-        ({"window": [4, 0], "causal": np.True_}, Both(Causal(), Window(4, 0))),
+        ({"window": [4, 0], "causal": np.True_}, And(Causal(), Window(4, 0))),
         ({"window": (np.int64(-1), np.int32(2))}, Window(None, 2)),
         ({"causal": np.bool_(True)}, Causal()),
         ({"causal": np.False_, "mask": Causal("top_left")}, Causal("top_left")),
@@ -249,7 +249,7 @@ def test_json(case: Case) -> None:
     [
         Spec(),
         Spec.of(mask=Strided(3), scale=-0.5, constant_time=True, deterministic=False),
-        Spec.of(mask=Both(Strided(3), Window(np.int32(1))), softcap=np.float32(2), return_lse=True),
+        Spec.of(mask=And(Strided(3), Window(np.int32(1))), softcap=np.float32(2), return_lse=True),
     ],
     ids=str,
 )

@@ -402,7 +402,7 @@ def test_processes(count: int, tmp_path: Any) -> None:
 
 MASKS = [
     masks.Full(), masks.Causal(), masks.Causal("top_left"), masks.Window(5, 0), masks.Window(0, 0),
-    masks.Window(2, 3, "top_left"), masks.Both(masks.Causal(), masks.Window(6)),
+    masks.Window(2, 3, "top_left"), masks.And(masks.Causal(), masks.Window(6)),
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from rawattn.compile import compiler
 from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
-from rawattn.kernel.attn_fwd_mma import Config
+from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.operation import Forward
 from rawattn.operation.base import three_bits
 from rawattn.runtime import calls as kept_calls
@@ -307,8 +307,8 @@ OF_QUERIES: dict[str, dict[str, Any]] = {  # q has 6 heads, k 2
     "invariant": {"invariant": True},
     "constant time": {"constant_time": True},
     "tensor cores": {"kernel": "attn_fwd_mma", "causal": True, "return_lse": True},
-    "shared tiles": {"config": Config(64, 64, pack_gqa=True, split=True), "kernel": "attn_fwd_mma", "return_lse": True},
-    "split keys": {"config": Config(64, 64, split=True), "kernel": "attn_fwd_mma", "sinks": torch.zeros(6)},
+    "shared tiles": {"config": AttnFwdMmaConfig(64, 64, pack_gqa=True, split=True), "kernel": "attn_fwd_mma", "return_lse": True},
+    "split keys": {"config": AttnFwdMmaConfig(64, 64, split=True), "kernel": "attn_fwd_mma", "sinks": torch.zeros(6)},
     "any array": {"kernel": "attn_fwd_simt", "window": (9, 0), "return_lse": True},
     "documents": FUNCTIONS["documents"],
     "a table": {"score": lambda s, h, q, kv: s + WIDE[h, (q - kv).clip(0, 119)]},

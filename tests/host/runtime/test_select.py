@@ -22,7 +22,7 @@ from rawattn.operation.forward import LONGEST
 from rawattn.operation.operand import PLAIN, Layout
 from rawattn.runtime import select
 from rawattn.variant.element import BF16, ELEMENTS, FP32
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
 
@@ -108,8 +108,8 @@ def test_a_kernel_that_is_asked_for() -> None:
         assert found.kernel is kernel and found.slow is None
     with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
         chosen(replace(OP, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
-    with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.Config"):
-        select.select(OP, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.Config())
+    with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.AttnFwdMmaConfig"):
+        select.select(OP, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.AttnFwdConfig())
 
 
 SIZES = (1, 8, 16, 20, 64, 72, 80, 128, 192, 256, 300, 512)
@@ -130,7 +130,7 @@ def test_all_that_a_kind_is_compiled_with_is_legal(arch: str) -> None:
     """With every kind of mask and score, though some take more registers, on GPUs with little shared memory."""
     for size in range(8, 257, 8):
         for size_v in {8, size, 256}:
-            for kinds in ({}, {"mask": Both(Causal(), Window(9)), "score": Softcap(3.0)}):
+            for kinds in ({}, {"mask": And(Causal(), Window(9)), "score": Softcap(3.0)}):
                 op = replace(OP, head_dim=size, head_dim_v=size_v, **kinds)
                 selection = chosen(op, TYPICAL[arch], "attn_fwd_mma")
                 for config in (selection.config, *selection.compiled_with):
@@ -143,8 +143,8 @@ def test_constant_time() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA):
         config = kernel.config_type()
         found, plain = kernel.options(op, config), kernel.options(replace(op, constant_time=False), config)
-        assert (found["Softmax"].type, found["Score"].type) == ("ConstantTime", "ConstantTimeSoftcap")
-        assert (plain["Softmax"].type, plain["Score"].type) == ("SpeculativeMax", "Softcap")
+        assert (found["Softmax"].cuda_type, found["Score"].cuda_type) == ("ConstantTime", "ConstantTimeSoftcap")
+        assert (plain["Softmax"].cuda_type, plain["Score"].cuda_type) == ("SpeculativeMax", "Softcap")
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
         select.select(op, this_cpu())
 
@@ -240,13 +240,13 @@ def test_a_shared_selection_serves_each(arch: str) -> None:
 
 def test_overrides_are_selections_of_their_own() -> None:
     device = TYPICAL["sm_90a"]
-    config = attn_fwd.Config(64, 64)
+    config = attn_fwd.AttnFwdConfig(64, 64)
     given = select.select(OP, device, "attn_fwd", config)
     assert (given.config, given.why, given.compiled_with) == (config, "given by the caller", ())
     assert chosen(OP, device).config != config and chosen(OP, device, "attn_fwd").config == chosen(OP, device).config
     with pytest.raises(ProblemError, match="which attn_fwd cannot run here: tile_kv is 24"):
-        select.select(OP, device, config=attn_fwd.Config(64, 24))
-    with pytest.raises(ProblemError, match=r"config is 5; it must be None or rawattn\.kernel\.attn_fwd\.Config or "):
+        select.select(OP, device, config=attn_fwd.AttnFwdConfig(64, 24))
+    with pytest.raises(ProblemError, match=r"config is 5; it must be None or rawattn\.kernel\.attn_fwd\.AttnFwdConfig or "):
         select.select(OP, device, config=5)
     with pytest.raises(ProblemError, match="kernel is 'mine'; it must be None or one of 'attn_fwd', 'attn_fwd_mma'"):
         select.select(OP, device, "mine")
@@ -302,7 +302,7 @@ def test_why(monkeypatch: pytest.MonkeyPatch) -> None:
     members = select.config_set(ATTN_FWD, ATTN_FWD.tuning_shapes(OP), device)
     assert found.why.startswith(f"cheapest of {len(members)} ")
     assert min(members, key=lambda member: ATTN_FWD.cost(member.modelled, OP, device)).config == found.config
-    recorded = attn_fwd.Config(64, 96)
+    recorded = attn_fwd.AttnFwdConfig(64, 96)
     monkeypatch.setattr(select.records, "find", lambda *_: select.records.Record(recorded, "2026-01-02"))
     select.forget()
     found = chosen(OP, device)

@@ -550,7 +550,7 @@ def test_operations_as_values() -> None:
     assert [x.name for x in op.inputs] == ["q", "k_cache", "v_cache", "kv_lens", "page_table"]
     assert [x.name for x in op.outputs] == ["o", "lse"] and op.outputs[1].shape == (2, 4, 1)
     assert op.flops == 2 * 16 * 2 * 4 * 8 and op.bytes == 2 * 8 * 2 * 16 * 4 + 4 * (64 + 2 + 6 + 64 + 8)
-    assert str(op).startswith("AttentionKVCache fp32 batch 2, length 1x8, heads 4/2, head_dim 8, 6 pages of 4, Both(")
+    assert str(op).startswith("AttentionKVCache fp32 batch 2, length 1x8, heads 4/2, head_dim 8, 6 pages of 4, And(")
     assert (
         op.kind == dataclasses.replace(op, batch=7, kv_len=3, table=9, pages=99).kind != dataclasses.replace(op, sinks=True).kind
     )

@@ -95,5 +95,5 @@ def test_a_mask_that_differs_by_head_from_the_first_key_on(attention: Any) -> No
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 9, 3, 8))
     step, mask = rawattn.Step(np.int32([9]), kv_begin=np.int32([4])), HeadWindow(0, 2)
     o = attention(q[:, 6:], rawattn.KVCache(k, v), step, mask=mask)
-    both = rawattn.mask.Both(rawattn.mask.Causal(), mask)
+    both = rawattn.mask.And(rawattn.mask.Causal(), mask)
     np.testing.assert_allclose(o, rawattn.reference.attention(q[:, 6:], k[:, 4:], v[:, 4:], mask=both), atol=1e-12)

@@ -15,7 +15,7 @@ from rawattn.compile import compiler
 from rawattn.testing import check_option, option_checks
 from rawattn.variant import Option
 from rawattn.variant.field import Field, Fields
-from rawattn.variant.mask import Both, Causal, Ints
+from rawattn.variant.mask import And, Causal, Ints
 from tests import native
 from tests.lists import Checkerboard
 from tests.options import Alibi, Fading, HeadWindow
@@ -128,7 +128,7 @@ class Slope(Fading):
 
 
 def test_others() -> None:
-    for option in (Board(5), HeadWindow(5, 17), Both(HeadWindow(5, 17), Causal()), Alibi(1.0), Fading(0.1)):
+    for option in (Board(5), HeadWindow(5, 17), And(HeadWindow(5, 17), Causal()), Alibi(1.0), Fading(0.1)):
         check_option(option, None)
     with pytest.raises(AssertionError, match=r"q_len \d.*: a query keeps other keys than keep says"):
         check_option(OtherBoard(5), None)

@@ -379,7 +379,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "scale": lambda: {"scale": 8**-0.5 / 2},
     "offsets": lambda: {"causal": True, "q_offset": 7, "kv_offset": 3},
     "a global mask": lambda: {"mask": WINDOW},
-    "a mask made inside": lambda: {"mask": rawattn.mask.Both(rawattn.mask.Causal("top_left"), rawattn.mask.Window(4, 0))},
+    "a mask made inside": lambda: {"mask": rawattn.mask.And(rawattn.mask.Causal("top_left"), rawattn.mask.Window(4, 0))},
     "a score": lambda: {"score": rawattn.score.Softcap(3.0), "mask": rawattn.mask.Causal()},
     "a mask of one's own": lambda: {"mask": Stride("bottom_right", 3)},
     "lse": lambda: {"return_lse": True},

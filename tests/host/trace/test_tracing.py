@@ -28,7 +28,7 @@ from rawattn.trace import gradients, proofs, tracing
 from rawattn.trace.canonical import Code
 from rawattn.trace.evaluation import evaluate
 from rawattn.variant.function import FunctionMask, FunctionScore, option_of
-from rawattn.variant.mask import Both, Causal, Full, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Scale, Softcap
 from tests.threads import at_once
 
@@ -578,8 +578,8 @@ RECOGNISED: dict[str, tuple[Any, Any]] = {
     "window, in a chain": (lambda q, kv: -3 <= kv - q <= 2, Window(3, 2, "top_left")),
     "window, bottom right": (lambda q, kv, q_len, kv_len: abs(q + kv_len - q_len - kv) < 4, Window(3, 3)),
     "to the left": (lambda q, kv: q - kv <= 9, Window(9, None, "top_left")),
-    "both": ((lambda w: lambda q, kv: (q >= kv) & (q - kv <= w))(9), Both(Causal("top_left"), Window(9, None, "top_left"))),
-    "both, if": (lambda q, kv: q - kv < 4 if q >= kv else False, Both(Causal("top_left"), Window(3, None, "top_left"))),
+    "both": ((lambda w: lambda q, kv: (q >= kv) & (q - kv <= w))(9), And(Causal("top_left"), Window(9, None, "top_left"))),
+    "both, if": (lambda q, kv: q - kv < 4 if q >= kv else False, And(Causal("top_left"), Window(3, None, "top_left"))),
     "in half windows": ((lambda w: lambda q, kv: abs(q - kv) <= w // 2)(11), Window(5, 5, "top_left")),
     "two ends": (lambda q, kv: (kv <= q) & (kv <= q + 3), None),
     "two alignments": (lambda q, kv, q_len, kv_len: (kv <= q) & (q + kv_len - q_len - kv <= 3), None),

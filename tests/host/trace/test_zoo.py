@@ -12,7 +12,7 @@ import pytest
 
 from rawattn.trace.classes import EMPTY, FULL
 from rawattn.variant.function import FunctionMask, FunctionScore
-from rawattn.variant.mask import Both, Causal, Full, Mask, Window
+from rawattn.variant.mask import And, Causal, Full, Mask, Window
 from rawattn.variant.score import Softcap
 from tests import zoo
 from tests.traced import Array, Library, function
@@ -21,7 +21,7 @@ BATCH = HEADS = 2
 TRIALS = 3
 TILES = [(128, 128), (64, 96), (64, 176), (16, 2048)]
 BUILT_IN = {
-    "full": Full(), "causal": Causal("top_left"), "causal_bottom_right": Causal(), "sliding": Both, "window": Window,
+    "full": Full(), "causal": Causal("top_left"), "causal_bottom_right": Causal(), "sliding": And, "window": Window,
     "softcap": Softcap(30.0),
 }  # fmt: skip
 FOUND = {  # the share of empty and of full tiles that one question finds, where it is not nearly all

@@ -11,7 +11,7 @@ import pytest
 
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config, ahead_of, smem_bytes
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig, ahead_of, smem_bytes
 from rawattn.operation.operand import Layout
 from rawattn.testing import Case
 from rawattn.trace.pair_axes import PairAxes
@@ -35,15 +35,15 @@ def asked(score: Any, *tiles: str) -> Any:
 @pytest.mark.parametrize(
     "score, tiles, config, expected",
     [
-        (lambda s, b, h, q, kv: s + X[b, h, q, kv], ("score_0",), Config(192, 64, 3, 1), TILES),
-        (lambda s, b, h, q, kv: s + X[b, h, q, kv], ("score_0",), Config(128, 96, 2, 1), ElementsAhead(2)),
-        (lambda s, b, h, q, kv: s + X[b, h, q, kv], (), Config(192, 64, 3, 1), ElementsAhead(2)),
-        (lambda s, b, h, q, kv: s + X[b, h, ORDER[q], kv], (), Config(192, 64, 3, 1), ElementsAhead(2)),
-        (lambda s, b, h, q, kv: s + X[b, h, q, kv] * X[b, 0, q, kv], ("score_0",), Config(192, 64, 3, 1), NothingAhead()),
-        (lambda s, b, h, q, kv: s + X[b, h, 0, kv], (), Config(192, 64, 3, 1), NothingAhead()),
+        (lambda s, b, h, q, kv: s + X[b, h, q, kv], ("score_0",), AttnFwdConfig(192, 64, 3, 1), TILES),
+        (lambda s, b, h, q, kv: s + X[b, h, q, kv], ("score_0",), AttnFwdConfig(128, 96, 2, 1), ElementsAhead(2)),
+        (lambda s, b, h, q, kv: s + X[b, h, q, kv], (), AttnFwdConfig(192, 64, 3, 1), ElementsAhead(2)),
+        (lambda s, b, h, q, kv: s + X[b, h, ORDER[q], kv], (), AttnFwdConfig(192, 64, 3, 1), ElementsAhead(2)),
+        (lambda s, b, h, q, kv: s + X[b, h, q, kv] * X[b, 0, q, kv], ("score_0",), AttnFwdConfig(192, 64, 3, 1), NothingAhead()),
+        (lambda s, b, h, q, kv: s + X[b, h, 0, kv], (), AttnFwdConfig(192, 64, 3, 1), NothingAhead()),
     ],
 )
-def test_chosen(score: Any, tiles: tuple[str, ...], config: Config, expected: Any) -> None:
+def test_chosen(score: Any, tiles: tuple[str, ...], config: AttnFwdConfig, expected: Any) -> None:
     op = asked(score, *tiles)
     assert ahead_of(op, config) == ATTN_FWD.options(op, config)["Ahead"] == expected
     assert ATTN_FWD.legal(config, op, H200) is None
@@ -51,12 +51,12 @@ def test_chosen(score: Any, tiles: tuple[str, ...], config: Config, expected: An
 
 def test_float32_is_loaded() -> None:
     wide = X.astype(np.float32)
-    assert ahead_of(asked(lambda s, b, h, q, kv: s + wide[b, h, q, kv]), Config(192, 64, 3, 1)) == PrefetchedElements(4)
+    assert ahead_of(asked(lambda s, b, h, q, kv: s + wide[b, h, q, kv]), AttnFwdConfig(192, 64, 3, 1)) == PrefetchedElements(4)
 
 
 def test_launch_by_tiles() -> None:
     """Its map, and the memory that it takes; how an array lies makes another source."""
-    config, one = Config(192, 64, 3, 1), lambda s, b, h, q, kv: s + X[b, 0, q + 1, kv]
+    config, one = AttnFwdConfig(192, 64, 3, 1), lambda s, b, h, q, kv: s + X[b, 0, q + 1, kv]
     op = asked(one, "score_0")
     (launch,) = ATTN_FWD.lower(op, config, H200).launches
     (field,) = (field for field in launch.fields if field.name == "ahead")

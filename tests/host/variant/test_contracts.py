@@ -11,7 +11,7 @@ import pytest
 
 from rawattn.compile import compiler
 from rawattn.errors import CompileError
-from rawattn.kernel.attn_fwd import ATTN_FWD, Config
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.render import FOLDER
 from rawattn.variant.element import BF16
 from tests import emulator
@@ -33,7 +33,7 @@ BROKEN = {
 @pytest.mark.parametrize("broken", BROKEN)
 def test_an_error_names_axis_and_member(broken: str) -> None:
     file, member, message = BROKEN[broken]
-    source = ATTN_FWD.render(forward(BF16, 1, 64, 64, 1, 1, 64, 64), Config(), "sm_90a")
+    source = ATTN_FWD.render(forward(BF16, 1, 64, 64, 1, 1, 64, 64), AttnFwdConfig(), "sm_90a")
     headers = dict(source.headers)
     assert headers[file].count(member) >= 1
     headers[file] = headers[file].replace(member, member.replace("(", "_(", 1) if "()" not in member else "Number call(")

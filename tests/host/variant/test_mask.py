@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from rawattn.testing.option_checks import MASK, TILES, Offsets, OnHost, check_mask
-from rawattn.variant.mask import ALIGNMENTS, Both, Causal, Full, Mask, Window
+from rawattn.variant.mask import ALIGNMENTS, And, Causal, Full, Mask, Window
 from tests import native, options
 
 
@@ -25,8 +25,8 @@ def masks(sides: list[int | None]) -> list[Mask]:
     for align in ALIGNMENTS:
         windows = [Window(left, right, align) for left in sides for right in sides]
         causal = [Causal(other) for other in ALIGNMENTS]
-        found += [Causal(align), *windows, *itertools.starmap(Both, itertools.product(causal, windows))]
-        found += [Both(window, Causal(align)) for window in windows]
+        found += [Causal(align), *windows, *itertools.starmap(And, itertools.product(causal, windows))]
+        found += [And(window, Causal(align)) for window in windows]
     return found
 
 
@@ -44,13 +44,13 @@ LENGTHS = st.integers(0, 600) | st.sampled_from([63, 64, 65, 127, 128, 129, 191,
 SIDES = st.none() | st.integers(0, 700) | st.sampled_from([0, 1, 2, 31, 37, 61, 63, 64, 65, 97, 127, 128, 131, 251, 257])
 ALIGN = st.sampled_from(ALIGNMENTS)
 WINDOW, CAUSAL = st.builds(Window, SIDES, SIDES, ALIGN), st.builds(Causal, ALIGN)
-SAME = ALIGN.flatmap(lambda align: st.builds(Both, st.builds(Window, SIDES, SIDES, st.just(align)), st.just(Causal(align))))
+SAME = ALIGN.flatmap(lambda align: st.builds(And, st.builds(Window, SIDES, SIDES, st.just(align)), st.just(Causal(align))))
 KINDS = {
     "full": st.just(Full()),
     "causal": CAUSAL,
     "window": WINDOW,
     "both": SAME,
-    "both, two alignments": st.builds(Both, CAUSAL, WINDOW),
+    "both, two alignments": st.builds(And, CAUSAL, WINDOW),
     **options.MASKS,
 }
 
@@ -59,8 +59,8 @@ SMALL = st.integers(0, 60)
 SMALL_WINDOW = st.builds(Window, st.none() | SMALL, st.none() | SMALL, ALIGN)
 SMALL_KINDS = KINDS | {
     "window": SMALL_WINDOW,
-    "both": st.builds(lambda window: Both(Causal(window.align), window), SMALL_WINDOW),
-    "both, two alignments": st.builds(Both, CAUSAL, SMALL_WINDOW),
+    "both": st.builds(lambda window: And(Causal(window.align), window), SMALL_WINDOW),
+    "both, two alignments": st.builds(And, CAUSAL, SMALL_WINDOW),
 }
 
 

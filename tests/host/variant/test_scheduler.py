@@ -33,7 +33,7 @@ using Rows = Varlen;
 #include "variant/scheduler/split.cuh"
 #include "variant/scheduler/lpt.cuh"
 #include "variant/scheduler/lpt_varlen.cuh"
-#include "variant/scheduler/both_ends.cuh"
+#include "variant/scheduler/two_ended.cuh"
 
 // The works that the producer warps of all blocks find, taking turns in this order, each until it finds no more.
 template <class Scheduler>
@@ -68,7 +68,7 @@ extern "C" i32 packed(const Args* args, i32 blocks, const i32* order, i32 turns,
     return run<LptVarlenScheduler<DynamicPersistent>>(*args, blocks, order, turns, found, most);
 }
 extern "C" i32 both_ends(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
-    return run<BothEndsScheduler>(*args, blocks, order, turns, found, most);
+    return run<TwoEndedScheduler>(*args, blocks, order, turns, found, most);
 }
 """.replace("FIELDS", " ".join(f"{ctype} {name};" for name, ctype, _ in FIELDS))
 Works = list[tuple[int, ...]]  # (batch, head, first query, split)
@@ -103,7 +103,7 @@ def drawn(
     over and over, or in a random one. ``wrong`` stands in the place of cu_seqlens that say these lengths."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(4, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
-    values = {**ATTN_FWD.values(op, attn_fwd.Config(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
+    values = {**ATTN_FWD.values(op, attn_fwd.AttnFwdConfig(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
     starts, said = starts if wrong is None else np.array(wrong, np.int32), np.zeros(1, np.uint32)
     values |= {"cu_seqlens_q": starts.ctypes.data, "cu_seqlens_kv": starts.ctypes.data, "violations": said.ctypes.data}
     layout = render.layout(FIELDS)

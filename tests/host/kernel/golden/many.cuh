@@ -76,8 +76,8 @@ struct PvMma {
 using Rows = Varlen;
 #include "variant/mask/causal.cuh"
 #include "variant/mask/window.cuh"
-#include "variant/mask/both.cuh"
-using Mask = Both<Causal, Window>;
+#include "variant/mask/and.cuh"
+using Mask = And<Causal, Window>;
 #include "variant/score/softcap.cuh"
 using Score = Softcap;
 #include "variant/weight/identity.cuh"

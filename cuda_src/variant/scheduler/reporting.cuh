@@ -3,7 +3,7 @@
 #include "variant/work_tile.cuh"
 
 template <class S>
-struct SaidScheduler : S {
+struct ReportingScheduler : S {
     using S::S;
 
     __device__ void finish() const {

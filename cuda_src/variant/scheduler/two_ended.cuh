@@ -10,14 +10,14 @@
 #include "tile/range.cuh"
 #include "variant/work_tile.cuh"
 
-struct BothEndsScheduler {
+struct TwoEndedScheduler {
     const Args& args;
     // A lane has what the warp remembers, since a producer has few registers: in lane 0 the first sequence of the 32 at hand, counted
     // from the block's end, in lane 1 the tiles of all before it, in lane 2 those of all sequences, of a head each.
     i32 kept = 0;
     i32 own = blockIdx.x;  // -1 once it is taken
 
-    __device__ explicit BothEndsScheduler(const Args& args) : args(args) {
+    __device__ explicit TwoEndedScheduler(const Args& args) : args(args) {
         i32 tiles = 0;
 #pragma unroll 4
         for (i32 batch = threadIdx.x % 32; batch < args.batches; batch += 32) tiles += tiles_of(batch);

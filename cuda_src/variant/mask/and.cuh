@@ -4,12 +4,12 @@
 #include "variant/work_tile.cuh"
 
 template <class A, class B>
-struct Both {
+struct And {
     static constexpr bool of_head = requires { requires A::of_head; } || requires { requires B::of_head; };
     A a;
     B b;
 
-    __device__ Both(const Args& args, const Rows& rows, const WorkTile& work) : a(args, rows, work), b(args, rows, work) {}
+    __device__ And(const Args& args, const Rows& rows, const WorkTile& work) : a(args, rows, work), b(args, rows, work) {}
 
     __device__ TileRange kv_tiles(i32 q_begin, i32 q_end) const {
         return both(a.kv_tiles(q_begin, q_end), b.kv_tiles(q_begin, q_end));

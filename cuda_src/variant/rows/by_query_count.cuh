@@ -11,10 +11,10 @@ struct Many {
 };
 
 template <class R, class Class>
-struct SomeRows : R {
-    __device__ SomeRows(const Args& args, i32 batch) : R(args, batch) { leave_out(args); }
+struct RowsByQueryCount : R {
+    __device__ RowsByQueryCount(const Args& args, i32 batch) : R(args, batch) { leave_out(args); }
     template <class Load>
-    __device__ SomeRows(const Args& args, i32 batch, Load load) : R(args, batch, load) { leave_out(args); }
+    __device__ RowsByQueryCount(const Args& args, i32 batch, Load load) : R(args, batch, load) { leave_out(args); }
 
     __device__ void leave_out(const Args& args) {
         if (!Class::has(this->queries, args.few_queries)) this->queries = this->q_len = 0;
