@@ -30,7 +30,7 @@ from ..variant.score import Scale, Softcap
 from . import schedule
 from .layout import check_layout, group_of
 from .partial import PartialResults
-from .schedule import Piece, Schedule, Step, Task, Whole
+from .schedule import Piece, RingStep, Schedule, Task, Whole
 
 METHODS = ("auto", "ring", "all_gather")
 GATHERED_BYTES = 8 << 20  # of a rank's k and v, up to which "auto" gathers: a transfer then takes less than a step's launches
@@ -99,7 +99,7 @@ def context_attention(
     if found is None:
         with torch.autocast(q.device.type, enabled=False):
             return attention.attention(q, k, v, sinks=sinks, **options)
-    o, lse = _Context.apply(q, k, v, sinks, _Call(*found, group), *captured)
+    o, lse = _Context.apply(q, k, v, sinks, ContextCall(*found, group), *captured)
     return (o, lse) if return_lse else o
 
 
@@ -196,7 +196,7 @@ def sees_positions(spec: Spec) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class ContextCall:
     """All of a call but its tensors."""
 
     spec: Spec
@@ -263,7 +263,7 @@ class _Transfers:
     so that the others do not wait for ever and the next call finds nothing left: their gradients from here are NaN then.
     """
 
-    def __init__(self, call: _Call, k: Any, v: Any, gradients: bool = False) -> None:
+    def __init__(self, call: ContextCall, k: Any, v: Any, gradients: bool = False) -> None:
         self.group, self.steps, self.k, self.v = call.group, call.schedule.steps, k, v
         count = len(self.steps)
         self._order = [("keys", i) for i in range(min(2, count))]
@@ -295,7 +295,7 @@ class _Transfers:
         if self._has_company and any(self.steps[i].recvs or self.steps[i].sends for _, i in self._order[before : self._next]):
             torch.cuda._sleep(HEAD_START)
 
-    def _post_keys(self, i: int, step: Step) -> bool:
+    def _post_keys(self, i: int, step: RingStep) -> bool:
         buffers = None
         if step.rows:
             if not self._free:
@@ -311,7 +311,7 @@ class _Transfers:
         self._sent += sent
         return True
 
-    def _post_gradients(self, i: int, step: Step) -> bool:
+    def _post_gradients(self, i: int, step: RingStep) -> bool:
         if i > self._done:
             return False
         given = self._computed.pop(i, ())
@@ -383,7 +383,7 @@ class _Transfers:
 # ---- forward
 
 
-def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[Any, ...]) -> tuple[Any, Any]:
+def _forward(q: Any, k: Any, v: Any, sinks: Any, call: ContextCall, captured: tuple[Any, ...]) -> tuple[Any, Any]:
     found = PartialResults(q, v, call.schedule.tasks, dist.get_world_size(call.group))
     with _Transfers(call, k, v) as transfers:
         for task in call.schedule.local:
@@ -396,7 +396,7 @@ def _forward(q: Any, k: Any, v: Any, sinks: Any, call: _Call, captured: tuple[An
     return found.merged(sinks)
 
 
-def _attend(q: Any, k: Any, v: Any, task: Task, call: _Call, captured: tuple[Any, ...]) -> Any:
+def _attend(q: Any, k: Any, v: Any, task: Task, call: ContextCall, captured: tuple[Any, ...]) -> Any:
     rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
     return attention.attention(*rows, **call.options(task, captured), return_lse=True)
 
@@ -445,7 +445,7 @@ class _Gradients:
     added up in ``sums``, in float32 (float64 for fp64)."""
 
     def __init__(
-        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: _Call, captured: tuple[Any, ...] = (), wrt: tuple[int, ...] = ()
+        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: ContextCall, captured: tuple[Any, ...] = (), wrt: tuple[int, ...] = ()
     ) -> None:
         self.q, self.k, self.v, self.o, self.lse = saved
         self.do, self.dlse, self.call, self.captured = do, dlse, call, captured
@@ -545,7 +545,7 @@ class _Context(torch.autograd.Function):
     """The call that autograd follows. It keeps q, k, v, sinks, o and lse of this rank, and what functions captured."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, call: _Call, *captured: Any) -> tuple[Any, Any]:
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, call: ContextCall, *captured: Any) -> tuple[Any, Any]:
         """Computes o and lse."""
         k, v = k.contiguous(), v.contiguous()
         with torch.autocast(q.device.type, enabled=False):
@@ -570,7 +570,7 @@ class _ContextBackward(torch.autograd.Function):
     """The gradients. Autograd cannot follow them further, and says so when it comes to that."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, wrt: tuple[int, ...], do: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: ContextCall, wrt: tuple[int, ...], do: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
         """Computes dq, dk, dv, dsinks and one for each captured tensor, or None."""
         q, k, v, sinks, o, lse, *captured = saved
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     at: int
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """Says what a rank does at a time: it receives and sends pieces, and computes on a buffer of ``rows`` rows.
 
     ``own`` are pieces of its own that belong in the buffer."""
@@ -66,7 +66,7 @@ class Schedule(NamedTuple):
     another receives in the same step."""
 
     local: tuple[Task, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -180,7 +180,7 @@ def ring(whole: Whole, rank: int) -> Schedule:
             theirs = _hull(tasks(whole, whole.spans(target, whole.q_len), _clipped(kv, *block)))
             recvs = (Piece(source, begin, end, 0),) if found else ()
             sends = (Piece(target, *theirs, 0),) if theirs[0] < theirs[1] else ()
-            steps.append(Step(recvs, sends, (), end - begin, _moved(found, begin)))
+            steps.append(RingStep(recvs, sends, (), end - begin, _moved(found, begin)))
     return Schedule(tasks(whole, q, kv), tuple(steps))
 
 
@@ -193,7 +193,7 @@ def all_gather(whole: Whole, rank: int) -> Schedule:
     recvs = [p for peer in range(whole.count) if peer != rank for p in _pieces(whole, peer, peer, (begin, end))]
     sends = [p for peer in range(whole.count) if peer != rank for p in _pieces(whole, rank, peer, _hull(found[peer]))]
     own = tuple(_pieces(whole, rank, rank, (begin, end)))
-    return Schedule((), (Step(tuple(recvs), tuple(sends), own, end - begin, _moved(found[rank], begin)),))
+    return Schedule((), (RingStep(tuple(recvs), tuple(sends), own, end - begin, _moved(found[rank], begin)),))
 
 
 def _pieces(whole: Whole, owner: int, peer: int, needed: Range) -> Iterator[Piece]:

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 31970,
+    "rawattn": 31420,
     "perf": 5975,
     "cuda_src": 12700,
-    "tests": 42100,
+    "tests": 42180,
 }
 FUNCTION_LINES = 60
 
@@ -50,10 +50,7 @@ LOADERS = {  # function -> what it imports when it is called, from whatever floo
     "rawattn/cpu/loops.py load_lanes": {"cpu"},  # Numba takes long to load
 }
 # Class names that stand in several files of rawattn; may only shrink.
-NAMES_TWICE = {
-    "Asked": 3, "Config": 12, "CpuCall": 2, "Pages": 2, "RawattnBackend": 2, "RawattnMetadata": 2, "Rotary": 2, "Scale": 2,
-    "Scratch": 2, "Step": 2, "UsedQueries": 2, "_Call": 2,
-}  # fmt: skip
+NAMES_TWICE = {"RawattnBackend": 2, "RawattnMetadata": 2}  # as the servers ask for them
 # What is imported -> the packages, and modules at the top, that may.
 IMPORTERS = {
     r"(.*\.)?nvrtc": {"compile"},

@@ -243,7 +243,7 @@ def check_packed() -> None:
 
 def check_faults() -> None:
     """A fault that is planted in all processes is noticed in one of them at least."""
-    no_mask = mock.patch.object(context._Call, "options", lambda self, task, captured: {"scale": self.spec.scale})
+    no_mask = mock.patch.object(context.ContextCall, "options", lambda self, task, captured: {"scale": self.spec.scale})
     no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
     one_part = mock.patch.object(context.PartialResults, "make_room", lambda self, task: self._found.clear())
     for fault in (no_mask, no_gradients, one_part):
