@@ -323,7 +323,7 @@ class _Transfers:
         self._returned.append((found, received, sent, given))
         return True
 
-    def __iter__(self) -> Iterator[tuple[int, Step, Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, RingStep, Any, Any]]:
         """Gives each step with calls, and the rows of k and v that it has, when they may be read. The calls on them are queued
         when the next one is asked for."""
         for i, step in enumerate(self.steps):
@@ -445,7 +445,13 @@ class _Gradients:
     added up in ``sums``, in float32 (float64 for fp64)."""
 
     def __init__(
-        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: ContextCall, captured: tuple[Any, ...] = (), wrt: tuple[int, ...] = ()
+        self,
+        do: Any,
+        dlse: Any,
+        saved: tuple[Any, ...],
+        call: ContextCall,
+        captured: tuple[Any, ...] = (),
+        wrt: tuple[int, ...] = (),
     ) -> None:
         self.q, self.k, self.v, self.o, self.lse = saved
         self.do, self.dlse, self.call, self.captured = do, dlse, call, captured

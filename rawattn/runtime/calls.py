@@ -21,9 +21,7 @@ from .select import select, warn_once
 Forms = tuple[tuple[Any, ...], ...]
 
 
-def forward(
-    inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any
-) -> Any:
+def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any) -> Any:
     """Computes ``attention`` and ``attention_varlen``: by way of torch's operator where torch must see one, and of an autograd
     Function where autograd follows. Dynamo passes over it where a graph broke."""
     captured: tuple[Any, ...] = ()
