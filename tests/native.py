@@ -11,9 +11,8 @@ import pytest
 
 from rawattn.testing import option_checks
 
-
-# The lanes of a warp, as coroutines. Where they exchange words each hands over to the next, so that all have come when the first goes
-# on. One that does not come, or comes once too often, ends the process.
+# The lanes of a warp, as coroutines. Where they exchange words each hands over to the next, so that all have come when the first
+# goes on. One that does not come, or comes once too often, ends the process.
 WARP = """\
 #include <functional>
 #include <ucontext.h>

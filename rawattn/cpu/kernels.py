@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..compile.cache import private_folder, touch, warn_uncached
+from ..compile.compiler import sole_process
 from ..driver.device import Device
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError, UnsupportedError
@@ -142,14 +143,15 @@ def _compile(name: str, number: str, storage: str) -> Any:
         tempfile.TemporaryFile(dir=own).close()  # Numba says nothing of a folder that it cannot write
         for entry in own.rglob("*.nb[ci]"):
             touch(entry)
-        try:
-            return lanes.compile(name, number, storage, own)
-        except OSError:  # a full disk
-            raise
-        except Exception:  # an entry is damaged
-            for entry in own.rglob("*.nb[ci]"):
-                entry.unlink(missing_ok=True)
-            return lanes.compile(name, number, storage, own)
+        with sole_process(own, "00"):
+            try:
+                return lanes.compile(name, number, storage, own)
+            except OSError:  # a full disk
+                raise
+            except Exception:  # an entry is damaged
+                for entry in own.rglob("*.nb[ci]"):
+                    entry.unlink(missing_ok=True)
+                return lanes.compile(name, number, storage, own)
     except OSError as error:
         warn_uncached(error)
         return lanes.compile(name, number, storage, None)

@@ -187,6 +187,12 @@ class Bindings(types.ModuleType):
         return types.SimpleNamespace(getPtr=lambda: ctypes.addressof(self.encoded))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def others() -> None:
+    """What was there before takes half a second of each collection."""
+    gc.freeze()
+
+
 def forget() -> None:
     for cached in (driver.library, driver.device, driver._primary_context, driver._side_stream, driver._pdl, driver._counters,
                    driver.tensor_maps):  # fmt: skip
