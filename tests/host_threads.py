@@ -427,7 +427,7 @@ static void host_resume(HostThread& thread) {
     thread.begun = true;
     setcontext(&thread.first);
 }
-// `together` blocks at a time. In every second one the first lanes of all warps come before their second lanes, the last warp first.
+// `together` blocks at a time. In every second one all first lanes come before all second ones, those of the last warp first.
 extern "C" void launch(const Args* args, int blocks, int together) {
     gridDim.x = blocks, host_body = [=] { KERNEL(*args); };
     for (int first = 0; first < blocks; first += together) {
