@@ -1,6 +1,6 @@
-"""Kernels compiled for the host and run thread by thread: what the files of ``cuda_src/ptx/`` do is done here in C++, at once
-where a GPU does it later. That checks layouts, barriers, schedules and formulas without a GPU; it cannot find a missing fence or
-wait."""
+"""Kernels compiled for the host, their threads coroutines: what the files of ``cuda_src/ptx/`` do is done here in C++, at once
+where a GPU does it later, but for copies to shared memory, which come late. That checks layouts, barriers, schedules and formulas
+without a GPU; it cannot find a missing fence, nor every missing wait."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ from tests.emulator import built, precompiled
 BASE = r"""
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <barrier>
 #include <cmath>
-#include <chrono>
-#include <condition_variable>
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <ucontext.h>
+#include <utility>
 #include <vector>
 #define __device__
 #define __global__
@@ -57,33 +55,64 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 struct Index { i32 x; };
-inline thread_local Index threadIdx, blockIdx, gridDim;
+static Index threadIdx, blockIdx, gridDim;
 
+// Threads are coroutines. One that waits lets the next one go on. If none of them comes on, the last copy that began arrives.
+struct HostBlock;
+struct HostThread {
+    ucontext_t first;
+    jmp_buf context;
+    HostBlock* block;
+    Index thread_index, block_index;
+    std::unique_ptr<char[]> stack{new char[1 << 18]};
+    bool begun = false, ended = false;
+    const char* waits = "at a barrier of threads";
+};
+static HostThread* host_thread;  // the one that runs
+static jmp_buf host_scheduler;
+static std::function<void()> host_body;
+static long host_progress;
+static std::vector<std::pair<HostBlock*, std::function<void()>>> host_copies;  // on their way to shared memory
+
+static void host_yield() {
+    if (!_setjmp(host_thread->context)) _longjmp(host_scheduler, 1);
+}
+template <class Ready>
+void host_wait(const char* what, Ready ready) {
+    if (ready()) return;
+    host_thread->waits = what;
+    while (!ready()) host_yield();
+    ++host_progress;
+}
+struct HostMeeting {
+    i32 threads, arrived = 0, generation = 0;
+
+    void arrive_and_wait() {
+        const i32 mine = generation;
+        ++host_progress;
+        if (++arrived == threads) arrived = 0, ++generation;
+        host_wait("at a barrier of threads", [&] { return generation != mine; });
+    }
+};
 struct HostWarp {
-    std::barrier<> meeting{32};
+    HostMeeting meeting{32};
     u64 words[32][8];
 };
 struct HostPhase {  // of an mbarrier
-    std::mutex mutex;
-    std::condition_variable changed;
     i64 expected = -1, pending = 0, bytes = 0;
     u32 number = 0;
 };
 constexpr u32 host_smem_bytes = 232448;
-constexpr int host_patience = 60;  // seconds
 struct HostBlock {
     unsigned char* raw = static_cast<unsigned char*>(std::aligned_alloc(1024, host_smem_bytes));
     std::vector<HostPhase> phases = std::vector<HostPhase>(host_smem_bytes / 8);
-    std::vector<std::unique_ptr<HostWarp>> warps;
-    std::barrier<> all;
-    explicit HostBlock(i32 threads) : all(threads) {
-        std::memset(raw, 0xff, host_smem_bytes);
-        for (i32 i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<HostWarp>());
-    }
+    std::vector<HostWarp> warps;
+    HostMeeting all;
+    explicit HostBlock(i32 threads) : warps(threads / 32), all{threads} { std::memset(raw, 0xff, host_smem_bytes); }
     ~HostBlock() { std::free(raw); }
 };
-inline thread_local HostBlock* host_block;
-inline HostWarp& host_warp() { return *host_block->warps[threadIdx.x / 32]; }
+static HostBlock* host_block;
+inline HostWarp& host_warp() { return host_block->warps[threadIdx.x / 32]; }
 inline u32 host_lane() { return threadIdx.x % 32; }
 inline void host_fail(const char* what) { std::fprintf(stderr, "%s\n", what), std::fflush(stderr), std::_Exit(3); }
 inline void __syncthreads() { host_block->all.arrive_and_wait(); }
@@ -130,14 +159,9 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 inline float __log2f(float x) { return std::log2(x); }
 inline i32 __ffs(u32 x) { return __builtin_ffs(i32(x)); }
-inline i32 atomicAdd(i32* at, i32 x) { return std::atomic_ref(*at).fetch_add(x); }
-inline u32 atomicOr(u32* at, u32 x) { return std::atomic_ref(*at).fetch_or(x); }
-inline u32 atomicInc(u32* at, u32 last) {
-    std::atomic_ref counter(*at);
-    u32 old = counter.load();
-    while (!counter.compare_exchange_weak(old, old >= last ? 0 : old + 1)) {}
-    return old;
-}
+inline i32 atomicAdd(i32* at, i32 x) { return std::exchange(*at, *at + x); }
+inline u32 atomicOr(u32* at, u32 x) { return std::exchange(*at, *at | x); }
+inline u32 atomicInc(u32* at, u32 last) { return std::exchange(*at, *at >= last ? 0 : *at + 1); }
 inline void __threadfence() {}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
@@ -169,27 +193,19 @@ struct Mbarrier {
     void init(u32 arrivals) { phase().expected = phase().pending = arrivals; }
     void change(i64 arrivals, i64 bytes) {
         HostPhase& p = phase();
-        const std::lock_guard lock(p.mutex);
+        ++host_progress;
         if (p.expected < 0) host_fail("a barrier is used that was not made");
         p.pending -= arrivals, p.bytes += bytes;
         if (p.pending < 0) host_fail("a barrier got more arrivals than it expects");
         if (p.pending > 0 || p.bytes != 0) return;
         p.pending = p.expected, ++p.number;
-        p.changed.notify_all();
     }
     void arrive() { change(1, 0); }
     void arrive_expect(u32 bytes) { change(0, bytes), change(1, 0); }
     void complete(u32 bytes) { change(0, -i64(bytes)); }
     void wait(u32 parity) {
         HostPhase& p = phase();
-        std::unique_lock lock(p.mutex);
-        if (p.changed.wait_for(lock, std::chrono::seconds(host_patience), [&] { return (p.number & 1) != parity; })) return;
-        std::fprintf(stderr, "block %d thread %d waits for parity %u of the barrier at %u: phase %u, "
-                             "%lld arrivals and %lld bytes are missing\n",
-                     blockIdx.x, threadIdx.x, parity, smem_address(this), p.number, (long long)p.pending, (long long)p.bytes);
-        std::fflush(stderr);
-        std::this_thread::sleep_for(std::chrono::seconds(2));  // for others to say what they wait for
-        std::_Exit(3);
+        host_wait("for an mbarrier", [&] { return (p.number & 1) != parity; });
     }
 };
 inline void fence_mbarrier_init() {}
@@ -199,17 +215,16 @@ BULK = r"""
 #pragma once
 #include "ptx/mbarrier.cuh"
 namespace ptx {
-inline std::mutex adding;
 inline void check_aligned(const void* a, const void* b, u32 bytes) {
     if ((u64(a) | u64(b) | bytes) % 16) host_fail("a bulk copy is not aligned to 16 bytes");
 }
 inline void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
-    check_aligned(to, from, bytes), std::memcpy(to, from, bytes), full.complete(bytes);
+    check_aligned(to, from, bytes);
+    host_copies.emplace_back(host_block, [=, &full] { std::memcpy(to, from, bytes), full.complete(bytes); });
 }
 inline void bulk_store(float* to, const void* from, u32 bytes) { check_aligned(to, from, bytes), std::memcpy(to, from, bytes); }
 inline void bulk_add(float* to, const void* from, u32 bytes) {
     check_aligned(to, from, bytes);
-    const std::lock_guard lock(adding);
     for (u32 i = 0; i < bytes / 4; ++i) to[i] += static_cast<const float*>(from)[i];
 }
 inline void bulk_commit() {}
@@ -222,13 +237,13 @@ inline void fence_async_gmem() {}
 TURN = r"""
 #pragma once
 #include "ptx/base.cuh"
-#include <thread>
 namespace ptx {
 inline i32 load_acquire(const i32* from) {
-    std::this_thread::yield();
-    return std::atomic_ref(*const_cast<i32*>(from)).load();
+    host_thread->waits = "for its turn";
+    host_yield();
+    return *from;
 }
-inline void store_release(i32* to, i32 x) { std::atomic_ref(*to).store(x); }
+inline void store_release(i32* to, i32 x) { *to = x, ++host_progress; }
 }
 """
 TMA = r"""
@@ -239,19 +254,21 @@ namespace ptx {
 inline void check_box(i32 c0) { if (c0 % 8) host_fail("a box does not begin at a multiple of 16 bytes"); }
 inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
     check_box(c0);
-    const u64 start[5] = {u64(c0), u64(c1), u64(c2), u64(c3), u64(c4)};
-    for (u64 r = 0; r < map.box_rows; ++r)
-        for (u64 c = 0; c < 64; ++c) {
-            const u64 at[5] = {start[0] + c, start[1] + r, start[2], start[3], start[4]};
-            u64 address = map.data;
-            bool inside = true;
-            for (int i = 0; i < 5; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
-            u16 x = 0;
-            if (inside) std::memcpy(&x, reinterpret_cast<const void*>(address), 2);
-            const u32 place = smem_address(to) + r * 128 + c * 2;
-            std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
-        }
-    full.complete(map.box_rows * 128);
+    host_copies.emplace_back(host_block, [=, &map, &full] {
+        const u64 start[5] = {u64(c0), u64(c1), u64(c2), u64(c3), u64(c4)};
+        for (u64 r = 0; r < map.box_rows; ++r)
+            for (u64 c = 0; c < 64; ++c) {
+                const u64 at[5] = {start[0] + c, start[1] + r, start[2], start[3], start[4]};
+                u64 address = map.data;
+                bool inside = true;
+                for (int i = 0; i < 5; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
+                u16 x = 0;
+                if (inside) std::memcpy(&x, reinterpret_cast<const void*>(address), 2);
+                const u32 place = smem_address(to) + r * 128 + c * 2;
+                std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
+            }
+        full.complete(map.box_rows * 128);
+    });
 }
 inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
     tma_load(to, map, full, c0, c1, c2, c3);
@@ -397,22 +414,50 @@ RENDERED = re.compile(
     re.DOTALL,
 )
 LAUNCH = r"""
-#include <thread>
 extern "C" int args_bytes() { return sizeof(Args); }
-// `together` blocks at a time.
+static void host_start() {
+    host_body();
+    host_thread->ended = true, ++host_progress;
+    _longjmp(host_scheduler, 1);
+}
+static void host_resume(HostThread& thread) {
+    host_thread = &thread, host_block = thread.block, threadIdx = thread.thread_index, blockIdx = thread.block_index;
+    if (_setjmp(host_scheduler)) return;
+    if (thread.begun) _longjmp(thread.context, 1);
+    thread.begun = true;
+    setcontext(&thread.first);
+}
+// `together` blocks at a time. In every second one all first lanes come before all second ones, those of the last warp first.
 extern "C" void launch(const Args* args, int blocks, int together) {
+    gridDim.x = blocks, host_body = [=] { KERNEL(*args); };
     for (int first = 0; first < blocks; first += together) {
         std::vector<std::unique_ptr<HostBlock>> made;
-        std::vector<std::thread> threads;
-        for (int b = first; b < min(first + together, blocks); ++b) {
-            made.push_back(std::make_unique<HostBlock>(facts.threads));
-            for (u32 thread = 0; thread < facts.threads; ++thread)
-                threads.emplace_back([=, own = made.back().get()] {
-                    host_block = own, threadIdx.x = thread, blockIdx.x = b, gridDim.x = blocks;
-                    KERNEL(*args);
-                });
+        std::vector<HostThread> threads(min(together, blocks - first) * facts.threads);
+        const i32 warps = facts.threads / 32;
+        for (HostThread& each : threads) {
+            const i32 at = &each - threads.data(), index = at % facts.threads;
+            if (index == 0) made.push_back(std::make_unique<HostBlock>(facts.threads));
+            each.block = made.back().get(), each.block_index.x = first + at / facts.threads;
+            each.thread_index.x = each.block_index.x % 2 ? (warps - 1 - index % warps) * 32 + index / warps : index;
+            getcontext(&each.first);
+            each.first.uc_stack.ss_sp = each.stack.get(), each.first.uc_stack.ss_size = 1 << 18, each.first.uc_link = nullptr;
+            makecontext(&each.first, host_start, 0);
         }
-        for (auto& thread : threads) thread.join();
+        for (int idle = 0; idle < 8; ++idle) {  // one that looks at a turn yields before it
+            const long before = host_progress;
+            for (HostThread& each : threads)
+                if (!each.ended) host_resume(each);
+            if (host_progress == before && host_copies.empty()) continue;
+            idle = 0;
+            if (host_progress != before) continue;
+            const auto [block, copy] = std::move(host_copies.back());
+            host_copies.pop_back(), host_block = block, copy();
+        }
+        bool stuck = false;
+        for (HostThread& each : threads)
+            if (stuck |= !each.ended, !each.ended && each.thread_index.x % 32 == 0)
+                std::fprintf(stderr, "block %d thread %d waits %s\n", each.block_index.x, each.thread_index.x, each.waits);
+        if (stuck) host_fail("no thread comes on");
         for (auto& block : made)
             for (auto& p : block->phases)
                 if (p.expected >= 0 && (p.pending != p.expected || p.bytes)) host_fail("a barrier's last phase is not complete");
@@ -456,7 +501,7 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     for path, content in files.items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         (own / path).write_text(content)
-    flags = ("-std=c++20", "-O1", "-w", "-pthread", "-fPIC")
+    flags = ("-std=c++20", "-Og", "-w", "-fPIC", "-U_FORTIFY_SOURCE")  # it forbids jumps
     prelude = precompiled(compiler, flags, "".join(re.findall(r"#include <.*\n", BASE)))
     command = [compiler, *flags, "-include", f"{prelude}/threads.hpp", "-shared", "-I.", "-o", "host.so", "host.cpp"]
     return built(command, own, files)

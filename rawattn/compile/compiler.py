@@ -139,7 +139,7 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
         if binary is None:
             if on_compile is not None:
                 on_compile()
-            with _sole_process(folder, source.key):
+            with sole_process(folder, source.key):
                 binary = _read(folder, source) or _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
@@ -189,7 +189,7 @@ def recompile(source: Source) -> Binary:
         if folder is not None:
             with contextlib.suppress(OSError):  # not there, or not to be removed: _store says so
                 _entry(folder, source).unlink()
-        with _sole_process(folder, source.key):
+        with sole_process(folder, source.key):
             binary = _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
     return binary
@@ -327,7 +327,7 @@ def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binar
 
 
 @contextlib.contextmanager
-def _sole_process(folder: pathlib.Path | None, key: str) -> Iterator[None]:
+def sole_process(folder: pathlib.Path | None, key: str) -> Iterator[None]:
     """Keeps other processes from compiling the same kernel; goes ahead without a lock where none can be had.
 
     The system frees the lock of a process that dies. There are 256 lock files at most, whatever is compiled.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..compile.cache import private_folder, touch, warn_uncached
+from ..compile.compiler import sole_process
 from ..errors import UnsupportedError
 from ..reference.formula import Dropped
 from ..variant.element import ELEMENTS, Element
@@ -89,14 +90,15 @@ def _compile(name: str, number: str, storage: str) -> Any:
         tempfile.TemporaryFile(dir=folder).close()  # Numba says nothing of a folder that it cannot write
         for entry in folder.rglob("*.nb[ci]"):
             touch(entry)
-        try:
-            return lanes.compile(name, number, storage, folder)
-        except OSError:  # a full disk
-            raise
-        except Exception:  # an entry is damaged
-            for entry in folder.rglob("*.nb[ci]"):
-                entry.unlink(missing_ok=True)
-            return lanes.compile(name, number, storage, folder)
+        with sole_process(folder, "00"):
+            try:
+                return lanes.compile(name, number, storage, folder)
+            except OSError:  # a full disk
+                raise
+            except Exception:  # an entry is damaged
+                for entry in folder.rglob("*.nb[ci]"):
+                    entry.unlink(missing_ok=True)
+                return lanes.compile(name, number, storage, folder)
     except OSError as error:
         warn_uncached(error)
         return lanes.compile(name, number, storage, None)

@@ -63,7 +63,7 @@ def compiled(text: str, files: dict[str, str], folder: pathlib.Path) -> ctypes.C
         to = folder / path.replace("../", "up/")
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(content.replace('"../', '"up/'))
-    flags = ("-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-U_FORTIFY_SOURCE")  # it forbids jumps
+    flags = ("-std=c++20", "-Og", "-w", "-fno-strict-aliasing", "-fPIC", "-U_FORTIFY_SOURCE")  # it forbids jumps
     prelude = precompiled(compiler, flags, (HERE / "threads.hpp").read_text())
     return built([compiler, *flags, "-shared", "-I.", f"-I{prelude}", "-o", "host.so", "host.cpp"], folder, files)
 

@@ -27,6 +27,7 @@ from numba import njit
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
 from rawattn.compile import cache
+from rawattn.compile.compiler import sole_process
 from rawattn.cpu import forward, lanes, loops
 from rawattn.cpu.forward import CpuConfig
 from rawattn.cpu.kernels import CPU, Cpu
@@ -602,6 +603,20 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> N
     with pytest.warns(cache.CacheWarning, match="No space left on device"):
         assert not loops._load.__wrapped__("backward", "float32", "float32").cached
     assert given == [tmp_path / "numba" / f"backward-float32-{lanes.MACHINE}", None]
+
+
+def test_one_process_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Another that needs the same kernel waits until the first has kept it."""
+    made: list[str] = []
+    monkeypatch.setattr(lanes, "compile", lambda name, *given: made.append(name))
+    monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path))
+    with sole_process(cache.private_folder("numba", f"attend-float32-{lanes.MACHINE}"), "00"):
+        second = threading.Thread(target=loops._compile, args=("attend", "float32", "float32"))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive() and not made
+    second.join()
+    assert made == ["attend"]
 
 
 TORCH = """\

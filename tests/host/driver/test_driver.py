@@ -190,6 +190,12 @@ class Bindings(types.ModuleType):
         return types.SimpleNamespace(getPtr=lambda: ctypes.addressof(self.encoded))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def others() -> None:
+    """What was there before takes half a second of each collection."""
+    gc.freeze()
+
+
 def forget() -> None:
     for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._pdl, of_device,
                    tensor_map.tensor_maps):  # fmt: skip

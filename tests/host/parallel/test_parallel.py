@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn.cpu.kernels import load_lanes
 from rawattn.variant import mask as masks
 from rawattn.variant.offset import OffsetMask
 from rawattn.variant.score import Scale
@@ -387,14 +389,21 @@ def work(rank: int, count: int, store: str) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes(count: int, tmp_path: Any) -> None:
-    command = [sys.executable, "-W", "ignore", __file__]
-    given = [[str(rank), str(count), str(tmp_path / "store")] for rank in range(count)]
-    running = [subprocess.Popen([*command, *each], env=os.environ) for each in given]
-    try:
-        assert [process.wait(timeout=200) for process in running] == [0] * count
-    finally:
-        for process in running:  # one may wait for the other, which has failed
-            process.kill()
+    command = [sys.executable, "-W", "ignore", __file__, str(count), str(tmp_path / "store")]
+    subprocess.run(command, check=True, env=os.environ, timeout=250)
+
+
+def start(count: int, store: str) -> bool:
+    """Runs ``work`` in forks of this process, which has imported all that they need, and says whether all succeed."""
+    load_lanes()
+    fork = multiprocessing.get_context("fork").Process
+    running = [fork(target=work, args=(rank, count, store), daemon=True) for rank in range(count)]
+    for each in running:
+        each.start()
+    end = time.monotonic() + 200
+    for each in running:  # one may wait for the other, which has failed: it ends with this process
+        each.join(max(0, end - time.monotonic()))
+    return all(each.exitcode == 0 for each in running)
 
 
 # ---- who computes and sends what
@@ -673,4 +682,4 @@ def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pyte
 
 
 if __name__ == "__main__":
-    work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.exit(not start(int(sys.argv[1]), sys.argv[2]))
