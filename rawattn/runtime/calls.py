@@ -71,7 +71,7 @@ def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -
     read = arrays.forms_of(inputs + captured)
     if read is not None:
         call, numbers = _kept(request, read[0])
-        if call is None and arrays.are_held(inputs + captured):
+        if call is None:
             call, numbers = _similar(read[0], len(inputs), captured, request)
     if call is not None and read is not None:
         results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)

@@ -434,7 +434,8 @@ class GpuCall(_Call):
             if not self._has_tiles:
                 return self.resized(op, found._given)
             found._take_queries(op)
-        found._take_strides()
+        if any(array.strides != self._given[name].strides for name, array in given.items()):
+            found._take_strides()
         found._take_lengths()
         return found
 
