@@ -174,8 +174,7 @@ class AttnBwdMma(BackwardKernel):
         return layout.unaligned
 
     def asks_for_copies(self, op: Backward) -> bool:
-        """Whether formats are other than float32: there the kernel of the forward takes such arrays, and autograd can ask for
-        none in the backward."""
+        """Not for float32: the kernel of the forward takes such arrays, and autograd can ask for none in the backward."""
         return op.forward.element != FP32
 
     def legal(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> str | None:

@@ -87,7 +87,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
 
 
 def all_rows(op: Forward) -> Option:
-    """Says where all rows of sequences lie, used or not."""
+    """The option for where all rows of sequences are, used or not."""
     return rows.Varlen() if op.varlen else rows.DenseSpan() if any(op.lens) else rows.Dense()
 
 
@@ -112,7 +112,7 @@ def wrong_direction(op: Forward, direction: str) -> str | None:
 
 
 def launch_option(arch: str) -> Option:
-    """Whether kernels may begin before the launch in front of them has ended."""
+    """The option for kernels that may begin before the launch in front of them has ended, where the architecture has it."""
     return scheduler.Dependent() if arch == "sm_90a" else scheduler.Independent()
 
 

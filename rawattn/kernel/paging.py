@@ -36,7 +36,7 @@ def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
 
 
 def lengths_option(op: AttentionKVCache) -> Option:
-    """Returns the option that says where the lengths of sequences lie."""
+    """The option for the lengths of sequences."""
     return PageListLens() if op.form == "indptr" else KvLens()
 
 
@@ -51,7 +51,7 @@ def has_functions(op: AttentionKVCache) -> bool:
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
-    """Returns the option that says where the rows of sequences lie, with what the step says of each of them."""
+    """The option for the rows of sequences, with what the step says of each of them."""
     found = rows.CausalEachRows(base) if op.causal_each else base
     found = rows.KvBeginRows(found) if op.kv_begin else found
     return rows.AtPositionsRows(found) if has_functions(op) else found
