@@ -84,7 +84,7 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 
 
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
+    """Whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
     if config.order != "at_once" or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
         return False
@@ -94,8 +94,9 @@ def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
 
 
 def _registers_of(op: Forward, store: str) -> AttnBwdConfig:
-    """The same, of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves, for
-    dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows."""
+    """The configuration of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves,
+    for dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their
+    rows."""
     size, is_cut = op.widest, any(op.lens)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))

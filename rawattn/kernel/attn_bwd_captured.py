@@ -42,7 +42,7 @@ class AttnBwdCapturedConfig(NamedTuple):
     tile_kv: int
     q_block: int
     node: int
-    way: str
+    gathering: str
     sums: ExactSums | WrittenOnce
     statistics: Option
 
@@ -76,65 +76,67 @@ def _array(forward: Forward, name: str) -> Captured:
 
 
 def is_cleared_for_ds(forward: Forward, name: str) -> bool:
-    """Says whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
+    """Whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
     its tiles out, or where it is larger than the pairs."""
     return lists(forward.mask) or not _is_of_pairs(forward, math.prod(_array(forward, name).shape))
 
 
-def cleared_for_ds(own: Any, op: Backward, device: Device, name: str) -> list[Launch]:
+def cleared_for_ds(kernel: Any, op: Backward, device: Device, name: str) -> list[Launch]:
     """The launch that clears it, where that is so."""
     if not is_cleared_for_ds(op.forward, name):
         return []
     array = _array(op.forward, name)
     count = math.prod(array.shape)
     if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
-        return [_clear(own, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
-    return [_clear(own, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
+        return [_clear(kernel, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
+    return [_clear(kernel, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
 
 
 def launches(
-    own: Any, op: Backward, device: Device, first: backward.DeltaPass, stored: str = ""
+    kernel: Any, op: Backward, device: Device, first: backward.DeltaPass, stored: str = ""
 ) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for the arrays in ``op.wrt`` but ``stored``, and their scratch memory; ``own`` is the kernel that they follow,
+    """The launches for the arrays in ``op.wrt`` but ``stored``, and their scratch memory; ``kernel`` is the one that they follow,
     and ``first`` its first pass."""
     found: list[Launch] = []
     buffers: list[Buffer] = []
     for i, array in enumerate(score_of(op.forward).arrays if op.wrt else ()):
         if array.name in op.wrt and array.name != stored and 0 not in array.shape:
-            each, buffer = _of_array(own, op, device, first, i, array)
+            each, buffer = _of_array(kernel, op, device, first, i, array)
             found += each
             buffers += buffer
     return found, buffers
 
 
 def _of_array(
-    own: Any, op: Backward, device: Device, first: backward.DeltaPass, i: int, array: Captured
+    kernel: Any, op: Backward, device: Device, first: backward.DeltaPass, i: int, array: Captured
 ) -> tuple[list[Launch], list[Buffer]]:
     forward, count = op.forward, int(math.prod(array.shape))
     score, number = score_of(forward), forward.number
     reads = [each for each in by_elements(score.code) if each.array == i]
-    ways = [way(score, each) for each in reads]
-    ordered, there = ways == ["pairs"], Pointer(f"d{array.name}")
+    gatherings = [gathering_of(score, each) for each in reads]
+    ordered, gradient = gatherings == ["pairs"], Pointer(f"d{array.name}")
     if ordered and sharing(forward, reads[0]) == (1, 1):
-        written = WrittenOnce(there, array.element)
-        found = [] if _are_all_pairs(forward, count) else [_clear(own, op, device, there, Item(array.element).cuda_type, count)]
-        return [*found, _gather(own, op, device, first, reads[0], "pairs", written)], []
+        written = WrittenOnce(gradient, array.element)
+        found = (
+            [] if _are_all_pairs(forward, count) else [_clear(kernel, op, device, gradient, Item(array.element).cuda_type, count)]
+        )
+        return [*found, _gather(kernel, op, device, first, reads[0], "pairs", written)], []
     in_place = ordered and array.element == number
-    fill = there if in_place else Scratch(f"d{array.name}_sums")
+    fill = gradient if in_place else Scratch(f"d{array.name}_sums")
     sums = (OrderedSums if ordered else ExactSums)(fill)
     words = count * sums.bytes(number) // 4
-    found = [_clear(own, op, device, fill, "u32", words)]
-    for each, how in zip(reads, ways, strict=True):
-        found.append(_gather(own, op, device, first, each, how if ordered or how != "pairs" else "diagonals", sums))
+    found = [_clear(kernel, op, device, fill, "u32", words)]
+    for each, how in zip(reads, gatherings, strict=True):
+        found.append(_gather(kernel, op, device, first, each, how if ordered or how != "pairs" else "diagonals", sums))
     if in_place:
         return found, []
     grid = min(-(-count // THREADS), 8 * device.sm_count)
     last = array.name, array.element, sums
-    found.append(own.launch(op, last, device, "attn_bwd_captured_sum", {"elements": count}, grid, _sum))
+    found.append(kernel.launch(op, last, device, "attn_bwd_captured_sum", {"elements": count}, grid, _sum))
     return found, [Buffer(f"d{array.name}_sums", 4 * words)]
 
 
-def way(score: FunctionScore, each: ElementGradient) -> str:
+def gathering_of(score: FunctionScore, each: ElementGradient) -> str:
     """Returns how the gradients of an element that a score reads are summed."""
     return gathering(each.load, [axis for node, axis in score.checked if node == each.node])
 
@@ -146,34 +148,34 @@ def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
 
 
 def _are_all_pairs(forward: Forward, count: int) -> bool:
-    """Says whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
+    """Whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
     return isinstance(forward.mask, Full) and _is_of_pairs(forward, count)
 
 
 def _is_of_pairs(forward: Forward, count: int) -> bool:
-    """Says whether an array of so many elements, of which each pair has one of its own, has no others."""
+    """Whether an array of so many elements, of which each pair has one of its own, has no others."""
     is_dense = not forward.varlen and not any(forward.lens)
     return is_dense and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
 
 
-def _clear(own: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:
+def _clear(kernel: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:
     """The launch that clears so many words of this type."""
     grid = min(-(-words // THREADS), 8 * device.sm_count)
-    found: Launch = own.launch(op, (memory, ctype), device, "attn_bwd_captured_clear", {"words": words}, grid, _cleared)
+    found: Launch = kernel.launch(op, (memory, ctype), device, "attn_bwd_captured_clear", {"words": words}, grid, _cleared)
     return found
 
 
 def _gather(
-    own: Any, op: Backward, device: Device, first: backward.DeltaPass, each: ElementGradient, how: str,
+    kernel: Any, op: Backward, device: Device, first: backward.DeltaPass, each: ElementGradient, how: str,
     sums: ExactSums | WrittenOnce,
 ) -> Launch:  # fmt: skip
     """The launch for an element that the score reads."""
-    forward, q_block, lie = op.forward, first.q_block, first.statistics
-    if own.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
+    forward, q_block, statistics = op.forward, first.q_block, first.statistics
+    if kernel.alignment == 16 and forward.element.itemsize == 2:  # kernels by tensor cores, whose conditions these are, too
         tile_kv = 64 if forward.widest <= 128 else 32
-        config = AttnBwdCapturedConfig(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, lie)
+        config = AttnBwdCapturedConfig(True, min(64, q_block), tile_kv, q_block, each.node, how, sums, statistics)
     else:
-        config = AttnBwdCapturedConfig(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, lie)
+        config = AttnBwdCapturedConfig(False, 32 if q_block % 32 == 0 else 16, 32, q_block, each.node, how, sums, statistics)
     tile_q = config.tile_q
     values = backward.values(forward, q_block, config.tile_kv) | FunctionGradient(score_of(forward), each.node).values
     values["q_tiles"] = -(-(forward.total_q if forward.varlen else forward.q_len) // tile_q)
@@ -185,7 +187,7 @@ def _gather(
         grid = forward.heads * backward.q_blocks(forward, tile_q)
     grid = grid if forward.total_q and forward.total_kv else 0  # indices are proved for pairs that there are
     name = "attn_bwd_captured_mma" if config.tensor_cores else "attn_bwd_captured"
-    found: Launch = own.launch(op, config, device, name, values, grid, _captured)
+    found: Launch = kernel.launch(op, config, device, name, values, grid, _captured)
     return found
 
 
@@ -201,18 +203,18 @@ def _captured(op: Forward, config: AttnBwdCapturedConfig, arch: str) -> tuple[So
         file = "attn_bwd_captured.cu"
         constants |= {"chunk": min(64, -(-op.widest // 16) * 16)}
     layout: Option = MmaLayout() if config.tensor_cores else SimtLayout()
-    plan: Option = SharedTiles() if config.way == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
+    plan: Option = SharedTiles() if config.gathering == "pairs" else Once(tiling.lpt_scheduler(op, persistent=False))
     every = backward.options(
         op, Score=op.spec.placed_score, Weight=op.spec.weight, Scheduler=plan, Walk=tiling.cursor(op, up=True),
         Gradient=FunctionGradient(score_of(op), config.node), Layout=layout, Sums=config.sums,
-        Gather=Gather(config.way), Statistics=config.statistics,
+        Gather=Gather(config.gathering), Statistics=config.statistics,
     )  # fmt: skip
     fields = (*backward.READS, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 
 
-def _cleared(op: Forward, given: tuple[Any, str], arch: str) -> tuple[Source, Fields]:
-    memory, ctype = given
+def _cleared(op: Forward, memory_and_type: tuple[Any, str], arch: str) -> tuple[Source, Fields]:
+    memory, ctype = memory_and_type
     fields = Field("memory", f"{ctype}*", memory), Field("words", "i64")
     return backward.rendered("attn_bwd_captured_clear.cu", {"threads": THREADS}, fields, [], {"Element": op.element}, arch)
 

@@ -86,12 +86,13 @@ def config_of(op: Forward, device: Device) -> AttnBwdMmaConfig:
 
 
 def has_large_smem(device: Device) -> bool:
-    """Says whether a multiprocessor has 227 KB of shared memory."""
+    """Whether a multiprocessor has 227 KB of shared memory."""
     return device.smem_bytes > 200_000
 
 
 def config_of_fp32(widest: int, large: bool, least: bool) -> AttnBwdMmaConfig:
-    """The same of float32, whose tiles take twice the shared memory: of the fewest instructions (perf/notes/attn_bwd_simt.md)."""
+    """The configuration of float32, whose tiles take twice the shared memory: of the fewest instructions
+    (perf/notes/attn_bwd_simt.md)."""
     small = AttnBwdMmaConfig(tile_q=32, warps=4, ctas_per_sm=1 if least else 2)
     if widest <= 64:
         return AttnBwdMmaConfig(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2) if large else small
@@ -102,7 +103,7 @@ def config_of_fp32(widest: int, large: bool, least: bool) -> AttnBwdMmaConfig:
 
 
 def is_tight(op: Forward, device: Device, config: AttnBwdMmaConfig) -> bool:
-    """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
+    """Whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
     if device.capability >= 100:
         return True
     return config.sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)
@@ -173,7 +174,7 @@ class AttnBwdMma(BackwardKernel):
         return layout.unaligned
 
     def asks_for_copies(self, op: Backward) -> bool:
-        """Not in float32: the kernel of the forward takes arrays that lie so, and autograd can ask for none in the backward."""
+        """Not for float32: the kernel of the forward takes such arrays, and autograd can ask for none in the backward."""
         return op.forward.element != FP32
 
     def legal(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> str | None:

@@ -87,7 +87,7 @@ def options(op: Forward, **own: Option) -> dict[str, Option]:
 
 
 def all_rows(op: Forward) -> Option:
-    """Says where all rows of sequences lie, used or not."""
+    """The option for where all rows of sequences are, used or not."""
     return rows.Varlen() if op.varlen else rows.DenseSpan() if any(op.lens) else rows.Dense()
 
 
@@ -112,7 +112,7 @@ def wrong_direction(op: Forward, direction: str) -> str | None:
 
 
 def launch_option(arch: str) -> Option:
-    """Says whether kernels may begin before the launch in front of them has ended."""
+    """The option for kernels that may begin before the launch in front of them has ended, where the architecture has it."""
     return scheduler.Dependent() if arch == "sm_90a" else scheduler.Independent()
 
 
@@ -191,9 +191,9 @@ CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``at
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPass:
-    """The configuration of attn_bwd_delta.cu: rows of a block, keys of a tile of the kernel that follows, numbers of o and do
-    that are read at once; what it clears, and the constants of dq that this needs; how the statistics lie; whether lse has a
-    gradient."""
+    """The configuration of attn_bwd_delta.cu, the first pass, which makes delta = rowsum(o do): rows of a block, keys of a tile
+    of the kernel that follows, numbers of o and do that are read at once; what it clears, and the constants of dq that this
+    needs; how the statistics lie; whether lse has a gradient."""
 
     q_block: int
     tile_kv: int
@@ -206,9 +206,9 @@ class DeltaPass:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertPass:
-    """The configuration of attn_bwd_convert.cu: rows of a block, keys of a tile of the kernel before, columns of each part of dq,
-    how many parts there are, how many numbers of a thread follow each other in the sum, and in how many chains blocks took turns
-    to add to it; 0 where they took none."""
+    """The configuration of attn_bwd_convert.cu, the last pass, which makes dq of its sums: rows of a block, keys of a tile of the
+    kernel before, columns of each part of dq, how many parts there are, how many numbers of a thread follow each other in the
+    sum, and in how many chains blocks took turns to add to it; 0 where they took none."""
 
     tile_q: int
     tile_kv: int

@@ -44,7 +44,7 @@ def wrong(op: Forward, config: Any) -> str | None:
 
 
 def adds_in_turns(config: Any) -> bool:
-    """Says whether works add to dq, and in one order."""
+    """Whether works add to dq, and in one order."""
     return getattr(config, "store", "unordered") != "unordered"
 
 

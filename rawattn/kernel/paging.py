@@ -1,4 +1,4 @@
-"""This module holds what the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
+"""What the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
 refuse."""
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ def page_shift(op: AttentionKVCache | Append) -> int:
 
 
 def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
-    """Says whether tiles of so many keys are made of small pages, two or more."""
+    """Whether tiles of so many keys are made of small pages, two or more."""
     return SWIZZLE_ROWS <= 1 << page_shift(op) <= min(SMALL_PAGE, tile_kv // 2) and tile_kv % op.page_size == 0
 
 
 def lengths_option(op: AttentionKVCache) -> Option:
-    """Returns the option that says where the lengths of sequences lie."""
+    """The option for the lengths of sequences."""
     return PageListLens() if op.form == "indptr" else KvLens()
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
-    """Says which arrays of a step make another kernel."""
+    """Whether a step has the arrays that make another kernel: first keys, and which sequences are causal."""
     return op.kv_begin, op.causal_each
 
 
 def has_functions(op: AttentionKVCache) -> bool:
-    """Says whether its mask or its score is a Python function, which sees positions in the sequence."""
+    """Whether its mask or its score is a Python function, which sees positions in the sequence."""
     return op.mask.is_function or op.score.is_function
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
-    """Returns the option that says where the rows of sequences lie, with what the step says of each of them."""
+    """The option for the rows of sequences, with what the step says of each of them."""
     found = rows.CausalEachRows(base) if op.causal_each else base
     found = rows.KvBeginRows(found) if op.kv_begin else found
     return rows.AtPositionsRows(found) if has_functions(op) else found
@@ -76,7 +76,7 @@ def tried_shape(op: AttentionKVCache) -> AttentionKVCache:
 
 
 def is_fp8(op: AttentionKVCache) -> bool:
-    """Says whether keys and values have eight bits."""
+    """Whether keys and values have eight bits."""
     return op.kv_element in FP8.values()
 
 
@@ -110,7 +110,7 @@ def over_tensors(op: AttentionKVCache) -> Forward:
 
 @functools.lru_cache(maxsize=1024)
 def packed_gqa(op: AttentionKVCache) -> Forward:
-    """The same as tiles see it whose rows are the queries of all heads that share a key head."""
+    """The forward as tiles see it whose rows are the queries of all heads that share a key head."""
     n = op.heads_per_kv
     return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
 

@@ -1,4 +1,4 @@
-"""This module defines what a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
+"""What a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class ArgsLayout(NamedTuple):
     formats: dict[str, str]
 
     def only(self, names: Sequence[str]) -> struct.Struct:
-        """The same memory with nothing but these fields, in order, in it."""
+        """The memory of ``struct Args`` with nothing but these fields, in order, in it."""
         text, end = "<", 0
         for name in names:
             text += f"{self.offsets[name] - end}x{self.formats[name][1:]}"

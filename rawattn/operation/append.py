@@ -14,7 +14,7 @@ from ..errors import ProblemError
 from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
 from . import kvcache
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_like, check_output, check_whole
+from .operand import PLAIN, Layout, Operand, check_form, check_like, check_output, check_whole
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")
@@ -226,10 +226,8 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
             raise ProblemError("step is None; it must be a rawattn.Step, or slots must say where each row goes.")
         kvcache.check_pages(arrays)
     for name in ("slots", "positions"):
-        if name in arrays and (arrays[name].dtype, tuple(arrays[name].shape)) != ("int64", rows):
-            found = f"{name} is {arrays[name].dtype} of shape {tuple(arrays[name].shape)}"
-            raise ProblemError(f"{found}; it must be int64 of shape {rows}, one for each row of k.")
         if name in arrays:
+            check_form(name, arrays[name], "int64", rows, "{}, one for each row of k")
             check_whole(name, arrays[name])
     _check_rotary(arrays, rotary, has_lengths)
 

@@ -1,4 +1,4 @@
-"""This module says what an argument that a public call does not have is called here."""
+"""What an argument that a public call does not have is called here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..array.arrays import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, Element
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_output, check_sinks
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_like, check_output, check_sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,18 +132,13 @@ def check_arrays(arrays: dict[str, Array], count: int, out: str | None = None) -
         for name, dtype, shape in ((f"o_{i}", own, tuple(first.shape)), (f"lse_{i}", number, lse_shape)):
             array, words = arrays[name], f"{name.partition('_')[0]} of part {i}"
             check_like(words, array, "o of part 0", first)
-            if (array.dtype, tuple(array.shape)) != (dtype, shape):
-                raise ProblemError(
-                    f"{words} is {array.dtype} of shape {tuple(array.shape)}; it must be {dtype} of shape {shape}."
-                )
+            check_form(words, array, dtype, shape)
             if name.startswith("o"):
                 check_contiguous(words, array)
     if out not in (None, element, number):
         raise ProblemError(f"out is {out}; it must be {element}, as the parts, or {number}, a sum.")
     if "sinks" in arrays:
-        sinks, heads = arrays["sinks"], first.shape[-2]
-        check_like("sinks", sinks, "o of part 0", first)
-        check_sinks(sinks, heads, number)
+        check_sinks(arrays["sinks"], first.shape[-2], number, "o of part 0", first)
 
 
 def width_of(rows: list[Array], most: int = 4) -> int:

@@ -21,7 +21,7 @@ from ..variant.function import Captures
 from . import functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 from .inputs import ForwardInputs
-from .operand import PLAIN, Layout, Operand, check_contiguous, check_int32, check_like, check_sinks, layout_of
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_int32, check_like, check_sinks, layout_of
 from .spec import Spec, make_offsets
 
 _OF_SIZES = ("inputs", "outputs", "pairs", "packed", "proved")  # what an operation keeps that follows from its sizes
@@ -296,7 +296,7 @@ class Forward(OverKeys):
 
     @functools.cached_property
     def takes_numbers(self) -> bool:
-        """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
+        """Whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
         return not any(option.checked for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures))
 
     def holds_in_steps(self, options: dict[str, Any]) -> bool:
@@ -314,7 +314,7 @@ class Forward(OverKeys):
         return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
 
     def has_numbers(self, numbers: Any) -> bool:
-        """Says whether these are its own."""
+        """Whether these are its own."""
         pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
         return all(
             not own or number_keys(own) == number_keys(option.numbers if isinstance(option, Captures) else ())
@@ -363,7 +363,7 @@ class Forward(OverKeys):
 
     @property
     def lens(self) -> tuple[bool, bool]:
-        """Says whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
+        """Whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
         return self.q_lens, self.kv_lens
 
     @functools.cached_property
@@ -415,7 +415,7 @@ def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
-    """Says whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
+    """Whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
     return kv_len >= FEW_ROWS or (offsets is not None and max(offsets) >= FEW_ROWS)
 
 
@@ -435,12 +435,14 @@ def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: An
     for name in ("q_lens", "kv_lens"):
         if name in arrays:
             batch = arrays["cu_seqlens_q"].shape[0] - 1 if varlen else q.shape[0]
-            _check_lens(name, arrays[name], q, batch)
+            check_like(name, arrays[name], "q", q)
+            check_form(name, arrays[name], "int32", (batch,), "{}, one for each sequence")
+            check_contiguous(name, arrays[name])
     if "seed" in arrays:
-        _check_seed(arrays["seed"], q)
+        check_like("seed", arrays["seed"], "q", q)
+        check_form("seed", arrays["seed"], "int64", (1,), "an int, or one int64 in an array of shape (1,)")
     if "sinks" in arrays:
-        check_like("sinks", arrays["sinks"], "q", q)
-        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name)
+        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name, "q", q)
 
 
 def limits(arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Limits:
@@ -508,22 +510,6 @@ def check_has_seed(arrays: dict[str, Array], dropout: float) -> None:
     if ("seed" in arrays) != (dropout > 0):
         found, need = ("was given", "it goes with") if "seed" in arrays else ("is missing", "it is needed for")
         raise ProblemError(f"seed {found}, and dropout is {dropout}; {need} a dropout above 0.0.")
-
-
-def _check_seed(seed: Array, q: Array) -> None:
-    check_like("seed", seed, "q", q)
-    if seed.dtype != "int64" or tuple(seed.shape) != (1,):
-        raise ProblemError(
-            f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be an int, or one int64 in an array of shape (1,)."
-        )
-
-
-def _check_lens(name: str, lens: Array, q: Array, batch: int) -> None:
-    check_like(name, lens, "q", q)
-    if lens.dtype != "int32" or tuple(lens.shape) != (batch,):
-        need = f"int32 of shape ({batch},), one for each sequence"
-        raise ProblemError(f"{name} is {lens.dtype} of shape {tuple(lens.shape)}; it must be {need}.")
-    check_contiguous(name, lens)
 
 
 def _check_cu_seqlens(arrays: dict[str, Array]) -> None:

@@ -63,7 +63,7 @@ class Function(tuple[Any, ...]):
 
     @property
     def without_numbers(self) -> Function:
-        """The same for whatever numbers; itself where these may make it a built-in option."""
+        """The function for whatever numbers; itself where these may make it a built-in option."""
         return self if not self.numbers or may_be(self.traced.code) else function(self.traced, (), self.sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ _is_dynamo: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compili
 
 
 def is_compiling() -> bool:
-    """Says whether torch.compile, or torch.export with strict=True, traces the call."""
+    """Whether torch.compile, or torch.export with strict=True, traces the call."""
     _load_is_dynamo()
     return _is_dynamo is not None and _is_dynamo()
 
@@ -181,7 +181,7 @@ def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple
 
 
 def is_function(value: Any) -> bool:
-    """Says whether a mask or a score is a function, and not an option."""
+    """Whether a mask or a score is a function, and not an option."""
     if type(value) is types.FunctionType or type(value) is BoundFunction or isinstance(value, Ready):
         return True
     if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
@@ -190,7 +190,7 @@ def is_function(value: Any) -> bool:
 
 
 def is_block_mask(value: Any) -> bool:
-    """Says whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
+    """Whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
     return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
 
 
@@ -423,7 +423,7 @@ def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Lim
 
 
 def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
-    """The same, of arrays that are not checked."""
+    """The options with an option in place of each function, for arrays that are not checked."""
     replaced = {}
     for role, own in among(options):
         traced, numbers = own.traced, own.numbers
@@ -522,7 +522,7 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
 
 
 def _same_place(x: Any, y: Any) -> bool:
-    """Says whether two arrays are one, of two objects."""
+    """Whether two arrays are one, of two objects."""
     found = arrays.read(x, "wrt")
     return 0 not in found.shape and found[:-1] == arrays.read(y, "wrt")[:-1]
 
@@ -558,15 +558,14 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
 
 
 def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
-    """The facts where the arrays that the score captured lie so that TMA moves no tile of them, and where they lie side by
-    side."""
+    """The layouts to compile for: TMA moves no tile of the arrays that the score captured, or they are contiguous."""
     none = layout._replace(tma_captured=())
     made = {each.name: arrays.made(tuple(each.shape), each.element) for each in spec.score.arrays}
     return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
 
 
 def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
-    """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
+    """Whether TMA moves tiles of queries and keys of an array, along any of these axes."""
     views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
     return all(begins_box(axes.first_kv, 2) for axes in every) and all(
         tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views

@@ -201,7 +201,7 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     check_batch("q", q, arrays, max_q_len)
     check_pages(arrays)
     if "sinks" in arrays:
-        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name)
+        check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name, "q", q)
 
 
 def check_rows(name: str, array: Array, ragged: bool) -> None:

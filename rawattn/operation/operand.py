@@ -96,12 +96,18 @@ def check_int32(name: str, array: Array) -> None:
         raise ProblemError(f"{name} has dtype {array.dtype}; it must be int32: {way}.")
 
 
-def check_sinks(sinks: Array, heads: int, element: str) -> None:
-    """Raises ProblemError where sinks are not one for each of q's heads, in the format of lse."""
-    if sinks.dtype != element or tuple(sinks.shape) != (heads,):
-        way = "" if sinks.dtype == element else f": sinks.{'float' if element == 'fp32' else 'double'}() in torch"
-        found, need = f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}", f"{element} of shape ({heads},)"
-        raise ProblemError(f"{found}; it must be {need}, one for each head of q{way}.")
+def check_form(name: str, array: Array, dtype: str, shape: tuple[int, ...], need: str = "{}") -> None:
+    """Raises ProblemError where an array has another dtype or shape; ``need`` says what it must be, with {} for these two."""
+    if (array.dtype, tuple(array.shape)) != (dtype, shape):
+        wanted = need.format(f"{dtype} of shape {shape}")
+        raise ProblemError(f"{name} is {array.dtype} of shape {tuple(array.shape)}; it must be {wanted}.")
+
+
+def check_sinks(sinks: Array, heads: int, element: str, first: str, like: Array) -> None:
+    """Raises ProblemError where sinks are not one for each of q's heads, in the format of lse, and beside ``like``."""
+    check_like("sinks", sinks, first, like)
+    cast = "" if sinks.dtype == element else f": sinks.{'float' if element == 'fp32' else 'double'}() in torch"
+    check_form("sinks", sinks, element, (heads,), f"{{}}, one for each head of q{cast}")
     check_contiguous("sinks", sinks)
 
 

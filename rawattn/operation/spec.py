@@ -82,17 +82,17 @@ class Spec:
 
     @property
     def data_independent(self) -> bool:
-        """Says whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
+        """Whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
         return self.constant_time or self.invariant
 
     @property
     def built_in(self) -> Spec:
-        """The same options, with the default in place of each function: their kinds say what else selections depend on."""
+        """These options, with the default in place of each function: their kinds say what else selections depend on."""
         found = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if getattr(self, name).is_function}
         return dataclasses.replace(self, **found) if found else self
 
     def at(self, offsets: tuple[int, int] | None) -> Spec:
-        """The same options with other offsets."""
+        """These options with other offsets."""
         q_offset, kv_offset = offsets or (None, None)
         return dataclasses.replace(self, q_offset=q_offset, kv_offset=kv_offset)
 
@@ -176,7 +176,7 @@ UNDERIVED = (
 
 
 def _is_option(name: str, value: Any) -> bool:
-    """Says whether it is an option. Raises ProblemError for a mask or a score whose class is not derived from ``Option``."""
+    """Whether it is an option. Raises ProblemError for a mask or a score whose class is not derived from ``Option``."""
     if not isinstance(value, (Option, type)) and (hasattr(value, "interval") or hasattr(value, "logit")):
         raise ProblemError(f"{name} is {value!r}, {UNDERIVED}.")
     return isinstance(value, Option)
@@ -262,7 +262,7 @@ def make_scale(scale: Any) -> float | None:
 
 
 def is_int(seed: Any) -> bool:
-    """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
+    """Whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         if not -(1 << 63) <= seed < 1 << 63:
             raise ProblemError(f"seed is {brief(int(seed))}; an int must be from -2^63 to 2^63 - 1.")

@@ -20,15 +20,15 @@ EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum:
 class Gather(Option):
     """How pairs are summed: what ``trace.gradients.gathering`` names."""
 
-    way: str
+    name: str
 
     @property
     def cuda_type(self) -> str:
-        return TYPES[self.way]
+        return TYPES[self.name]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (f"variant/captured/{self.way}.cuh",)
+        return (f"variant/captured/{self.name}.cuh",)
 
 
 @dataclasses.dataclass(frozen=True)
