@@ -34,13 +34,13 @@ function_kv_len new_kv_len under that mask
 
 By functions of ``rawattn.integrations``, the call of ``eager``, or of ``eager_noncausal`` for the first of FlexAttention:
 
-door_fa2, door_fa3       flash_attn_func of flash-attn 2 and 3
-door_kvcache             flash-attn 2's step over a cache, which appends nothing
-door_kvcache_append      the same, which appends a key
-door_sdpa                scaled_dot_product_attention of tensors that lie as (batch, length, heads, head_dim)
-door_sdpa_heads_first    the same of tensors that lie as (batch, heads, length, head_dim)
-door_flex                flex_attention of the former, without a mask
-door_flex_causal         the same with a causal one
+adapter_fa2, adapter_fa3       flash_attn_func of flash-attn 2 and 3
+adapter_kvcache             flash-attn 2's step over a cache, which appends nothing
+adapter_kvcache_append      the same, which appends a key
+adapter_sdpa                scaled_dot_product_attention of tensors that lie as (batch, length, heads, head_dim)
+adapter_sdpa_heads_first    the same of tensors that lie as (batch, heads, length, head_dim)
+adapter_flex                flex_attention of the former, without a mask
+adapter_flex_causal         the same with a causal one
 
 Times hold for one host. ``over eager`` is for comparison between hosts.
 """
@@ -70,9 +70,9 @@ STEP = 128  # elements between the addresses of new tensors
 BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it goes through
 PROFILED = 12  # functions
 FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
-DOOR_ROWS = (
-    "eager_noncausal", "door_fa2", "door_fa3", "door_kvcache", "door_kvcache_append", "door_sdpa", "door_sdpa_heads_first",
-    "door_flex", "door_flex_causal",
+ADAPTER_ROWS = (
+    "eager_noncausal", "adapter_fa2", "adapter_fa3", "adapter_kvcache", "adapter_kvcache_append", "adapter_sdpa", "adapter_sdpa_heads_first",
+    "adapter_flex", "adapter_flex_causal",
 )  # fmt: skip
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 
@@ -298,25 +298,25 @@ class Host:
         kind, _, batch = name.rpartition("_")
         return self.kvcache(int(batch)) if kind == "kvcache" and batch.isdigit() else getattr(self, name)()
 
-    # ---- doors
+    # ---- adapters
 
     def eager_noncausal(self) -> Row:
         call = lambda: rawattn.attention(self.q, self.k, self.v)  # noqa: E731
         return lambda i: call
 
-    def door_fa2(self) -> Row:
+    def adapter_fa2(self) -> Row:
         from rawattn.integrations.flash_attn import flash_attn_func
 
         call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
         return lambda i: call
 
-    def door_fa3(self) -> Row:
+    def adapter_fa3(self) -> Row:
         from rawattn.integrations.flash_attn_interface import flash_attn_func
 
         call = lambda: flash_attn_func(self.q, self.k, self.v, causal=True)  # noqa: E731
         return lambda i: call
 
-    def door_kvcache(self, *new: Any) -> Row:
+    def adapter_kvcache(self, *new: Any) -> Row:
         from rawattn.integrations.flash_attn import flash_attn_with_kvcache
 
         lens = self.torch.full((1,), FIRST_KV_LEN, dtype=self.torch.int32, device=self.device)
@@ -324,27 +324,27 @@ class Host:
         call = lambda: flash_attn_with_kvcache(self.token, k, v, *new, cache_seqlens=lens, causal=True)  # noqa: E731
         return lambda i: call
 
-    def door_kvcache_append(self) -> Row:
-        return self.door_kvcache(*[self.tensor(1, 1, 8, 128) for _ in range(2)])
+    def adapter_kvcache_append(self) -> Row:
+        return self.adapter_kvcache(*[self.tensor(1, 1, 8, 128) for _ in range(2)])
 
-    def door_sdpa(self, *inputs: Any) -> Row:
+    def adapter_sdpa(self, *inputs: Any) -> Row:
         from rawattn.integrations.sdpa import scaled_dot_product_attention
 
         q, k, v = inputs or self.heads_first
         call = lambda: scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
         return lambda i: call
 
-    def door_sdpa_heads_first(self) -> Row:
-        return self.door_sdpa(*(x.contiguous() for x in self.heads_first))
+    def adapter_sdpa_heads_first(self) -> Row:
+        return self.adapter_sdpa(*(x.contiguous() for x in self.heads_first))
 
-    def door_flex(self) -> Row:
+    def adapter_flex(self) -> Row:
         from rawattn.integrations.flex_attention import flex_attention
 
         q, k, v = self.heads_first
         call = lambda: flex_attention(q, k, v)  # noqa: E731
         return lambda i: call
 
-    def door_flex_causal(self) -> Row:
+    def adapter_flex_causal(self) -> Row:
         from rawattn.integrations.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 512, 512, device=self.device)
@@ -374,7 +374,7 @@ ROWS = (
     "step", "sdpa", "sdpa_step", "empty_step",
     "kvcache_1", "kvcache_64", "kvcache_1024", "kvcache_plan", "new_step", "plan_new_step", "append", "append_new_step",
     "step_object",
-    *FUNCTION_ROWS, *DOOR_ROWS,
+    *FUNCTION_ROWS, *ADAPTER_ROWS,
 )  # fmt: skip
 COMPUTED = ("sdpa", "sdpa_step")  # not by us, so that without a GPU they would be computed here
 

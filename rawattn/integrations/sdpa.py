@@ -155,11 +155,11 @@ def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batches, heads, rows, _ = query.stride()
     own = None
-    if not 0 < heads <= rows <= batches and operators.way((q, k, v)) is None:
+    if not 0 < heads <= rows <= batches and operators.dispatch((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
         more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
-        if not more or operators.way((q, *more)) is None:  # autograd follows these, too
+        if not more or operators.dispatch((q, *more)) is None:  # autograd follows these, too
             own = _lying_as(query, v.shape[-1])
             options["out"] = own.transpose(1, 2)
     found = attention.attention(q, k, v, **options)

@@ -40,7 +40,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
                 return one_or_all(call(inputs + captured, read[1], out, numbered))
         if numbers is not None:
             options, request = options.with_numbers(numbers), None
-        compute = (front_end.operators.way_of_tensors if is_plain else front_end.operators.way)(inputs + captured)
+        compute = (front_end.operators.dispatch_plain if is_plain else front_end.operators.dispatch)(inputs + captured)
         if compute is not None:
             if compute is front_end.operators.differentiable:
                 return compute(inputs, request_for(Forward, options, lengths, kernel, config), out, captured)

@@ -73,7 +73,7 @@ class Plan:
         self.kernel: str = selection.kernel.name
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
-        self._loaded, self._tiled = list[_Loaded](), frozenset[str]()
+        self._loaded, self._tiled = list[LoadedKernel](), frozenset[str]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op.to_lower, selection.config, device)
             self._loaded = [_load(launch, op, selection, device, on_compile) for launch in self.program.launches]
@@ -190,10 +190,9 @@ Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written,
 _Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, by what
 
 
-class _Loaded(NamedTuple):
-    """A kernel on a device, and where the values of its arguments lie in memory, by what they depend on: what was lowered alone,
-    the strides of inputs and how outputs lie, the lengths of inputs, or addresses, which are known when a launch is issued, as
-    counters are."""
+class LoadedKernel(NamedTuple):
+    """A kernel loaded on a device, with the offset of each launch argument, grouped by when it becomes known: at lowering, by the
+    strides of inputs and of outputs, by lengths of inputs, or by addresses and counters, when a launch is issued."""
 
     binary: compiler.Binary
     function: LoadedFunction
@@ -220,7 +219,7 @@ class _Loaded(NamedTuple):
         )
 
     @classmethod
-    def of(cls, binary: compiler.Binary, function: LoadedFunction, launch: Launch, op: Operation) -> _Loaded:
+    def of(cls, binary: compiler.Binary, function: LoadedFunction, launch: Launch, op: Operation) -> LoadedKernel:
         layout, outputs = render.layout(launch.fields, op.number), {operand.name for operand in op.outputs}
         at = [(field.fill, layout.offsets[field.name]) for field in launch.fields]
         names = tuple(field.name for field in launch.fields if type(field.fill) is Value)
@@ -275,23 +274,25 @@ def _addresses(fill: Any) -> list[Place]:
     return [(fill.operand, 0)] if isinstance(fill, (Pointer, View, PagePool)) and not _is_map(fill) else []
 
 
-_kernels: dict[tuple[str, int], _Loaded] = {}
+_kernels: dict[tuple[str, int], LoadedKernel] = {}
 _loading = threading.Lock()
 
 
-def _load(launch: Launch, op: Operation, selection: Selection, device: Device, on_compile: Callable[[], None] | None) -> _Loaded:
+def _load(
+    launch: Launch, op: Operation, selection: Selection, device: Device, on_compile: Callable[[], None] | None
+) -> LoadedKernel:
     """The kernel of a launch; plans that share it load it once. Launches of one source may fill its fields from other arrays."""
     key = launch.source.key, device.index
     found = _kernels.get(key)
     if found is None:
         found = _first(key, launch, op, selection, device, on_compile)
-    return found if found.fields == launch.fields else _Loaded.of(found.binary, found.function, launch, op)
+    return found if found.fields == launch.fields else LoadedKernel.of(found.binary, found.function, launch, op)
 
 
 def _first(
     key: tuple[str, int], launch: Launch, op: Operation, selection: Selection, device: Device,
     on_compile: Callable[[], None] | None,
-) -> _Loaded:  # fmt: skip
+) -> LoadedKernel:  # fmt: skip
     """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
     others = {each.source.key: each.source for program in selection.programs(op, device) for each in program.launches}
     try:
@@ -305,7 +306,7 @@ def _first(
     with _loading:
         if key not in _kernels:
             binary, function = _on_device(binary, launch, device)
-            _kernels[key] = _Loaded.of(binary, function, launch, op)
+            _kernels[key] = LoadedKernel.of(binary, function, launch, op)
         return _kernels[key]
 
 
@@ -600,7 +601,7 @@ class GpuCall(_Call):
         with context.current(self._device):  # which the driver wants
             return [(offset, encode(address)) for offset, encode, address in moved]
 
-    def _block(self, launch: Launch, loaded: _Loaded) -> bytearray:
+    def _block(self, launch: Launch, loaded: LoadedKernel) -> bytearray:
         """The arguments of a launch with nothing but values in them."""
         values = loaded.values(launch.values)
         try:

@@ -3,7 +3,7 @@ through the operators.
 
 A plain eager tensor goes past torch's dispatcher, which is the faster way, and one that requires grad past it into an
 ``autograd.Function``. All that works by seeing operators needs the operators: torch.compile, export, FakeTensor, make_fx, vmap,
-autocast, DTensor, selective checkpointing, FLOP counting. ``way`` tells them apart. This file is imported with rawattn where
+autocast, DTensor, selective checkpointing, FLOP counting. ``dispatch`` tells them apart. This file is imported with rawattn where
 torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded before any call.
 
 The operators are functional. ``attention`` always gives (o, lse): the backward needs lse, and one pair of shapes serves every
@@ -130,28 +130,28 @@ _any_autocast = getattr(torch._C, "_is_any_autocast_enabled", _either_autocast)
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad)
 
 
-def way(given: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
-    """The function that computes a call on these tensors: None where ``calls.run`` does; ``differentiable`` where autograd
-    follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where autocast
-    would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
+def dispatch(tensors: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
+    """Which function computes a call on these tensors: None for ``calls.run``, which launches kernels; ``differentiable`` where
+    autograd follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where
+    autocast would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
         return attention
-    q = given[0]
+    q = tensors[0]
     if type(q) is not _tensor and not isinstance(q, _tensor):
         return None
     if _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return attention
     if _function_modes() and _seen_by_function_mode():
         return attention
-    return attention if casts and _any_autocast() and not q.is_meta and _is_cast(given) else way_of_tensors(given)
+    return attention if casts and _any_autocast() and not q.is_meta and _is_cast(tensors) else dispatch_plain(tensors)
 
 
-def way_of_tensors(given: Sequence[Any]) -> Callable[..., Any] | None:
-    """Does as ``way`` where ``is_plain``: the first of these is a tensor, or none is."""
-    q, requires_grad = given[0], False
+def dispatch_plain(tensors: Sequence[Any]) -> Callable[..., Any] | None:
+    """As ``dispatch`` where ``is_plain``: the first of these is a tensor, or none is."""
+    q, requires_grad = tensors[0], False
     if type(q) is not _tensor and not isinstance(q, _tensor):
         return None
-    for x in given:
+    for x in tensors:
         if type(x) is _tensor or type(x) is _parameter:
             if x.requires_grad:
                 requires_grad = True
@@ -177,7 +177,7 @@ def is_plain() -> bool:
 
 
 def _is_seen(do: Any, dlse: Any, given: Sequence[Any]) -> bool:
-    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as ``way`` does, but that autocast
+    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as ``dispatch`` does, but that autocast
     casts nothing there. Gradients may have come from anywhere."""
     if _is_compiling() or _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return True

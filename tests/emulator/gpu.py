@@ -72,7 +72,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
     gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1, sm_count=sm_count), np.zeros(2, np.uint32)
 
     def load(launch: Any, op: Any, *_: Any) -> Any:
-        return plans._Loaded.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
+        return plans.LoadedKernel.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
 
     for owner, name, value in (
         (arrays, "CPU", -2), (context, "current", lambda index: contextlib.nullcontext()), (context, "device", lambda index: gpu),

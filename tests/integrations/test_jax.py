@@ -479,7 +479,7 @@ def test_what_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
-def test_the_other_door_is_named(transform: Any) -> None:
+def test_the_other_adapter_is_named(transform: Any) -> None:
     q, _, _ = make()
     with pytest.raises(ProblemError, match=r"q is traced by JAX .* call rawattn.jax.attention instead"):
         transform(lambda x: rawattn.attention(x, x, x))(q)

@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(("call", "message"), CASES.values(), ids=CASES)
-def test_errors_name_the_doors_arguments(call: Callable[[], Any], message: str) -> None:
+def test_errors_name_the_adapters_arguments(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ProblemError) as error:
         call()
     assert str(error.value).startswith(message)

@@ -488,7 +488,7 @@ def test_foreign_arrays_are_read_in_place() -> None:
     assert (found.library, found.device, found.pointer, found.shape) == ("numpy", arrays.CPU, given.ctypes.data, given.shape)
 
 
-def test_a_foreign_library_without_a_door_gets_numpy() -> None:
+def test_a_foreign_library_without_an_adapter_gets_numpy() -> None:
     o = rawattn.attention(*(Foreign(x) for x in inputs().values()))
     assert isinstance(o, np.ndarray) and np.array_equal(o, rawattn.attention(**inputs()))
 
@@ -629,7 +629,7 @@ class OnGpuByDlpack(Foreign):
         return 2, 0
 
 
-def test_which_door_an_array_takes() -> None:
+def test_which_adapter_an_array_takes() -> None:
     """The one that says which stream to wait for, where there are two."""
     both = OnGpuByDlpack(inputs()["q"])
     assert arrays._has_interface(OnGpu()) and not arrays._has_interface(both)

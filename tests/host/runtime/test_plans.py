@@ -62,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (graph, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
         (counters, "violations", lambda index: 1 << 21),
         (tensor_map, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
-        (plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, None, launch, op)),
+        (plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE["stream"], raising=False)
@@ -288,7 +288,7 @@ def test_other_lengths_launch_what_a_new_call_does(
         patch.setattr(plans, "BoundLaunch", Noted)
         patch.setattr(compiler, "compile_all", lambda sources: {})
         patch.setattr(arrays, "maker", maker)
-        patch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+        patch.setattr(plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, launch.source.key, launch, op))
         patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
         forget()
         warm = [step(*each) for each in steps]
@@ -348,7 +348,7 @@ def test_other_queries_launch_what_a_new_call_does(
 
     monkeypatch.setattr(plans, "BoundLaunch", Noted)
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
-    monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans._Loaded.of(None, launch.source.key, launch, op))
+    monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, launch.source.key, launch, op))
     monkeypatch.setattr(arrays, "maker", maker)
     monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
     lowered = [0]

@@ -374,7 +374,7 @@ def appended() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("calls_of", [over_a_cache, appended])
-def test_a_kept_call_of_a_door(calls_of: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_call_of_an_adapter(calls_of: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``, and tells autograd of caches that it writes."""
     flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), arrays.maker, list[Any]()
     kvcache = "rawattn.integrations.flash_attn_kvcache._counted"
@@ -405,7 +405,7 @@ def test_a_kept_call_of_a_door(calls_of: Callable[[], dict[str, Any]], monkeypat
     assert [said(*call) for call in calls[::-1]] == cold[::-1] and warm == cold
 
 
-def test_what_a_door_appends() -> None:
+def test_what_an_adapter_appends() -> None:
     """A kept call refuses what a new one refuses: rows in the cache, without memory, or rotated where they may not be."""
     adapter = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
     angles, view = {"rotary_cos": torch.zeros(512, 16), "rotary_sin": torch.zeros(512, 16)}, rows(2, *NEW[0].shape)
@@ -432,8 +432,8 @@ def test_what_a_door_appends() -> None:
     assert not LAUNCHED
 
 
-def test_what_a_door_was_given_goes_away() -> None:
-    """A adapter keeps no tensor, and looks at those that changed."""
+def test_what_an_adapter_was_given_goes_away() -> None:
+    """An adapter keeps no tensor, and looks at those that changed."""
     adapter = pytest.importorskip("rawattn.integrations.flash_attn").flash_attn_with_kvcache
     pools, views = [rows(PAGES, 16, 2, 64) for _ in range(2)], {"lens": ints(2, BATCH), "table": ints(2, BATCH, 8)}
     call = lambda **options: adapter(Q, *pools, cache_seqlens=lens, block_table=table, **options)  # noqa: E731
