@@ -71,8 +71,8 @@ BATCH, LAYERS = 64, 32  # sequences of a step over caches, and caches that it go
 PROFILED = 12  # functions
 FUNCTION_ROWS = ("fresh_lambda", "fresh_array", "fresh_prepass", "new_number", "function_kv_len")
 ADAPTER_ROWS = (
-    "eager_noncausal", "adapter_fa2", "adapter_fa3", "adapter_kvcache", "adapter_kvcache_append", "adapter_sdpa", "adapter_sdpa_heads_first",
-    "adapter_flex", "adapter_flex_causal",
+    "eager_noncausal", "adapter_fa2", "adapter_fa3", "adapter_kvcache", "adapter_kvcache_append", "adapter_sdpa",
+    "adapter_sdpa_heads_first", "adapter_flex", "adapter_flex_causal",
 )  # fmt: skip
 Row = Callable[[int], Callable[[], Any]]  # the i-th call of a row, made ready
 

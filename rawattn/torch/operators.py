@@ -177,8 +177,8 @@ def is_plain() -> bool:
 
 
 def _is_seen(do: Any, dlse: Any, given: Sequence[Any]) -> bool:
-    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as ``dispatch`` does, but that autocast
-    casts nothing there. Gradients may have come from anywhere."""
+    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as in ``dispatch``, but that
+    autocast casts nothing there. Gradients may have come from anywhere."""
     if _is_compiling() or _dispatch_modes() or _functorch_level() is not None or _jit_trace() is not None:
         return True
     if _function_modes() and _seen_by_function_mode():
