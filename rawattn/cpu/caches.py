@@ -119,7 +119,7 @@ def attend(op: AttentionKVCache, views: dict[str, Array], o: Array, lse: Array |
         found = kernels.Sequence(i, *places, mask, score, begin, end)
         sequences.append(_widened(op, views, found) if is_fp8 else found)
     threads = min(this_cpu().sm_count, 1 + int(seconds / (4 * kernels.SECONDS_PER_THREAD)))
-    config = kernels.Config(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    config = kernels.CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     kernels.run_sequences(sequences, op.heads, op.scale, views.get("sinks"), config, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):

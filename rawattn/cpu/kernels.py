@@ -56,7 +56,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class CpuConfig:
     """Rows of a unit (queries times heads that share k and v), keys of a step, threads."""
 
     tile_q: int = 256
@@ -64,7 +64,7 @@ class Config:
     threads: int = 1
 
 
-def _queries(config: Config, op: Forward) -> int:
+def _queries(config: CpuConfig, op: Forward) -> int:
     """Queries of a unit."""
     return max(1, config.tile_q // op.heads_per_kv)
 
@@ -391,7 +391,7 @@ SMALL = 1 << 14  # rows of a sequence or units of a call, up to which what follo
 def run_forward(
     q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, scale: float,
     sinks: Array | None = None, cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None,
-    q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: Config,
+    q_lens: Array | None = None, kv_lens: Array | None = None, dropped: Dropped | None = None, *, config: CpuConfig,
     invariant: bool = False,
 ) -> None:  # fmt: skip
     """Computes attention of NumPy arrays as the reference's, writing o and lse in place. Last dimensions are contiguous.
@@ -438,7 +438,7 @@ ONE_PAGE = np.zeros(1, np.int32)
 
 
 def run_sequences(
-    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None = None,
+    sequences: list[Sequence], heads: int, scale: float, sinks: Array | None, config: CpuConfig, dropped: Dropped | None = None,
     invariant: bool = False,
 ) -> None:  # fmt: skip
     """Computes attention of sequences of one number format, each by its own mask, and by scores of one kind; where ``invariant``,
@@ -467,7 +467,7 @@ def run_sequences(
 
 
 def _run_loops(
-    works: list[_Work], cap: float, scale: float, sinks: Array | None, config: Config, dropped: Dropped | None
+    works: list[_Work], cap: float, scale: float, sinks: Array | None, config: CpuConfig, dropped: Dropped | None
 ) -> None:
     """Computes units by the loops."""
     shares = [(work, chunk) for work in works for chunk in work.units.chunks(config.threads) if len(chunk)]
@@ -850,7 +850,7 @@ class Cpu:
     name = "cpu"
     alignment = 1
     has_records = False
-    config_type = Config
+    config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:
         """Says whether the device is a CPU."""
@@ -882,7 +882,7 @@ class Cpu:
         """None: it reads whatever NumPy reads."""
         return None
 
-    def legal(self, config: Config, op: Forward, device: Device) -> str | None:
+    def legal(self, config: CpuConfig, op: Forward, device: Device) -> str | None:
         """The reason why the configuration cannot run the operation; None where it can."""
         for which, value in dataclasses.asdict(config).items():
             if not isinstance(value, int) or not 1 <= value <= 4096:
@@ -897,13 +897,13 @@ class Cpu:
         """Registers are the compiler's own."""
         return False
 
-    def candidates(self, op: Forward, device: Device) -> list[Config]:
+    def candidates(self, op: Forward, device: Device) -> list[CpuConfig]:
         """The legal configurations worth comparing."""
         tile_kv = 96 if op.head_dim + op.head_dim_v <= 512 else 48  # so that its keys and values stay in the L2 cache
         threads = {min(1 << i, device.sm_count) for i in range(device.sm_count.bit_length() + 1)}
-        return [Config(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
+        return [CpuConfig(tile_q, tile_kv, count) for tile_q in (512, 256, 128, 64, 32, 16) for count in sorted(threads)]
 
-    def cost(self, config: Config, op: Forward, device: Device) -> float:
+    def cost(self, config: CpuConfig, op: Forward, device: Device) -> float:
         """Estimated seconds: the units that fall to one thread, and the start of the threads."""
         queries, batch = _queries(config, op), max(1, op.batch)
         kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
@@ -916,7 +916,7 @@ class Cpu:
         return math.ceil(units / threads) * (SECONDS_PER_UNIT + unit) + (threads - 1) * SECONDS_PER_THREAD
 
     def run(
-        self, op: Forward, config: Config, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
+        self, op: Forward, config: CpuConfig, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
         q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **own: Array,
     ) -> None:  # fmt: skip
@@ -944,7 +944,7 @@ class Cpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class BackwardConfig:
+class CpuBackwardConfig:
     """Threads."""
 
     threads: int = 1
@@ -953,7 +953,7 @@ class BackwardConfig:
 class CpuBackward(Cpu):
     """The backward on the CPU, likewise."""
 
-    config_type = BackwardConfig  # type: ignore[assignment]
+    config_type = CpuBackwardConfig  # type: ignore[assignment]
 
     def supports(self, op: Backward, device: Device) -> list[str]:  # type: ignore[override]
         """The reasons why the CPU path does not compute the operation; none where it does."""
@@ -964,7 +964,7 @@ class CpuBackward(Cpu):
 
     def candidates(self, op: Any, device: Device) -> list[Any]:
         """As many threads as pay."""
-        return [BackwardConfig(_backward_threads(self.cost(BackwardConfig(), op, device), device))]
+        return [CpuBackwardConfig(_backward_threads(self.cost(CpuBackwardConfig(), op, device), device))]
 
     def cost(self, config: Any, op: Any, device: Device) -> float:
         """Estimated seconds."""

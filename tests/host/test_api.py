@@ -136,8 +136,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "score as a class": ({"score": rawattn.score.Softcap}, ["score is <class", "rawattn.score.Softcap(30.0)"]),
     "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
     "config": ({"config": {"tile_q": 128}}, ["config is {'tile_q': 128}", "Config"]),
-    "config of another kernel": ({"config": attn_fwd.AttnFwdConfig()}, ["config is AttnFwdConfig(", "cpu.kernels.Config"]),
-    "illegal config": ({"config": cpu.Config(tile_q=-1)}, ["config is Config(tile_q=-1", "tile_q is -1"]),
+    "config of another kernel": ({"config": attn_fwd.AttnFwdConfig()}, ["config is AttnFwdConfig(", "cpu.kernels.CpuConfig"]),
+    "illegal config": ({"config": cpu.CpuConfig(tile_q=-1)}, ["config is CpuConfig(tile_q=-1", "tile_q is -1"]),
 }  # fmt: skip
 
 
@@ -366,7 +366,7 @@ def test_plan_says_what_it_is() -> None:
     assert (plan.kernel, plan.binaries, plan.program, plan.device.arch) == ("cpu", (), None, "cpu")
     assert repr(plan).startswith(
         "Plan(Forward fp32 batch 2, length 5x7, heads 4/2, head_dim 8/16, Causal("
-    ) and "return_lse; cpu, Config(" in repr(plan)
+    ) and "return_lse; cpu, CpuConfig(" in repr(plan)
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
@@ -453,7 +453,7 @@ def test_explain_prints() -> None:
     patterns = (
         r"op       Forward fp32 batch 2, length 5x7, heads 4/2, head_dim 8/16, Causal\(.*\), Scale\(\)",
         r"device   CPU", r"kernel   cpu", r"  not attn_fwd_mma: it needs a GPU .*",
-        r"  not attn_fwd: it needs a Hopper GPU .*", r"  not attn_fwd_simt: it needs a GPU .*", r"config   Config\(.*\)",
+        r"  not attn_fwd: it needs a Hopper GPU .*", r"  not attn_fwd_simt: it needs a GPU .*", r"config   CpuConfig\(.*\)",
         r"  cheapest of \d+ by the cost model, which expects [\d,]+ us", r"work     \S+ FLOP, at least \S+ bytes",
     )  # fmt: skip
     for line, pattern in itertools.zip_longest(lines, patterns):
@@ -461,7 +461,7 @@ def test_explain_prints() -> None:
 
 
 def test_explain_of_a_given_config() -> None:
-    config = cpu.Config(tile_q=32)
+    config = cpu.CpuConfig(tile_q=32)
     found = rawattn.explain(**inputs(), kernel="cpu", config=config)
     assert found.selection.config is config and "given by the caller" in str(found)
 

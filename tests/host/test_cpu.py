@@ -65,7 +65,7 @@ LISTED = [
 ]  # fmt: skip
 
 
-def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.Config | None = None) -> Arrays:
+def run(case: Case, inputs: tuple[Any, ...] | None = None, config: cpu.CpuConfig | None = None) -> Arrays:
     """o, in the layout of q, and lse; both NaN before."""
     op, device = case.op, this_cpu()
     assert CPU.supports(op, device) == []
@@ -235,7 +235,7 @@ def test_scores_of_ones_own(case: Case) -> None:
     o, op, options = case.out(), replace(case.op, score=score), {**case.options, "score": score}
     assert CPU.supports(op, this_cpu()) == []
     lse = np.full((*o.shape[:-3], o.shape[-2], o.shape[-3]), np.nan, op.element.lse_dtype)
-    CPU.run(op, cpu.Config(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
+    CPU.run(op, cpu.CpuConfig(tile_q=32, threads=2), q, k, v, o, lse, *cu, sinks=options.get("sinks"))
     expect(q, k, v, *cu, **options).check(o, lse)
 
 
@@ -289,16 +289,16 @@ def test_masks_of_several_runs() -> None:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_same_bits_whatever_threads_and_units(dtype: str) -> None:
     case = Case(dtype, 2, 150, 330, 6, 2, causal=True, window=(200, 0), softcap=8.0)
-    wanted = bits(run(case, config=cpu.Config(threads=1)))
+    wanted = bits(run(case, config=cpu.CpuConfig(threads=1)))
     for config in (
-        cpu.Config(threads=2),
-        cpu.Config(threads=7, tile_q=16),
-        cpu.Config(threads=2, tile_q=50),
-        cpu.Config(tile_q=1),
+        cpu.CpuConfig(threads=2),
+        cpu.CpuConfig(threads=7, tile_q=16),
+        cpu.CpuConfig(threads=2, tile_q=50),
+        cpu.CpuConfig(tile_q=1),
     ):
         assert bits(run(case, config=config)) == wanted, config
     for _ in range(5):
-        assert bits(run(case, config=cpu.Config(threads=3, tile_q=32))) == wanted
+        assert bits(run(case, config=cpu.CpuConfig(threads=3, tile_q=32))) == wanted
 
 
 def test_same_bits_alone_and_in_a_batch() -> None:
@@ -313,7 +313,7 @@ def test_same_bits_alone_and_in_a_batch() -> None:
 
 
 def test_concurrent_calls() -> None:
-    config = cpu.Config(tile_q=16, threads=2)
+    config = cpu.CpuConfig(tile_q=16, threads=2)
     different = [
         Case(dtype, 1, 100 + 30 * i, 200, 4, 2, causal=True, seed=i) for i, dtype in enumerate([*ELEMENTS, "fp32", "bf16"])
     ]
@@ -349,7 +349,7 @@ def test_forks_compute() -> None:
     text = """\
 import json, os, threading, warnings, numpy as np, rawattn
 from rawattn.cpu import kernels as cpu
-x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.Config(tile_q=32, threads=3)
+x, config = np.random.default_rng(0).standard_normal((2, 150, 2, 16), np.float32), cpu.CpuConfig(tile_q=32, threads=3)
 wanted, done = rawattn.attention(x, x, x, config=config).tobytes(), threading.Event()
 
 def repeat():
@@ -381,7 +381,7 @@ def test_an_error_ends_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(cpu, "_compute", fail)
     with pytest.raises(ZeroDivisionError):
-        run(Case("fp32", q_len=1000), config=cpu.Config(tile_q=1, threads=3))
+        run(Case("fp32", q_len=1000), config=cpu.CpuConfig(tile_q=1, threads=3))
     assert len(done) <= 3
 
 
@@ -437,10 +437,10 @@ def test_legal() -> None:
     assert all(CPU.legal(c, op, device) is None for c in CPU.candidates(op, device))
     for name in ("tile_q", "tile_kv", "threads"):
         for value in (0, -1, 5000, 1.5):
-            assert f"{name} is {value}" in str(CPU.legal(cpu.Config(**{name: value}), op, device))
+            assert f"{name} is {value}" in str(CPU.legal(cpu.CpuConfig(**{name: value}), op, device))
 
 
-def best(case: Case, cores: int) -> cpu.Config:
+def best(case: Case, cores: int) -> cpu.CpuConfig:
     device = Device("CPU", "cpu", cores, 0, 0)
     return min(CPU.candidates(case.op, device), key=lambda c: CPU.cost(c, case.op, device))
 
@@ -448,7 +448,7 @@ def best(case: Case, cores: int) -> cpu.Config:
 def test_choice() -> None:
     """Threads where they pay, and smaller units where there are more cores than units."""
     assert best(Case("fp32", 1, 8, 8, 2, 2), 64).threads == 1
-    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.Config(512, 96, 2)
+    assert best(Case("fp32", 1, 2048, 2048, 8, 8), 2) == cpu.CpuConfig(512, 96, 2)
     many = best(Case("fp32", 1, 4096, 4096), 32)
     assert many.threads > 8 and many.tile_q < 256
     nothing, device = Case(lengths=()).op, this_cpu()

@@ -51,7 +51,7 @@ def run(case: Case, score: Score | None = None, dlse: bool = True, threads: int 
     score, spec = score or op.score, op.spec if score is None else dataclasses.replace(op.spec, score=score)
     places = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": op.scale}
     o, lse = case.out(), np.full_like(dlse_given, math.nan)
-    config, starts = cpu.Config(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False)) | case.used()
+    config, starts = cpu.CpuConfig(), dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), cu, strict=False)) | case.used()
     cpu.run_forward(q, k, v, o, lse, **places, sinks=sinks, config=config, **starts)
     found = {name: np.full(x.shape, math.nan, x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if sinks is not None:
@@ -107,7 +107,7 @@ def test_same_bits_alone_and_in_a_varlen_batch() -> None:
         lse = np.empty_like(dlse[None, :, rows])
         given = (q[None, rows], k[None, keys], v[None, keys], o, lse)
         options = {"mask": Causal(), "score": Scale(), "scale": packed.op.scale}
-        cpu.run_forward(*given, **options, config=cpu.Config())
+        cpu.run_forward(*given, **options, config=cpu.CpuConfig())
         cpu.run_backward(do[None, rows], *given, *alone, dlse=dlse[None, :, rows], **options, threads=1)
         for name, x, part in zip(("dq", "dk", "dv"), alone, (rows, keys, keys), strict=True):
             np.testing.assert_array_equal(x[0], found[name][part])
@@ -210,7 +210,7 @@ def test_logits_that_are_all_minus_infinity_give_0() -> None:
     k[...] = -1e25  # finite, but the products overflow
     o, lse = np.empty_like(q), np.empty((1, 1, 20), np.float32)
     found = [np.full_like(x, math.nan) for x in (q, k, v)]
-    cpu.run_forward(q, k, v, o, lse, Causal(), Scale(), 1.0, config=cpu.Config())
+    cpu.run_forward(q, k, v, o, lse, Causal(), Scale(), 1.0, config=cpu.CpuConfig())
     assert (lse == -math.inf).all() and (o == 0).all()
     cpu.run_backward(do, q, k, v, o, lse, *found, Causal(), Scale(), 1.0)
     assert all((x == 0).all() for x in found)

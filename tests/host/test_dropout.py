@@ -92,7 +92,7 @@ def test_cpu(options: dict[str, Any], lengths: Any, dtype: str) -> None:
     starts = dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), inputs[3:], strict=False))
     found = rawattn.attention_backward(do, *inputs[:3], o, lse, dlse=dlse, **starts, **case.options)
     expect_backward(do, *inputs, dlse=dlse, **case.options).check(*found)
-    config = rawattn.cpu.kernels.Config(8, 17, 2)
+    config = rawattn.cpu.kernels.CpuConfig(8, 17, 2)
     other = call(*inputs, **case.options, config=config)
     expect(*inputs, **case.options).check(other)
 
