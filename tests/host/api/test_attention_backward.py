@@ -287,7 +287,7 @@ def test_log_and_warm_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     assert [type(op) for op in found] == [Forward, Backward] or [type(op) for op in found] == [Backward]
     loaded: list[Any] = []
     monkeypatch.setattr(record, "load_all", lambda op, selection, device: loaded.append((op, selection.kernel.name)))
-    monkeypatch.setattr(record.driver, "device", lambda index: H200)
+    monkeypatch.setattr(record.context, "device", lambda index: H200)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rawattn.warm_up(str(path)) == len(found)

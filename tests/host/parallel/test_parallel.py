@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.cpu.kernels import load_lanes
+from rawattn.cpu.loops import load_lanes
 from rawattn.variant import mask as masks
 from rawattn.variant.offset import OffsetMask
 from rawattn.variant.score import Scale
