@@ -108,6 +108,7 @@ class KVCachePlan(Plan):
         """
         if unknown:
             arguments.refuse(KVCachePlan.run, unknown)
+        arrays.check_untraced((q, sinks, *captured))
         check_objects(cache, step)
         check_lse(lse, self._request.return_lse)
         tensors = (q, sinks, *self._request.in_order(captured, step))

@@ -545,7 +545,7 @@ def test_demo(small: None, cache: pathlib.Path, capsys: pytest.CaptureFixture[st
         assert main(arguments) == 0
         out = capsys.readouterr().out
         for pattern in (
-            r"no GPU   there is no NVIDIA driver", r"kernel   cpu$", r"config   Config\(", r"  cheapest of",
+            r"no GPU   there is no NVIDIA driver", r"kernel   cpu$", r"config   CpuConfig\(", r"  cheapest of",
             r"compiled .*Numba.*; ready after", r"error    \S+ relative to .*allowed  \(numpy\)$", r"time     .* TFLOP/s",
             r"kernel   attn_fwd$", r"compiled .*by NVRTC .*; \d+ registers, \d+ bytes spilled",
         ):  # fmt: skip

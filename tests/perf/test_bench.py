@@ -224,7 +224,7 @@ def test_config_names() -> None:
 
 @pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "memory", "prove", "train", "tune"])
 def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.driver, "device_count", lambda: 0)
+    monkeypatch.setattr(machine.context, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):
         importlib.import_module(f"perf.{tool}").main([])
 
@@ -254,8 +254,8 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(benchmark, "Benchmark", Interrupted)
     monkeypatch.setattr(benchmark, "sources", lambda *_: ())
-    monkeypatch.setattr(machine.driver, "device_count", lambda: 1)
-    monkeypatch.setattr(machine.driver, "device", lambda index: TYPICAL["sm_90a"])
+    monkeypatch.setattr(machine.context, "device_count", lambda: 1)
+    monkeypatch.setattr(machine.context, "device", lambda index: TYPICAL["sm_90a"])
     assert bench.main(["--set", "paper", "--out", str(tmp_path), "--peers", ""]) == 130
     assert len(report.Run.read(tmp_path / "bench-paper-burst.json").results) == 4
 

@@ -383,7 +383,8 @@ def test_usual_operations_are_what_a_server_asks_for(
         asked.append(dataclasses.replace(op, width=8) if isinstance(op, Append) else op)  # as on a GPU
         return lambda *_, **__: (found["k" if "q" not in found else "q"].object,) * 2
 
-    monkeypatch.setattr(serving_api, "_call_of", call_of)
+    monkeypatch.setattr(plans, "_calls", {})
+    monkeypatch.setattr(serving_api, "call_of", call_of)
     cache = rawattn.KVCache(*torch.zeros(2, 150, 16, layer.kv_heads, layer.head_dim, dtype=torch.bfloat16))
     starts = {"cu_seqlens_q": torch.tensor([0, rows, 2 * rows, 3 * rows], dtype=torch.int32), "max_q_len": rows} if packed else {}
     step = rawattn.Step(torch.full((3,), 700, dtype=torch.int32), torch.zeros(3, 50, dtype=torch.int32), **starts)

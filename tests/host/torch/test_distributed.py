@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn.cpu.kernels import load_lanes
+from rawattn.cpu.loops import load_lanes
 from tests.versions import since
 
 torch = pytest.importorskip("torch")
