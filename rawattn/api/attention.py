@@ -15,7 +15,7 @@ from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.plans import Plan, device_of
-from ..runtime.request import NO_LENGTHS, Options, arrays_and_options, request_for, seed_array, stand_in_seed
+from ..runtime.request import NO_LENGTHS, Options, arrays_and_options, named, request_for, seed_array, stand_in_seed
 
 
 def attention(
@@ -176,7 +176,7 @@ def attention_backward(
                       dropout)  # fmt: skip
     seed = seed_array(q, dropout, seed, "give that of the forward")
     inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
-    return backward(inputs, options._asdict(), (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
+    return backward(inputs, named(options), (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
 
 
 def backward(

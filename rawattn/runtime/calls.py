@@ -15,7 +15,7 @@ from ..operation.inputs import ForwardInputs
 from . import front_end
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, addresses_of, device_of, find, keep, one_or_all, spared_capture
 from .record import is_logging, log_operation
-from .request import Options, Request, request_for
+from .request import Options, Request, named, request_for, with_functions, with_numbers
 from .select import select, warn_once
 
 Forms = tuple[tuple[Any, ...], ...]
@@ -28,7 +28,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
     request = numbers = None
     if options.mask is not None or options.score is not None:
         mask, score, captured, numbers = functions.parted(options.mask, options.score)
-        options = options._replace(mask=mask, score=score)
+        options = with_functions(options, mask, score)
     if front_end.load_torch():
         is_plain = front_end.operators.is_plain()
         if is_plain and (read := arrays.forms_of(inputs + captured)) is not None:
@@ -39,14 +39,14 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
             if call is not None and (numbered := call.numbered(numbers)) is not None:
                 return one_or_all(call(inputs + captured, read[1], out, numbered))
         if numbers is not None:
-            options, request = options.with_numbers(numbers), None
+            options, request = with_numbers(options, numbers), None
         compute = (front_end.operators.dispatch_plain if is_plain else front_end.operators.dispatch)(inputs + captured)
         if compute is not None:
             if compute is front_end.operators.differentiable:
                 return compute(inputs, request_for(Forward, options, lengths, kernel, config), out, captured)
-            return compute(inputs, options._asdict(), lengths, kernel, config, out, captured=captured)
+            return compute(inputs, named(options), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
-        options = options.with_numbers(numbers)
+        options = with_numbers(options, numbers)
     return _first(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
 
 

@@ -34,10 +34,20 @@ class Options(NamedTuple):
     dropout: float = 0.0
     invariant: bool = False
 
-    def with_numbers(self, numbers: tuple[functions.Numbers, functions.Numbers]) -> Options:
-        """These options with the numbers that ``functions.parted`` took of the mask and of the score."""
-        mask, score = map(functions.whole, (self.mask, self.score), numbers)
-        return self._replace(mask=mask, score=score)
+
+def named(options: Options) -> dict[str, Any]:
+    """The options by name. This is ``_asdict``, which dynamo of torch 2.4 does not trace."""
+    return dict(zip(Options._fields, options, strict=True))
+
+
+def with_functions(options: Options, mask: Any, score: Any) -> Options:
+    """The options with another mask and another score."""
+    return Options(**{**named(options), "mask": mask, "score": score})
+
+
+def with_numbers(options: Options, numbers: tuple[functions.Numbers, functions.Numbers]) -> Options:
+    """The options with the numbers that ``functions.parted`` took of the mask and of the score."""
+    return with_functions(options, functions.whole(options.mask, numbers[0]), functions.whole(options.score, numbers[1]))
 
 
 class Request:
@@ -97,7 +107,7 @@ def request_for(
     try:
         return _request(operation, kernel, config, lengths, types, wrt, *options)
     except TypeError:  # what cannot be hashed is wrong
-        return Request(operation, _named(wrt, options), lengths, kernel, config, is_kept=False)
+        return Request(operation, _with_wrt(wrt, options), lengths, kernel, config, is_kept=False)
 
 
 @functools.lru_cache(maxsize=KEPT_REQUESTS, typed=True)
@@ -111,11 +121,11 @@ def _request(
     for value in (kernel, config, *lengths, *values, *window):
         if hasattr(value, "__dlpack__") or (value is not None and functions.is_function(value)):
             raise TypeError
-    return Request(operation, _named(wrt, options), lengths, kernel, config)
+    return Request(operation, _with_wrt(wrt, options), lengths, kernel, config)
 
 
-def _named(wrt: tuple[str, ...], options: Options) -> dict[str, Any]:
-    return options._asdict() | ({"wrt": wrt} if wrt else {})
+def _with_wrt(wrt: tuple[str, ...], options: Options) -> dict[str, Any]:
+    return named(options) | ({"wrt": wrt} if wrt else {})
 
 
 def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
@@ -160,5 +170,5 @@ def arrays_and_options(
     shorthands = options.pop("alibi", None), options.pop("bias", None)
     if any(x is not None for x in shorthands):
         options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
-    options, captured = functions.taken(Options(**options)._asdict(), wrt)
+    options, captured = functions.taken(named(Options(**options)), wrt)
     return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options

@@ -38,7 +38,7 @@ from ..operation.forward import check_arrays, check_has_seed, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import Spec, is_int
 from ..runtime import calls, plans
-from ..runtime.request import Options, Request, request_for
+from ..runtime.request import Options, Request, named, request_for
 from ..variant import Option
 from ..variant.element import ELEMENTS
 from . import sharding
@@ -308,8 +308,8 @@ def _options(text: str) -> dict[str, Any]:
     try:
         fields, own = functions.from_json(json.loads(text))
         spec = Spec.from_json(fields)
-        named = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        return Options(**{**named, **own, "return_lse": True})._asdict()
+        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return named(Options(**{**values, **own, "return_lse": True}))
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
