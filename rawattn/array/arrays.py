@@ -294,15 +294,18 @@ def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[i
     return tuple(forms), tuple(addresses)
 
 
-def forms_of_any(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]] | None:
-    """``forms_of``, of arrays of other libraries, too. None where one cannot be read, and where autograd would follow."""
-    if (found := forms_of(given)) is not None or requires_grad(*given):
-        return found
+def forms_of_any(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...], Any] | None:
+    """``forms_of``, of arrays of other libraries, too; and what keeps the addresses alive. None where an array cannot be read, and
+    where autograd would follow."""
+    if (found := forms_of(given)) is not None:
+        return (*found, given)
+    if requires_grad(*given):
+        return None
     try:
         each = [None if x is None else read(x, "array") for x in given]
-    except ProblemError:
+    except (ProblemError, UnsupportedError):  # the caller says so, with the array's name
         return None
-    return tuple([form_of(x) if x else () for x in each]), tuple([x.pointer for x in each if x])
+    return tuple([form_of(x) if x else () for x in each]), tuple([x.pointer for x in each if x]), each
 
 
 def form_of(array: Array) -> tuple[Any, ...]:

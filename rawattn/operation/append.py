@@ -119,6 +119,8 @@ class Append(Operation):
             for other in ("k", "v", "q", "k_scale", "v_scale"):
                 if other in arrays and overlap(arrays[f"{name}_cache"], arrays[other]):
                     raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
+        if self.v and overlap(arrays["k_cache"], arrays["v_cache"]):
+            raise ProblemError("the cache's v overlaps its k in memory; give memory of its own, or no new v where it is k's.")
         if self.in_place:
             check_output("q_out", arrays["q"], 1, [(name, x) for name, x in arrays.items() if name != "q"])
 

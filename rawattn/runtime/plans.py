@@ -73,6 +73,7 @@ class Plan:
         self.kernel: str = selection.kernel.name
         self.program: Program | None = None
         self._kernel, self._selection = selection.kernel, selection
+        self._calls: dict[Any, GpuCall | CpuCall] = {}
         self._loaded, self._tiled = list[LoadedKernel](), frozenset[str]()
         if not device.is_cpu:
             self.program = selection.kernel.lower(op.to_lower, selection.config, device)
@@ -82,7 +83,7 @@ class Plan:
     def resized(self, op: Operation) -> Plan:
         """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
         found = object.__new__(Plan)
-        found.__dict__.update(self.__dict__, op=op)
+        found.__dict__.update(self.__dict__, op=op, _calls={})
         if self.program is None:
             return found
         found.program = program = self._kernel.lower(op.to_lower, self.config, self.device)
@@ -105,13 +106,13 @@ class Plan:
             given = self._in_order(given, named)
         arrays.check_untraced(given)
         read = arrays.forms_of_any(given)
-        call = None if read is None else find((self, read[0]))
+        call = None if read is None else self._calls.get(read[0])
         if call is not None and read is not None:
             return one_or_all(call(given, read[1], out))
         found = self._read(given)
         call = self.bind(found)
         if read is not None:
-            keep((self, read[0]), call)
+            cache_put(self._calls, read[0], call, KEPT_CALLS)
         return one_or_all(call(given, addresses_of(found), out))
 
     def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
@@ -555,7 +556,7 @@ class GpuCall(_Call):
 
     def _form_of(self, out: Any) -> Any:
         """The form of an array that receives a result, with its class."""
-        return (type(out), *arrays.form_of(arrays.read(out, "out")))
+        return (type(out), arrays.requires_grad(out), *arrays.form_of(arrays.read(out, "out")))
 
     def _prepare(
         self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,

@@ -212,11 +212,12 @@ def attend(
 
 
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
-    """The forms of all arrays of a call, and their addresses; None where one cannot be read, or autograd would follow."""
+    """The forms of all arrays of a call, their addresses, and what keeps these alive; None where one cannot be read, or autograd
+    would follow."""
     read = None if cache.held.requires_grad else arrays.forms_of_any((q, sinks, *captured))
     if read is None:
         return None
-    return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses
+    return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses, read[2]
 
 
 def check_lse(lse: Any, return_lse: bool) -> None:
@@ -335,8 +336,8 @@ def write(
             keep(read[0], call)
     in_place = q is not None and q_out is q
     results = call([x for x in (k, v, slots, q) if x is not None], addresses, None if in_place else q_out)
-    for pool in () if k is None else (cache.k, cache.v):
-        arrays.written(pool)
+    for x in (*(() if k is None else (cache.k, cache.v)), q_out if in_place else None):
+        arrays.written(x)
     return q_out if in_place else results[0] if results else None
 
 

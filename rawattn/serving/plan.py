@@ -12,7 +12,7 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
 from ..operation.spec import MaskLike, ScoreLike, Window
-from ..runtime.plans import CpuCall, GpuCall, Plan, addresses_of, device_of, find, keep, one_or_all
+from ..runtime.plans import KEPT_CALLS, CpuCall, GpuCall, Plan, addresses_of, cache_put, device_of, one_or_all
 from ..runtime.select import Selection, select
 from .api import (
     attention_of,
@@ -113,14 +113,14 @@ class KVCachePlan(Plan):
         check_lse(lse, self._request.return_lse)
         tensors = (q, sinks, *self._request.in_order(captured, step))
         read = read_call(q, cache, step, sinks, tensors[2:])
-        call = None if read is None else find((self, *read[0]))
+        call = None if read is None else self._calls.get(read[0])
         if call is not None and read is not None:
             addresses = read[1]
         else:
             call, found = self._call_on(q, cache, step, sinks, captured)
             addresses = addresses_of(found)
             if read is not None:
-                keep((self, *read[0]), call)
+                cache_put(self._calls, read[0], call, KEPT_CALLS)
         return one_or_all(call(tensors, addresses, out if lse is None else (out, lse)))
 
     def violations(self) -> tuple[str, ...]:
