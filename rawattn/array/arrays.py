@@ -295,8 +295,8 @@ def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[i
 
 
 def forms_of_any(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...], Any] | None:
-    """``forms_of``, of arrays of other libraries, too; and what keeps the addresses alive. None where an array cannot be read, and
-    where autograd would follow."""
+    """``forms_of``, of arrays of other libraries, too; and what keeps the addresses alive. None where an array cannot be read,
+    and where autograd would follow."""
     if (found := forms_of(given)) is not None:
         return (*found, given)
     if requires_grad(*given):

@@ -665,3 +665,23 @@ def test_cupy_missing(x: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     parts = "q (a OnGpu", "needs CuPy", errors.INSTALL[12], errors.INSTALL[13]
     refused(lambda: rawattn.attention(x, x, x), UnsupportedError, *parts)
+
+
+def test_an_export_that_is_a_copy_lives_through_the_call() -> None:
+    """An array that gives another piece of memory each time it is read, by a plan that has read it before."""
+
+    class Copied:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+        def __dlpack__(self, **_: Any) -> Any:
+            return self.x.copy().__dlpack__()
+
+    given = [np.random.default_rng(i).normal(size=(1, 200, 4, 64)).astype(np.float32) for i in range(3)]
+    plan = rawattn.plan(*given)
+    for _ in range(3):
+        found = plan.run(*map(Copied, given))
+        assert np.array_equal(np.from_dlpack(found) if not isinstance(found, np.ndarray) else found, plan.run(*given))

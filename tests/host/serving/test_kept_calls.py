@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pathlib
 import sys
 import types
@@ -460,3 +461,24 @@ def test_what_an_adapter_was_given_goes_away() -> None:
     assert len(LAUNCHED) == count
     pools.clear()
     assert alive() is None
+
+
+def test_a_view_of_the_keys_is_another_cache() -> None:
+    """Two caches of the same forms, of which one's v is a view of its k: what is appended to one is not what the other takes."""
+    k, v = torch.zeros(2, PAGES, 16, 2, 64, dtype=torch.bfloat16)
+    view, apart = rawattn.KVCache(k, k[..., :32]), rawattn.KVCache(k, v[..., :32])
+    step, new = rawattn.Step(LENS, TABLE), NEW[0]
+    rawattn.append(view, step, new, None), rawattn.append(apart, step, new, NEW[1][..., :32])
+    with pytest.raises(ProblemError, match="v is None"):
+        rawattn.append(apart, step, new, None)
+    with pytest.raises(ProblemError, match="v was given, but the cache's v is a view"):
+        rawattn.append(view, step, new, NEW[1][..., :32])
+
+
+def test_a_plan_and_its_calls_go_together() -> None:
+    plan = rawattn.plan_kvcache(Q, CACHE, step := rawattn.Step(LENS, TABLE))
+    plan.run(Q, CACHE, step)
+    watched = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert watched() is None
