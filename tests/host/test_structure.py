@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 31420,
     "perf": 5975,
     "cuda_src": 12700,
-    "tests": 42330,
+    "tests": 42360,
 }
 FUNCTION_LINES = 60
 

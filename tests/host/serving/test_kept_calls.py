@@ -482,3 +482,34 @@ def test_a_plan_and_its_calls_go_together() -> None:
     del plan
     gc.collect()
     assert watched() is None
+
+
+def test_pools_that_overlap_are_refused_when_warm() -> None:
+    """flash-attn's step with new rows finds its append without a ``KVCache``, which would look at its pools."""
+    adapter = pytest.importorskip("rawattn.integrations.flash_attn")
+    q, lens = Q.clone(), LENS.clone()
+    for _ in range(2):
+        adapter.flash_attn_with_kvcache(q, *POOL, *NEW, cache_seqlens=lens, block_table=TABLE, causal=True)
+    LAUNCHED.clear()
+    with pytest.raises(ProblemError, match="overlaps"):
+        adapter.flash_attn_with_kvcache(q, POOL[0], POOL[0], *NEW, cache_seqlens=lens, block_table=TABLE, causal=True)
+    assert not LAUNCHED
+
+
+def test_an_out_of_another_class_that_comes_to_require_grad() -> None:
+    class Named(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    step, out = rawattn.Step(LENS, TABLE), OUT.clone().as_subclass(Named)
+    for _ in range(2):
+        rawattn.attention_kvcache(Q, CACHE, step, out=out)
+    out.requires_grad_()
+    with pytest.raises(ProblemError, match="out requires grad"):
+        rawattn.attention_kvcache(Q, CACHE, step, out=out)
+
+
+def test_autograd_is_told_of_rows_that_are_rotated_in_place() -> None:
+    q, rotary = Q.clone(), rawattn.Rotary(*torch.zeros(2, 64, 16))
+    before = q._version
+    rawattn.append(CACHE, rawattn.Step(LENS, TABLE), *NEW, rotary=rotary, q=q, q_out=q)
+    assert q._version > before
