@@ -544,37 +544,16 @@ def to_library(result: Any, original: Any) -> Any:
     return result
 
 
-def view_at(array: Array, address: int) -> npt.NDArray[Any]:
-    """A NumPy view of memory of this machine with the array's dtype, shape and strides. It keeps nothing alive."""
-    dtype, found = DTYPES[array.dtype], np.asarray(_Memory(array._replace(pointer=address, object=None)))
-    return found if found.dtype == dtype else found.view(dtype)
-
-
-def as_numpy(array: Array) -> npt.NDArray[Any]:
-    """A NumPy view of an array on the CPU, sharing its memory. It keeps that alive if the array has its object."""
-    if array.library == "numpy":
-        return array.object
+def view(array: Array) -> npt.NDArray[Any]:
+    """A NumPy view of an array on the CPU, at its address. It keeps the memory alive if the array has its object."""
     dtype, found = DTYPES[array.dtype], np.asarray(_Memory(array))
     return found if found.dtype == dtype else found.view(dtype)
 
 
-def viewer(shape: tuple[int, ...], dtype: str) -> Callable[[Any], npt.NDArray[Any]]:
-    """A function that gives ``as_numpy`` of new torch tensors that ``maker`` made, in a third of the time. It holds none."""
-    number = DTYPES[dtype]
-    place = {"version": 3, "shape": shape, "typestr": _typestr(number)}
-
-    def view(x: Any) -> npt.NDArray[Any]:
-        found = np.asarray(_Address(place, x.data_ptr()))
-        return found if found.dtype == number else found.view(number)
-
-    return view
-
-
-class _Address:
-    """Memory at an address, as NumPy takes it."""
-
-    def __init__(self, place: dict[str, Any], pointer: int) -> None:
-        self.__array_interface__ = {**place, "data": (pointer, False)}
+def as_numpy(array: Array) -> npt.NDArray[Any]:
+    """An array on the CPU in NumPy: itself if it is NumPy's, else ``view``."""
+    found: npt.NDArray[Any] = array.object if array.library == "numpy" else view(array)
+    return found
 
 
 def _typestr(dtype: npt.DTypeLike) -> str:

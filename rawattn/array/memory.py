@@ -1,4 +1,4 @@
-"""Whether arrays share memory, as far as addresses tell."""
+"""This module says whether arrays share memory, as far as addresses tell."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def extent(array: Array) -> tuple[int, int]:
 
 
 def overlap(a: Array, b: Array) -> bool:
-    """Whether an element of ``a`` and one of ``b`` share memory; with ``a is b``, whether two elements of it do."""
+    """Says whether an element of ``a`` and one of ``b`` share memory; with ``a is b``, whether two elements of it do."""
     if 0 in a.shape or 0 in b.shape:
         return False
     if a is b:

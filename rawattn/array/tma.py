@@ -1,4 +1,4 @@
-"""Which arrays the Tensor Memory Accelerator (TMA) or threads can read 16 bytes at a time, by shape, strides
+"""This module says which arrays the Tensor Memory Accelerator (TMA) or threads can read 16 bytes at a time, by shape, strides
 and pointer.
 
 The driver checks what TMA needs when it makes a tensor map, but only on a machine that has one, and it gives no reason.
@@ -23,7 +23,7 @@ _RAGGED_ROWS, _RAGGED_EXTENT = 1 << 30, (1 << 31) - 1  # of rows; of the two shi
 
 
 def begins_box(column: int, itemsize: int) -> bool:
-    """Whether a box of swizzled panels may begin at this column, which must be at a multiple of 16 bytes: an H200 answered
+    """Says whether a box of swizzled panels may begin at this column, which must be at a multiple of 16 bytes: an H200 answered
     loads and stores of others with "an illegal instruction was encountered" (perf/notes/functions.md)."""
     return column * itemsize % ALIGNMENT == 0
 
@@ -61,7 +61,7 @@ def tma_unsupported_reason(
 
 
 def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, pointer: int) -> bool:
-    """Whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
+    """Says whether a quick test shows that TMA and threads can read an array. If not, the functions that give reasons decide."""
     if pointer % ALIGNMENT:
         return False
     if _are_readable(strides, itemsize):
@@ -74,7 +74,7 @@ def readable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, po
 
 @functools.lru_cache(maxsize=4096)
 def _are_readable(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an array with these strides can be read whatever its shape is."""
+    """Says whether an array with these strides can be read whatever its shape is."""
     return all(stride * itemsize % ALIGNMENT == 0 and 0 < stride * itemsize < ROW_LIMIT for stride in strides[:-1])
 
 

@@ -85,7 +85,7 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: i
 
 
 class Clock(Protocol):
-    """What times a load: ``Gpu``, or another that can do what it can."""
+    """This is what times a load: ``Gpu``, or another that can do what it can."""
 
     def load(self, call: Call) -> Load:
         """A call, warmed up, with an estimate of what it costs."""

@@ -32,7 +32,7 @@ class Cpu:
     config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:
-        """Whether the device is a CPU."""
+        """Says whether the device is a CPU."""
         return device.is_cpu
 
     def supports(self, op: Forward, device: Device) -> list[str]:
@@ -50,7 +50,7 @@ class Cpu:
         return reasons
 
     def meant_for(self, op: Any, device: Device) -> bool:
-        """Whether this kernel computes on the device."""
+        """Says whether this kernel computes on the device."""
         return self.runs_on(device)
 
     def prefers(self, op: Any) -> bool:
@@ -156,7 +156,7 @@ class CpuCacheConfig:
 
 
 class CpuCache(Cpu):
-    """What the kernels have in common that compute on the CPU over caches."""
+    """This is what the kernels have in common that compute on the CPU over caches."""
 
     config_type = CpuCacheConfig  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""How the work of a call on the CPU is cut into units, which threads compute, and where sequences lie.
+"""This module says how the work of a call on the CPU is cut into units, which threads compute, and where sequences lie.
 
 A unit of the forward is one sequence, one head of k and v, and some queries of all heads that share it; one of the backward has
 some keys and all queries. How they are cut does not depend on the threads.

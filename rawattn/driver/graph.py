@@ -97,7 +97,7 @@ class _Kept:
         call("cuGraphRetainUserObject", graph, user_object, 1, int(move))
 
     def is_over(self) -> bool:
-        """Whether the graph is gone. Callers ask until it is; its lock may serve another graph then."""
+        """Says whether the graph is gone. Callers ask until it is; its lock may serve another graph then."""
         gone = bool(_acquire_lock(self._lock, 0))
         if gone:
             _locks.append(self._lock)

@@ -84,7 +84,7 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 
 
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
-    """Whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
+    """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
     if config.order != "at_once" or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
         return False

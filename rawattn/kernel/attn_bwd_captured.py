@@ -76,7 +76,7 @@ def _array(forward: Forward, name: str) -> Captured:
 
 
 def is_cleared_for_ds(forward: Forward, name: str) -> bool:
-    """Whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
+    """Says whether the gradient of such an array is cleared before: where lengths or a mask whose tiles are a list leave some of
     its tiles out, or where it is larger than the pairs."""
     return lists(forward.mask) or not _is_of_pairs(forward, math.prod(_array(forward, name).shape))
 
@@ -148,12 +148,12 @@ def sharing(forward: Forward, each: ElementGradient) -> tuple[int, int]:
 
 
 def _are_all_pairs(forward: Forward, count: int) -> bool:
-    """Whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
+    """Says whether so many elements, of which each pair has one of its own, are all of an array's, and every one is met."""
     return isinstance(forward.mask, Full) and _is_of_pairs(forward, count)
 
 
 def _is_of_pairs(forward: Forward, count: int) -> bool:
-    """Whether an array of so many elements, of which each pair has one of its own, has no others."""
+    """Says whether an array of so many elements, of which each pair has one of its own, has no others."""
     is_dense = not forward.varlen and not any(forward.lens)
     return is_dense and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
 

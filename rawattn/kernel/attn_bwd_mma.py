@@ -86,7 +86,7 @@ def config_of(op: Forward, device: Device) -> AttnBwdMmaConfig:
 
 
 def has_large_smem(device: Device) -> bool:
-    """Whether a multiprocessor has 227 KB of shared memory."""
+    """Says whether a multiprocessor has 227 KB of shared memory."""
     return device.smem_bytes > 200_000
 
 
@@ -103,7 +103,7 @@ def config_of_fp32(widest: int, large: bool, least: bool) -> AttnBwdMmaConfig:
 
 
 def is_tight(op: Forward, device: Device, config: AttnBwdMmaConfig) -> bool:
-    """Whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
+    """Says whether a thread has no registers for S of 32 queries at once, beside dk and dv of 64 columns: found by compiling."""
     if device.capability >= 100:
         return True
     return config.sharing == 2 and (isinstance(op.score, Softcap) or (op.head_dim | op.head_dim_v) % 16 != 0)

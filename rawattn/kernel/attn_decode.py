@@ -60,7 +60,7 @@ def most_rows(op: AttentionKVCache) -> int:
 
 
 def is_crowded(op: AttentionKVCache) -> bool:
-    """Whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which eight bits
+    """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which eight bits
     and ``invariant`` take, or where all that a step can say of each sequence comes together."""
     return most_rows(op) > 16 and op.widest <= 192 and op.head_dim + op.head_dim_v > 256
 
@@ -93,7 +93,7 @@ def kv_option(op: AttentionKVCache, config: AttnDecodeConfig) -> Option:
 
 
 def must_copy(op: AttentionKVCache, device: Device) -> bool:
-    """Whether TMA cannot read the pages."""
+    """Says whether TMA cannot read the pages."""
     small = 1 << page_shift(op) < SWIZZLE_ROWS
     return device.capability < 90 or small or op.layout.tma_unsupported is not None or op.pages == 0
 

@@ -120,7 +120,7 @@ def _keys_of_ring(config: AttnFwdConfig) -> int:
 
 
 def _is_cut(op: Forward) -> bool:
-    """Whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
+    """Says whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
     return op.kv_lens and not op.varlen
 
 

@@ -34,7 +34,7 @@ def kv_kind(op: AttentionKVCache, config: AttnFwdConfig) -> type[kv.PagedPanelsK
 
 
 def is_plain(op: Any) -> bool:
-    """Whether the mask of an operation, or of a tuning shape, is causal or full, for all keys of all sequences."""
+    """Says whether the mask of an operation, or of a tuning shape, is causal or full, for all keys of all sequences."""
     return isinstance(op.mask, (Full, Causal)) and (isinstance(op, Forward) or not any(paging.arrays_of(op)))
 
 

@@ -51,7 +51,7 @@ class AttnFwdMmaConfig:
 
 
 def packs(op: Forward) -> bool:
-    """Whether the queries of all heads that share a key head should be the rows of a tile: where they are few, so that tiles
+    """Says whether the queries of all heads that share a key head should be the rows of a tile: where they are few, so that tiles
     of 64 rows of one head would be emptier by a tenth. Not for varlen, where sequences have any number of queries."""
     if op.heads == op.kv_heads or op.varlen or any(op.lens) or not op.q_len:
         return False

@@ -43,19 +43,19 @@ class Kernel(abc.ABC, Generic[Op]):
 
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
-        """Whether the device has the instructions."""
+        """Says whether the device has the instructions."""
 
     @abc.abstractmethod
     def supports(self, op: Op, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
 
     def meant_for(self, op: Op, device: Device) -> bool:
-        """Whether it is made for operations of this size there: a slower kernel that computes one in its place is worth a
+        """Says whether it is made for operations of this size there: a slower kernel that computes one in its place is worth a
         warning."""
         return self.runs_on(device)
 
     def prefers(self, op: Op) -> bool:
-        """Whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
+        """Says whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
         return True
 
     @abc.abstractmethod
@@ -63,12 +63,12 @@ class Kernel(abc.ABC, Generic[Op]):
         """The reason why it cannot read arrays of this layout, which a copy would mend; None where it can."""
 
     def asks_for_copies(self, op: Op) -> bool:
-        """Whether an operation that only copying brings here is refused, so that the caller decides. Else a slower kernel
+        """Says whether an operation that only copying brings here is refused, so that the caller decides. Else a slower kernel
         computes it, with a warning."""
         return True
 
     def is_tried(self, op: Op) -> bool:
-        """Whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
+        """Says whether only compiling tells which configurations keep all in registers, as where the mask or the score is a
         function, or a class of the caller's own."""
         return False
 
@@ -77,7 +77,7 @@ class Kernel(abc.ABC, Generic[Op]):
         return 0
 
     def counts_spills(self, launch: Launch) -> bool:
-        """Whether what a launch spills tells configurations apart. What short passes around a kernel spill need not."""
+        """Says whether what a launch spills tells configurations apart. What short passes around a kernel spill need not."""
         return True
 
     @abc.abstractmethod
@@ -164,7 +164,7 @@ def _worth(kernel: Kernel[Any], op: Any, config: Any, spilled: Mapping[Any, floa
 def _is_settled(
     kernel: Kernel[Any], op: Any, known: Sequence[Any], rest: Sequence[Any], spilled: Mapping[Any, float], device: Device
 ) -> bool:
-    """Whether none of the rest can be better than the best of those that are known."""
+    """Says whether none of the rest can be better than the best of those that are known."""
     if not known or not rest:
         return not rest
     best = min(_worth(kernel, op, config, spilled, device)[0] for config in known)
@@ -188,7 +188,7 @@ class OneLaunch(Kernel[Op]):
 
     @abc.abstractmethod
     def rendered_kind(self, op: Op, config: Any) -> tuple[Any, ...]:
-        """What ``render`` and ``fields`` depend on besides the configuration."""
+        """Says what ``render`` and ``fields`` depend on besides the configuration."""
 
     @abc.abstractmethod
     def values(self, op: Op, config: Any, device: Device) -> dict[str, float]:

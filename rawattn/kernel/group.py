@@ -44,7 +44,7 @@ def wrong(op: Forward, config: Any) -> str | None:
 
 
 def adds_in_turns(config: Any) -> bool:
-    """Whether works add to dq, and in one order."""
+    """Says whether works add to dq, and in one order."""
     return getattr(config, "store", "unordered") != "unordered"
 
 

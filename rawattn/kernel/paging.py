@@ -1,4 +1,4 @@
-"""What the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
+"""This module has what the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
 refuse."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def page_shift(op: AttentionKVCache | Append) -> int:
 
 
 def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
-    """Whether tiles of so many keys are made of small pages, two or more."""
+    """Says whether tiles of so many keys are made of small pages, two or more."""
     return SWIZZLE_ROWS <= 1 << page_shift(op) <= min(SMALL_PAGE, tile_kv // 2) and tile_kv % op.page_size == 0
 
 
@@ -41,12 +41,12 @@ def lengths_option(op: AttentionKVCache) -> Option:
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
-    """Whether a step has the arrays that make another kernel: first keys, and which sequences are causal."""
+    """Says whether a step has the arrays that make another kernel: first keys, and which sequences are causal."""
     return op.kv_begin, op.causal_each
 
 
 def has_functions(op: AttentionKVCache) -> bool:
-    """Whether its mask or its score is a Python function, which sees positions in the sequence."""
+    """Says whether its mask or its score is a Python function, which sees positions in the sequence."""
     return op.mask.is_function or op.score.is_function
 
 
@@ -76,7 +76,7 @@ def tried_shape(op: AttentionKVCache) -> AttentionKVCache:
 
 
 def is_fp8(op: AttentionKVCache) -> bool:
-    """Whether keys and values have eight bits."""
+    """Says whether keys and values have eight bits."""
     return op.kv_element in FP8.values()
 
 
@@ -166,8 +166,8 @@ class OverCache(OneLaunch[AttentionKVCache]):
 
     @abc.abstractmethod
     def packs(self, op: AttentionKVCache, config: Any) -> bool:
-        """Whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then, and
-        fewer tiles are cut by a causal mask."""
+        """Says whether a tile's rows are the queries of all heads that share a key head: sequences with few rows fill tiles then,
+        and fewer tiles are cut by a causal mask."""
 
     @abc.abstractmethod
     def own_options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:

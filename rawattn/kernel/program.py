@@ -1,4 +1,4 @@
-"""What a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
+"""This module has what a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
 
 from __future__ import annotations
 

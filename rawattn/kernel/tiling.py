@@ -1,4 +1,4 @@
-"""What the host sides of kernels share: what they refuse, their options and values, their tiles, and the
+"""This module has what the host sides of kernels share: what they refuse, their options and values, their tiles, and the
 operations that stand for a kind."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPLIT_KEYS, MOST_SPLITS = KEYS_STEP, 32  # fewest keys of a split, most splits o
 
 
 def is_few(op: Forward) -> bool:
-    """Whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
+    """Says whether the queries of all heads that share a key head fit one tile of 64 rows, as in decoding."""
     return not op.varlen and 0 < op.q_len * op.heads_per_kv <= FEW_QUERIES
 
 
@@ -55,7 +55,7 @@ def tensor_core_reasons(
 
 
 def is_foreign(option: object) -> bool:
-    """Whether a mask or a score, or a part of it, is a class of somebody else: how many registers it takes is not known."""
+    """Says whether a mask or a score, or a part of it, is a class of somebody else: how many registers it takes is not known."""
     parts = [getattr(option, name) for name in ("base", "a", "b") if hasattr(option, name)]
     return type(option).__module__.partition(".")[0] != __name__.partition(".")[0] or any(map(is_foreign, parts))
 

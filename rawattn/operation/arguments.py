@@ -1,4 +1,4 @@
-"""What an argument that a public call does not have is called here."""
+"""This module has what an argument that a public call does not have is called here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module says what plans, the selection and the public calls ask of every operation.
+"""This module has what plans, the selection and the public calls ask of every operation.
 
 They know no operation by its class, and no array by its name."""
 

@@ -296,7 +296,7 @@ class Forward(OverKeys):
 
     @functools.cached_property
     def takes_numbers(self) -> bool:
-        """Whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
+        """Says whether nothing is checked in kernels, so that numbers for which this holds too need no others."""
         return not any(option.checked for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures))
 
     def holds_in_steps(self, options: dict[str, Any]) -> bool:
@@ -314,7 +314,7 @@ class Forward(OverKeys):
         return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
 
     def has_numbers(self, numbers: Any) -> bool:
-        """Whether these are its own."""
+        """Says whether these are its own."""
         pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
         return all(
             not own or number_keys(own) == number_keys(option.numbers if isinstance(option, Captures) else ())
@@ -363,7 +363,7 @@ class Forward(OverKeys):
 
     @property
     def lens(self) -> tuple[bool, bool]:
-        """Whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
+        """Says whether sequences use a part of their rows of q, and of k and v; the lengths are on the device."""
         return self.q_lens, self.kv_lens
 
     @functools.cached_property
@@ -415,7 +415,7 @@ def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
-    """Whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
+    """Says whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
     return kv_len >= FEW_ROWS or (offsets is not None and max(offsets) >= FEW_ROWS)
 
 

@@ -115,7 +115,7 @@ _is_dynamo: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compili
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile, or torch.export with strict=True, traces the call."""
+    """Says whether torch.compile, or torch.export with strict=True, traces the call."""
     _load_is_dynamo()
     return _is_dynamo is not None and _is_dynamo()
 
@@ -181,7 +181,7 @@ def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple
 
 
 def is_function(value: Any) -> bool:
-    """Whether a mask or a score is a function, and not an option."""
+    """Says whether a mask or a score is a function, and not an option."""
     if type(value) is types.FunctionType or type(value) is BoundFunction or isinstance(value, Ready):
         return True
     if isinstance(value, (Option, type)) or not (callable(value) or is_block_mask(value)):
@@ -190,7 +190,7 @@ def is_function(value: Any) -> bool:
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
+    """Says whether it is a ``torch.nn.attention.flex_attention.BlockMask``."""
     return type(value).__name__ == "BlockMask" and hasattr(value, "kv_indices")
 
 
@@ -522,7 +522,7 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
 
 
 def _same_place(x: Any, y: Any) -> bool:
-    """Whether two arrays are one, of two objects."""
+    """Says whether two arrays are one, of two objects."""
     found = arrays.read(x, "wrt")
     return 0 not in found.shape and found[:-1] == arrays.read(y, "wrt")[:-1]
 
@@ -565,7 +565,7 @@ def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) ->
 
 
 def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
-    """Whether TMA moves tiles of queries and keys of an array, along any of these axes."""
+    """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
     views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
     return all(begins_box(axes.first_kv, 2) for axes in every) and all(
         tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class ForwardInputs(NamedTuple):
-    """What attention reads, but for the arrays that functions captured."""
+    """This is what attention reads, but for the arrays that functions captured."""
 
     q: Any
     k: Any
@@ -20,7 +20,7 @@ class ForwardInputs(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What its gradients read besides: the gradients by o and lse, and these two."""
+    """This is what its gradients read besides: the gradients by o and lse, and these two."""
 
     do: Any
     q: Any

@@ -82,7 +82,7 @@ class Spec:
 
     @property
     def data_independent(self) -> bool:
-        """Whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
+        """Says whether each row's maximum is sought in every tile, whatever its numbers are and those of the rows beside it."""
         return self.constant_time or self.invariant
 
     @property
@@ -176,7 +176,7 @@ UNDERIVED = (
 
 
 def _is_option(name: str, value: Any) -> bool:
-    """Whether it is an option. Raises ProblemError for a mask or a score whose class is not derived from ``Option``."""
+    """Says whether it is an option. Raises ProblemError for a mask or a score whose class is not derived from ``Option``."""
     if not isinstance(value, (Option, type)) and (hasattr(value, "interval") or hasattr(value, "logit")):
         raise ProblemError(f"{name} is {value!r}, {UNDERIVED}.")
     return isinstance(value, Option)
@@ -262,7 +262,7 @@ def make_scale(scale: Any) -> float | None:
 
 
 def is_int(seed: Any) -> bool:
-    """Whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
+    """Says whether a seed is a plain int. Raises ProblemError for one that 64 bits do not hold, and for what is no seed."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool):
         if not -(1 << 63) <= seed < 1 << 63:
             raise ProblemError(f"seed is {brief(int(seed))}; an int must be from -2^63 to 2^63 - 1.")

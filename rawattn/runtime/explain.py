@@ -1,4 +1,4 @@
-"""This module says what a call would run, and why."""
+"""This module has what a call would run, and why."""
 
 from __future__ import annotations
 

@@ -523,7 +523,8 @@ class GpuCall(_Call):
                 self._op.check_apart(self._inputs(addresses))
             alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
             before = None if capturing else self._last.get(alike)
-            every = [*addresses, *places[: len(results)], *[places[-1] + begin for begin in self._scratch]]
+            first = 0 if scratch is None else places[-1]  # none: nothing is there to be written
+            every = [*addresses, *places[: len(results)], *[first + begin for begin in self._scratch]]
             if before is None:
                 launches = self._prepare(found, every, numbers, stream, stream_id, capturing)
             else:
@@ -541,7 +542,7 @@ class GpuCall(_Call):
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
-        """Where the elements of the inputs begin and end, from their addresses on."""
+        """Says where the elements of the inputs begin and end, from their addresses on."""
         return {name: memory.extent(array._replace(pointer=0)) for name, array in self._given.items()}
 
     def _may_overlap(self, addresses: Sequence[int]) -> bool:
@@ -718,7 +719,7 @@ class CpuCall(_Call):
         read_outputs(given, op, self._plan, arrays.CPU, inputs.items())
         every = {each.name: inputs[each.name] for each in op.inputs}
         every |= {each.name: arrays.read(x, each.name) for each, x in zip(self._outputs, results, strict=True)}
-        views = {name: arrays.view_at(array, array.pointer) for name, array in every.items()}
+        views = {name: arrays.view(array) for name, array in every.items()}
         op.check_numbers(views)
         self._plan._kernel.run(op, self._plan.config, **views)
         for x in given:

@@ -131,9 +131,9 @@ _any_requires_grad = getattr(torch._C, "_any_requires_grad", _some_requires_grad
 
 
 def dispatch(tensors: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
-    """Which function computes a call on these tensors: None for ``calls.run``, which launches kernels; ``differentiable`` where
-    autograd follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own, where
-    autocast would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
+    """Says which function computes a call on these tensors: None for ``calls.run``, which launches kernels; ``differentiable``
+    where autograd follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own,
+    where autocast would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
     if _is_compiling():
         return attention
     q = tensors[0]
@@ -225,7 +225,7 @@ def attention(
 def _rest(
     inputs: ForwardInputs | BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], captured: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What the operators take behind their first tensors (``_OPTIONS``)."""
+    """Says what the operators take behind their first tensors (``_OPTIONS``)."""
     longest = [_length(name, x) for name, x in zip(("max_seqlen_q", "max_seqlen_kv"), lengths, strict=True)]
     text = _text_of(options), inputs.seed, list(captured) or None
     return (inputs.sinks, inputs.cu_seqlens_q, inputs.cu_seqlens_kv, *longest, *text, inputs.q_lens, inputs.kv_lens)

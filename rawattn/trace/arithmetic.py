@@ -84,7 +84,7 @@ def combine(a: Expr, b: Expr, factor: int) -> Expr:
 
 
 def has_float(a: Expr, b: Expr) -> bool:
-    """Whether one of two is a float."""
+    """Says whether one of two is a float."""
     return "float" in (a.type, b.type)
 
 

@@ -1,4 +1,4 @@
-"""What a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
+"""This module has what a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
 compiled in.
 
 Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
@@ -46,7 +46,7 @@ class ArraySlot:
     ndim: int
 
     def accepts(self, value: Any) -> bool:
-        """Whether an array may take its place."""
+        """Says whether an array may take its place."""
         array: Any = value
         return type(value) is self.cls and array.dtype == self.dtype and len(array.shape) == self.ndim
 
@@ -61,7 +61,7 @@ class NumberSlot:
     is_negative: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Whether a number may take its place."""
+        """Says whether a number may take its place."""
         return number_kind(value) == self.kind and (self.kind != "int" or (value < 0) == self.is_negative)
 
 
@@ -70,7 +70,7 @@ _NUMBERS: dict[type, str] = {int: "int", float: "float"}
 
 
 def number_kind(value: Any) -> str | None:
-    """Whether it is an "int" or a "float"; None for what is no number, and for a bool."""
+    """Says whether it is an "int" or a "float"; None for what is no number, and for a bool."""
     kind = _NUMBERS.get(type(value))
     if kind is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
         kind = "int" if isinstance(value, (int, np.integer)) else "float"
@@ -78,7 +78,7 @@ def number_kind(value: Any) -> str | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of some library."""
+    """Says whether it is an array of some library."""
     cls: Any = type(value)
     return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
 
@@ -427,14 +427,14 @@ def _contents(f: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
+    """Says whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
     class."""
     top = (x.__name__ if isinstance(x, types.ModuleType) else x.__module__).partition(".")[0]
     return top in LIBRARIES or top in _STANDARD or (isinstance(x, type) and issubclass(x, BaseException))
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
+    """Says whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
     if value is None or isinstance(value, (bool, np.bool_, str, bytes, enum.Enum)):
         return True
     if isinstance(value, (type, types.ModuleType)):

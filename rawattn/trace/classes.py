@@ -1,4 +1,4 @@
-"""Whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
+"""This module says whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
 ask by tiles."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def strengthen(code: Code) -> Expr:
 
 
 def by_blocks(code: Code) -> bool:
-    """Whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
+    """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
     uses = [node for node in nodes(code.root) if any(each is Q for each in children(node))]
     return bool(uses) and all(node.op == "floordiv" for node in uses)
 

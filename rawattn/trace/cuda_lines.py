@@ -195,7 +195,7 @@ class Writer:
         return self._formulas[x.op].format(*args) if x.op in self._formulas else f"function::{x.op}({', '.join(args)})"
 
     def is_distance(self, x: Expr) -> bool:
-        """Whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
+        """Says whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
         integers = x.op == "le" and x.args[0].op == "abs" and x.args[0].type == x.args[1].type == "int"
         return integers and self.place(x.args[1]) < ELEMENT == self.place(x)
 
@@ -257,7 +257,7 @@ class Writer:
         return f"{self.number}({text})" if x.type == "float" else text
 
     def _steps_by_one(self, x: Expr) -> bool:
-        """Whether the last index is the key, and something of an outer place besides."""
+        """Says whether the last index is the key, and something of an outer place besides."""
         _, terms = linear(x.args[-1])
         steps = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] == "element"}
         return steps == {INSIDE: 1} and (x, len(x.args) - 3) not in self.checked and x.args[1] != "fp64"

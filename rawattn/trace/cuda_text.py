@@ -259,7 +259,7 @@ def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
-    """Whether it is a few instructions without loads."""
+    """Says whether it is a few instructions without loads."""
     texts = [text.replace("function::within", "") for _, _, text in element]
     return len(texts) <= 8 and not any("function::" in text or " / " in text for text in texts)
 

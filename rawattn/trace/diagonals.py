@@ -17,7 +17,7 @@ LEAST_WORK = 4  # of a part that is worth its way through shared memory; a dear 
 
 
 def _is_of_distance(x: Expr, known: set[Expr]) -> bool:
-    """Whether the value is the same for all pairs of a diagonal, where those that are ``known`` are. A key that is there is
+    """Says whether the value is the same for all pairs of a diagonal, where those that are ``known`` are. A key that is there is
     first + offset and first + inside."""
     if x.op in ("lt", "le", "eq") and x.args[0].type == x.args[1].type == "int":
         terms = linear(combine(x.args[0], x.args[1], -1))[1]

@@ -27,7 +27,7 @@ CHOICES = ("where", "min", "max", "band", "bor", "bxor", "shl", "shr")  # of raw
 
 
 class Tracer(Protocol):
-    """What runs a function on expressions, and is asked where Python needs a value."""
+    """This is what runs a function on expressions, and is asked where Python needs a value."""
 
     def choose(self, condition: Expr) -> bool: ...
     def specialise(self, x: Expr) -> Any: ...
@@ -337,7 +337,7 @@ def _describe(x: Any) -> str:
 
 
 def is_const(x: Expr, value: float) -> bool:
-    """Whether it is this constant."""
+    """Says whether it is this constant."""
     return x.op == "const" and x.args[0] == value
 
 

@@ -1,4 +1,4 @@
-"""What the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
+"""This module has what the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
 numbers."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PyramidAddress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostValue:
-    """What the host makes of captured numbers; ``dtype`` is that of floats."""
+    """This is what the host makes of captured numbers; ``dtype`` is that of floats."""
 
     of: Expr
     dtype: Any = np.float64

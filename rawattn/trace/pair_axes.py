@@ -22,7 +22,7 @@ class PairAxes(NamedTuple):
     first_kv: int = 0
 
     def is_shared(self, one_sequence: bool, one_head: bool) -> bool:
-        """Whether several sequences or heads share an element."""
+        """Says whether several sequences or heads share an element."""
         return (self.batch is None and not one_sequence) or (self.head is None and not one_head)
 
     def view(

@@ -1,4 +1,4 @@
-"""Where a kernel computes each part of an expression: as seldom as it can.
+"""This module says where a kernel computes each part of an expression: as seldom as it can.
 
 There are five places: constants; the host, for captured numbers and what is made of them alone; the head, once for each work;
 the row, once for a query and a run of keys; and the element, whose key is ``first + offset`` with an offset that is a constant

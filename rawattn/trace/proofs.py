@@ -1,4 +1,4 @@
-"""What is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
+"""This module has what is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
 stay in their arrays.
 
 Nothing on the device is read: an element may be any number that its dtype holds.
@@ -63,7 +63,7 @@ def checked_indices(
 
 
 def holds_for(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> bool:
-    """Whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
+    """Says whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
     if _holds_below(code, shapes, tuple([_class_of(x) for x in numbers]), limits):
         return True
     try:
@@ -94,7 +94,7 @@ def _class_of(x: int | float) -> Class:
 
 @functools.lru_cache(maxsize=4096)
 def _holds_for_all(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[Class, ...], limits: Limits) -> bool:
-    """Whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
+    """Says whether no index may leave its array, and no integer 32 bits, whatever the numbers of these classes are."""
     try:
         return not prove(code, shapes, classes, limits)
     except ProblemError:  # some may be small enough
@@ -170,7 +170,7 @@ def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Lim
 
 
 def _is_beyond(x: float) -> bool:
-    """Whether a finite number is infinite in float32."""
+    """Says whether a finite number is infinite in float32."""
     return FLOAT32_END <= abs(x) < math.inf
 
 
@@ -231,7 +231,7 @@ def _check_operands(x: Expr, ranges: dict[Expr, Range], has_classes: bool) -> No
 
 
 def is_nonnegative(root: Expr, q_below: bool) -> bool:
-    """Whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
+    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
     ``q_below`` says whether q may be below 0."""
     high = LIMITS["int"][1]
 

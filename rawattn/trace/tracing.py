@@ -252,7 +252,7 @@ def _traced_anew(function: Any, role: str) -> Bound:
 
 
 class _Cache:
-    """What was traced, by code and role. It is bounded, and holds no arrays."""
+    """This is what was traced, by code and role. It is bounded, and holds no arrays."""
 
     codes, variants = 1024, 32
 

@@ -19,7 +19,7 @@ class Pairwise:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a traced Python function."""
+        """Says whether it is a traced Python function."""
         return False
 
     @property

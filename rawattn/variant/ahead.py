@@ -1,4 +1,4 @@
-"""What is brought of a score's arrays before it is needed."""
+"""This module has what is brought of a score's arrays before it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What ``append`` writes: which rows are new, where they go and in which format, which queries are rotated, and how."""
+"""This module has what ``append`` writes: which rows are new, where they go and in which format, which queries are rotated, and
+how."""
 
 from __future__ import annotations
 

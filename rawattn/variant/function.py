@@ -113,7 +113,7 @@ class Captures(Option):
         return self.made(self._written, numbers)
 
     def holds_for(self, numbers: tuple[int | float, ...], limits: Limits) -> bool:
-        """Whether nothing needs to be checked where it captured these numbers."""
+        """Says whether nothing needs to be checked where it captured these numbers."""
         return holds_for(self.code, tuple([array.shape for array in self.arrays]), numbers, limits)
 
     def made(self, written: cuda_text.Written, numbers: tuple[int | float, ...]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class FunctionMask(Captures):
 
     @functools.cached_property
     def by_blocks(self) -> bool:
-        """Whether queries keep keys by the blocks that they lie in."""
+        """Says whether queries keep keys by the blocks that they lie in."""
         return by_blocks(self.code)
 
     @property
@@ -200,12 +200,12 @@ class FunctionScore(Captures):
 
     @property
     def has_diagonals(self) -> bool:
-        """Whether part of it is decided by a pair's distance alone, and worth being made once for each distance."""
+        """Says whether part of it is decided by a pair's distance alone, and worth being made once for each distance."""
         return self._written.has_diagonals
 
     @functools.cached_property
     def reads_pairs(self) -> bool:
-        """Whether it reads an element for each pair of a query and a key."""
+        """Says whether it reads an element for each pair of a query and a key."""
         return any(node.op == "load" and {"q", "kv"} <= node.deps for node in nodes(self.code.root))
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""How the gradients of pairs become those of a captured array's elements, and what their sums are."""
+"""This module says how the gradients of pairs become those of a captured array's elements, and what their sums are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT_WORDS = {"fp32": 13, "fp64": 68}  # of 64 bits, of an exact sum: ExactSum:
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Option):
-    """How pairs are summed: what ``trace.gradients.gathering`` names."""
+    """This says how pairs are summed: what ``trace.gradients.gathering`` names."""
 
     name: str
 

@@ -1,4 +1,5 @@
-"""Where key and value bytes come from; which pages of a cache a sequence has, how many keys, and with which scales."""
+"""This module says where key and value bytes come from; which pages of a cache a sequence has, how many keys, and with which
+scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which (query, key) pairs count.
+"""This module says which (query, key) pairs count.
 
 Every mask here keeps one run of keys per query. ``interval`` says which, and is the whole definition: the reference, the CPU
 path and the brute-force tests of the CUDA files all read it.

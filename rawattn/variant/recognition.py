@@ -35,7 +35,7 @@ def recognised(code: Code, numbers: Sequence[Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def may_be(code: Code) -> bool:
-    """Whether the form is one of a built-in option's, whatever the numbers are."""
+    """Says whether the form is one of a built-in option's, whatever the numbers are."""
     root, ones = code.root, (1,) * code.numbers
     if code.role == "score":
         return root is S or root.op == "mul"

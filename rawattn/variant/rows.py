@@ -1,4 +1,4 @@
-"""Where the rows of a sequence are in q, k, v and o."""
+"""This module says where the rows of a sequence are in q, k, v and o."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which tile a block takes, and when; in which order its warpgroups issue; whether it begins before the launch in front ended."""
+"""This module says which tile a block takes, and when; in which order its warpgroups issue; whether it begins before the launch
+in front ended."""
 
 from __future__ import annotations
 

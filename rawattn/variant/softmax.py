@@ -1,4 +1,4 @@
-"""How the reference of a row's exponentials follows the row's maximum."""
+"""This module says how the reference of a row's exponentials follows the row's maximum."""
 
 from __future__ import annotations
 

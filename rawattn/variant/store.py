@@ -1,4 +1,4 @@
-"""What a block writes, and the results over different keys that ``combine.cu`` folds."""
+"""This module has what a block writes, and the results over different keys that ``combine.cu`` folds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a kernel visits the key tiles of some queries, or the query tiles of some keys.
+"""This module says how a kernel visits the key tiles of some queries, or the query tiles of some keys.
 
 Tiles are side by side, and the mask says where they begin and end; or they are lists with holes, which warps find by asking the
 mask for a class of each tile."""
@@ -12,7 +12,7 @@ from . import Option, Pairwise, Wrapper
 
 
 def lists(mask: Pairwise | None) -> bool:
-    """Whether the tiles that a mask visits may have holes between them."""
+    """Says whether the tiles that a mask visits may have holes between them."""
     return mask is not None and mask.lists
 
 

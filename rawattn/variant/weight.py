@@ -1,4 +1,4 @@
-"""What becomes of a weight between its sum and the product with v."""
+"""This module has what becomes of a weight between its sum and the product with v."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Dropout(Option):
         return {"dropout_threshold": self.threshold, "dropout_factor": self.factor}
 
     def kept(self, seed: int, batch: int, head: int, q: npt.ArrayLike, kv: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
+        """Says which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
         is the number of the sequence, ``head`` that of the query head."""
         i, j = np.asarray(q, np.uint32), np.asarray(kv, np.uint32)
         words = philox((i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, batch), (seed % 2**32, (seed >> 32) % 2**32))
