@@ -28,9 +28,9 @@ from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
-from .operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
+from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
-from .runtime.request import Options, request_for
+from .runtime.request import request_for
 from .variant.element import ELEMENTS
 from .variant.mask import And, Causal, Full
 from .variant.mask import Window as WindowMask
@@ -77,12 +77,9 @@ def attention(
     alibi, bias = (x if x is None else _taken(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    options = Options(
-        causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
-        constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
-        invariant=invariant,
-    )._asdict()  # fmt: skip
-    options, captured = functions.taken(options)
+    chosen = Options(causal, window, softcap, scale, mask, score, True, constant_time, deterministic, q_offset, kv_offset,
+                     dropout, invariant)  # fmt: skip
+    options, captured = functions.taken(named(chosen))
     for words, x in zip(functions.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rawattn.operation import functions
+from rawattn.operation.spec import Options
 from rawattn.reference.formula import INF, Formula, Tile, cast, make_formula, to_numpy
 from rawattn.trace.formulas import FORMULAS
 
@@ -87,8 +88,8 @@ def expect(
     what is computed of them is not, so that an error is that of the sums, of the exponent, and of weights too small to be
     numbers. Each of the ``operations`` of a derivative that has many rounds, too, and each tanh in it errs (``OfTanh``)."""
     starts = cu_seqlens_q, cu_seqlens_kv
-    asked = {"causal": False, "window": None, "softcap": None, "scale": None, "mask": None, **options}
-    formula = make_formula(q, k, **asked, score=score, starts=starts)
+    seed = options.pop("seed", None)
+    formula = make_formula(q, k, Options(**options, score=score), seed, starts=starts)
     own, captured = functions.taken({"score": score})
     numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
     exact, size, reach, of_tanh = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(4))

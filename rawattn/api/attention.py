@@ -10,12 +10,14 @@ from ..errors import ProblemError
 from ..operation import Backward, Forward, Operation, arguments, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.inputs import BackwardInputs, ForwardInputs
-from ..operation.spec import MaskLike, ScoreLike, Window
+from ..operation.spec import MaskLike, Options, ScoreLike, Window, named
 from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.plans import Plan, device_of
-from ..runtime.request import NO_LENGTHS, Options, arrays_and_options, named, request_for, seed_array, stand_in_seed
+from ..runtime.request import NO_LENGTHS, arrays_and_options, request_for, seed_array, stand_in_seed
+
+OPTIONS = arguments.with_options(Options, "alibi", "bias")
 
 
 def attention(
@@ -193,6 +195,7 @@ def backward(
     return gradients
 
 
+@OPTIONS
 def plan_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
@@ -209,6 +212,7 @@ def plan_backward(
     return call_on(request_for(Backward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
+@OPTIONS
 def explain_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, *, dlse: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
     max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, sinks: Any = None, q_lens: Any = None,
@@ -223,6 +227,7 @@ def explain_backward(
     return dataclasses.replace(found, copied=copied)
 
 
+@OPTIONS
 def plan(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, seed: Any = None,
@@ -244,6 +249,7 @@ def plan(
     return call_on(request_for(Forward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
 
 
+@OPTIONS
 def explain(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None, *, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, seed: Any = None,

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar
 
 if sys.version_info >= (3, 11):
@@ -100,6 +100,28 @@ def refuse(
     names = f" Give what follows {first[-1]} by name, as in {own[0]}=..." if own else ""
     given = f"takes {len(first)} positional arguments but {len(first) + len(beyond)} were given"
     raise TypeError(f"{called}() {given}.{names}")
+
+
+def with_options(declared: Any, *more: str) -> Callable[[F], F]:
+    """A decorator of functions with ``**options``: their signatures name what a NamedTuple declares, and ``more``."""
+    defaults = declared._field_defaults | dict.fromkeys(more)
+    names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default) for name, default in defaults.items()]
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, _ = signature.parameters.values()
+        first = [x for x in own if x.kind != x.KEYWORD_ONLY]
+        function.__signature__ = signature.replace(parameters=[*first, *names, *own[len(first) :]])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def choose(declared: Any, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """The NamedTuple of these options, which a function was given. Raises TypeError for what it does not declare."""
+    if unknown := options.keys() - {*declared._fields}:
+        refuse(function, unknown)
+    return declared(**options)
 
 
 def named(function: F) -> F:

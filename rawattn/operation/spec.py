@@ -1,4 +1,4 @@
-"""Every option of attention, once, as a frozen value: what is computed, without arrays, lengths or devices."""
+"""Every option of attention, once: as a caller gives it, and checked, as a frozen value without arrays, lengths or devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,41 @@ Window = tuple[int | None, int | None]
 MaskLike = masks.Mask | Callable[..., Any]
 ScoreLike = scores.Score | Callable[..., Any]
 
+FLAGS = ("return_lse", "constant_time", "deterministic", "invariant")
+
+
+class Options(NamedTuple):
+    """The options of attention as a caller gives them, with their defaults."""
+
+    causal: bool = False
+    window: Window | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    mask: MaskLike | None = None
+    score: ScoreLike | None = None
+    return_lse: bool = False
+    constant_time: bool = False
+    deterministic: bool = True
+    q_offset: int | None = None
+    kv_offset: int | None = None
+    dropout: float = 0.0
+    invariant: bool = False
+
+
+def named(options: Options) -> dict[str, Any]:
+    """The options by name. This is ``_asdict``, which dynamo of torch 2.4 does not trace."""
+    return dict(zip(Options._fields, options, strict=True))
+
+
+def with_functions(options: Options, mask: Any, score: Any) -> Options:
+    """The options with another mask and another score."""
+    return Options(**{**named(options), "mask": mask, "score": score})
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The options of an attention call. ``scale`` None stands for 1 / sqrt(head_dim); an offset of None for 0, and both for rows
-    whose positions follow from the mask's alignment.
+    """The options of an attention call, checked. ``scale`` None stands for 1 / sqrt(head_dim); an offset of None for 0, and both
+    for rows whose positions follow from the mask's alignment.
 
     ``Spec.of`` takes the arguments of ``rawattn.attention`` and checks them.
     """
@@ -48,21 +78,17 @@ class Spec:
             )
 
     @classmethod
-    def of(
-        cls, *, causal: Any = False, window: Any = None, softcap: Any = None, scale: Any = None, mask: Any = None,
-        score: Any = None, return_lse: Any = False, constant_time: Any = False, deterministic: Any = True, q_offset: Any = None,
-        kv_offset: Any = None, dropout: Any = 0.0, invariant: Any = False,
-    ) -> Spec:  # fmt: skip
-        """The spec that the arguments of ``rawattn.attention`` mean. Raises ProblemError for a wrong one."""
-        flags = {"return_lse": return_lse, "constant_time": constant_time, "deterministic": deterministic, "invariant": invariant}
+    def of(cls, **values: Any) -> Spec:
+        """The spec that ``Options`` of these values mean. Raises ProblemError for a wrong one."""
+        options = Options(**values)
         return cls(
-            make_mask(causal, window, mask),
-            make_score(softcap, score),
-            make_scale(scale),
-            **{name: _flag(name, value) for name, value in flags.items()},
-            q_offset=make_offset("q_offset", q_offset),
-            kv_offset=make_offset("kv_offset", kv_offset),
-            dropout=make_dropout(dropout),
+            make_mask(options.causal, options.window, options.mask),
+            make_score(options.softcap, options.score),
+            make_scale(options.scale),
+            **{name: _flag(name, getattr(options, name)) for name in FLAGS},
+            q_offset=make_offset("q_offset", options.q_offset),
+            kv_offset=make_offset("kv_offset", options.kv_offset),
+            dropout=make_dropout(options.dropout),
         )
 
     @functools.cached_property

@@ -20,9 +20,9 @@ from ..errors import ProblemError, RawattnError
 from ..operation import Forward, arguments, functions
 from ..operation.forward import check_arrays
 from ..operation.functions import BoundFunction, Function
-from ..operation.spec import MaskLike, ScoreLike, Spec, Window
+from ..operation.spec import MaskLike, Options, ScoreLike, Spec, Window
 from ..runtime.plans import cache_put
-from ..runtime.request import Options, request_for
+from ..runtime.request import request_for
 from ..torch.operators import NO_SECOND
 from ..trace.proofs import Limits
 from ..variant.mask import Full

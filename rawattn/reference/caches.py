@@ -11,7 +11,7 @@ import numpy as np
 from ..array.arrays import read
 from ..errors import ProblemError
 from ..operation import arguments, functions
-from ..operation.spec import make_mask, make_score
+from ..operation.spec import Options, make_mask, make_score
 from ..variant.element import ELEMENTS, Element
 from ..variant.mask import FromKey, Intersection, Mask, Pairs, causal_and
 from ..variant.score import Score
@@ -50,7 +50,9 @@ def attention_kvcache(
             k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _scale(cache, n, i) for n in "kv")
         sequence_q = queries[rows][None]
         mask_function = mask if functions.is_function(mask) else None
-        formula = make_formula(sequence_q, k, False, None, softcap, scale, mask_function, score, 0, 0)
+        formula = make_formula(
+            sequence_q, k, Options(softcap=softcap, scale=scale, mask=mask_function, score=score, q_offset=0, kv_offset=0)
+        )
         seen = {"q_offset": kv_len - sequence_q.shape[1]}  # positions are below 0 before the first key
         within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
         logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)

@@ -30,9 +30,9 @@ from ..array.arrays import read, requires_grad
 from ..errors import ProblemError, UnsupportedError
 from ..operation import arguments, functions
 from ..operation.forward import limits as limits_of
-from ..operation.spec import Spec, make_dropout, make_mask, make_offset, make_scale, make_score
+from ..operation.spec import Options, Spec, named
 from ..variant import weight
-from ..variant.mask import Mask, Pairs, of_head
+from ..variant.mask import Pairs, of_head
 from ..variant.score import Score
 
 LOGITS = 1 << 22  # that are held at once
@@ -40,12 +40,10 @@ INF = float("inf")
 
 
 @arguments.named
+@arguments.with_options(Options)
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None, scale: float | None = None, mask: Mask | None = None, score: Score | None = None,
-    sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None, kv_lens: Any = None,
-    q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0, seed: Any = None, return_lse: bool = False,
-    rows: Sequence[int] | None = None, rounded: bool = False,
+    q: Any, k: Any, v: Any, *, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, q_lens: Any = None,
+    kv_lens: Any = None, seed: Any = None, rows: Sequence[int] | None = None, rounded: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """Attention in float64, slow and exact, to compare with.
 
@@ -54,14 +52,13 @@ def attention(
     Args:
         q: (batch, q_len, heads, head_dim), of any float dtype and strides: a NumPy or CuPy array or a torch tensor.
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
-        causal, window, softcap, scale, mask, score, q_offset, kv_offset: as in ``rawattn.attention``. The score needs ``logit``
-            alone.
-        dropout, seed: as in ``rawattn.attention``; the seed is an int or one in an array, and is needed.
+        options: as in ``rawattn.attention``. The score needs ``logit`` alone; constant_time, deterministic and invariant change
+            no result.
+        seed: an int or one in an array; it is needed where there is dropout.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
         q_lens, kv_lens: (batch,) integers, the rows that each sequence uses: its other queries keep no key, and its other keys
             are not there.
-        return_lse: give (o, lse).
         rows: compute these queries only, numbered in each sequence, or in all of q where sequences are end to end.
         rounded: compute in float32, with logits and probabilities rounded to q's dtype, and give float32: the yardstick for a
             kernel's error.
@@ -74,20 +71,17 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
-    starts = cu_seqlens_q, cu_seqlens_kv
-    options = causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed
-    formula = make_formula(q, k, *options, starts=starts, rounded=rounded)
+    chosen, starts = arguments.choose(Options, attention, options), (cu_seqlens_q, cu_seqlens_kv)
+    formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
     o, lse = formula.forward(q, k, v, sinks, *starts, rows, (q_lens, kv_lens))
-    return (o, lse) if return_lse else o
+    return (o, lse) if chosen.return_lse else o
 
 
 @arguments.named
+@arguments.with_options(Options)
 def attention_backward(
-    do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, causal: bool = False,
-    window: tuple[int | None, int | None] | None = None, softcap: float | None = None, scale: float | None = None,
-    mask: Mask | None = None, score: Score | None = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
-    q_lens: Any = None, kv_lens: Any = None, q_offset: int | None = None, kv_offset: int | None = None, dropout: float = 0.0,
-    seed: Any = None, wrt: Any = (), rounded: bool = False,
+    do: Any, q: Any, k: Any, v: Any, *, dlse: Any = None, sinks: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+    q_lens: Any = None, kv_lens: Any = None, seed: Any = None, wrt: Any = (), rounded: bool = False, **options: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v, the sinks and what a score captured in float64, slow and exact, to compare with.
 
@@ -108,10 +102,9 @@ def attention_backward(
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     Rows that q_lens and kv_lens leave unused have gradients of 0, and dlse of such a query reaches no sink.
     """
-    starts = cu_seqlens_q, cu_seqlens_kv
-    options = causal, window, softcap, scale, mask, score, q_offset, kv_offset, dropout, seed
-    formula = make_formula(q, k, *options, starts=starts, rounded=rounded)
-    return formula.backward(do, q, k, v, dlse, sinks, *starts, (score, wrt), (q_lens, kv_lens))
+    chosen, starts = arguments.choose(Options, attention_backward, options), (cu_seqlens_q, cu_seqlens_kv)
+    formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
+    return formula.backward(do, q, k, v, dlse, sinks, *starts, (chosen.score, wrt), (q_lens, kv_lens))
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -138,25 +131,20 @@ def to_numpy(x: Any) -> npt.NDArray[Any]:
 
 
 def make_formula(
-    q: Any, k: Any, causal: Any, window: Any, softcap: Any, scale: Any, mask: Any, score: Any, q_offset: Any = None,
-    kv_offset: Any = None, dropout: Any = 0.0, seed: Any = None, *, starts: tuple[Any, Any] = (None, None), rounded: bool = False,
-) -> Formula:  # fmt: skip
+    q: Any, k: Any, options: Options, seed: Any = None, *, starts: tuple[Any, Any] = (None, None), rounded: bool = False
+) -> Formula:
     """The formula for q's library and device and these options, in float64, or ``rounded``."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     device = {"device": q.device} if xp.__name__ == "torch" else {}
-    factor = make_scale(scale)
-    q_first, kv_first = make_offset("q_offset", q_offset), make_offset("kv_offset", kv_offset)
-    options, captured = functions.taken({"mask": mask, "score": score})
+    traced, captured = functions.taken({"mask": options.mask, "score": options.score})
     held = [_detach(x) if hasattr(x, "detach") else x for x in captured]
-    by_name = dict(zip(functions.names(options), held, strict=True))
-    if functions.among(options):
+    by_name = dict(zip(functions.names(traced), held, strict=True))
+    if functions.among(traced):
         arrays = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
-        limits = limits_of({name: x for name, x in arrays.items() if x is not None}, {"q_offset": q_first, "kv_offset": kv_first})
-        options = functions.made(options, {name: read(x, name) for name, x in by_name.items()}, limits)
-    kept, logit = make_mask(causal, window, options["mask"]), make_score(softcap, options["score"])
-    spec = Spec(kept, logit, q_offset=q_first, kv_offset=kv_first, dropout=make_dropout(dropout))
-    spec = functions.on_host(spec, by_name, starts)
-    factor = q.shape[-1] ** -0.5 if factor is None else factor
+        limits = limits_of({name: x for name, x in arrays.items() if x is not None}, named(options))
+        traced = functions.made(traced, {name: read(x, name) for name, x in by_name.items()}, limits)
+    spec = functions.on_host(Spec.of(**named(options) | traced), by_name, starts)
+    factor = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
     rounding = (lambda x: cast(cast(x, q.dtype), x.dtype)) if rounded else (lambda x: x)
     return Formula(xp, device, xp.float32 if rounded else xp.float64, rounding, *pairs, factor, dropped)

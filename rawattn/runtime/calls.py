@@ -12,10 +12,11 @@ from ..errors import LayoutWarning, ProblemError
 from ..operation import Forward, functions
 from ..operation.forward import layout_doubt
 from ..operation.inputs import ForwardInputs
+from ..operation.spec import Options, named, with_functions
 from . import front_end
 from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, addresses_of, device_of, find, keep, one_or_all, spared_capture
 from .record import is_logging, log_operation
-from .request import Options, Request, named, request_for, with_functions, with_numbers
+from .request import Request, request_for, with_numbers
 from .select import select, warn_once
 
 Forms = tuple[tuple[Any, ...], ...]

@@ -4,45 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..array import arrays
 from ..array.arrays import Array
 from ..errors import ProblemError
 from ..operation import Operation, arguments, functions
-from ..operation.spec import MaskLike, ScoreLike, Window, is_int, make_dropout
+from ..operation.spec import Options, is_int, make_dropout, named, with_functions
 from . import front_end
 
 KEPT_REQUESTS = 1024
 NO_LENGTHS = (None, None)
-
-
-class Options(NamedTuple):
-    """The options of attention, with their defaults."""
-
-    causal: bool = False
-    window: Window | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    mask: MaskLike | None = None
-    score: ScoreLike | None = None
-    return_lse: bool = False
-    constant_time: bool = False
-    deterministic: bool = True
-    q_offset: int | None = None
-    kv_offset: int | None = None
-    dropout: float = 0.0
-    invariant: bool = False
-
-
-def named(options: Options) -> dict[str, Any]:
-    """The options by name. This is ``_asdict``, which dynamo of torch 2.4 does not trace."""
-    return dict(zip(Options._fields, options, strict=True))
-
-
-def with_functions(options: Options, mask: Any, score: Any) -> Options:
-    """The options with another mask and another score."""
-    return Options(**{**named(options), "mask": mask, "score": score})
 
 
 def with_numbers(options: Options, numbers: tuple[functions.Numbers, functions.Numbers]) -> Options:
@@ -163,12 +135,11 @@ def arrays_and_options(
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that
     ``caller`` does not have, as any call does."""
-    known = (*Options._fields, "alibi", "bias")
-    if unknown := options.keys() - set(known):
-        arguments.refuse(caller, unknown, options=known)
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
+    chosen = arguments.choose(Options, caller, options)
     if any(x is not None for x in shorthands):
-        options["score"] = functions.biased(options.pop("softcap", None), options.get("score"), *shorthands)
-    options, captured = functions.taken(named(Options(**options)), wrt)
+        score = functions.biased(chosen.softcap, chosen.score, *shorthands)
+        chosen = chosen._replace(softcap=None, score=score)
+    options, captured = functions.taken(named(chosen), wrt)
     return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..operation import Forward, functions
-from ..operation.spec import Spec
+from ..operation.spec import Options, Spec
 from ..reference.formula import Formula, Tile, make_formula
 from ..variant import mask as masks
 from ..variant import score as scores
@@ -472,10 +472,9 @@ def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
 
 
 def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
-    asked: dict[str, Any] = {name: options.get(name) for name in _OPTIONS[1:]}
-    asked |= {"causal": options.get("causal", False), "dropout": options.get("dropout", 0.0), "seed": options.get("seed")}
+    chosen = Options(**{name: options[name] for name in Options._fields if name in options})
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
-    formula = make_formula(q, k, **asked, starts=starts)
+    formula = make_formula(q, k, chosen, options.get("seed"), starts=starts)
     return _Sizes(**_fields(formula), power=power)
 
 

@@ -36,9 +36,9 @@ from ..errors import ProblemError
 from ..operation import Backward, Forward, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
-from ..operation.spec import Spec, is_int
+from ..operation.spec import Options, Spec, is_int, named
 from ..runtime import calls, plans
-from ..runtime.request import Options, Request, named, request_for
+from ..runtime.request import Request, request_for
 from ..variant import Option
 from ..variant.element import ELEMENTS
 from . import sharding

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +61,10 @@ def little_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
+    """Compiles them on all cores; under xdist each worker compiles its share."""
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = [*sources(request.session.items).values()][int(worker.removeprefix("gw")) :: workers]
     context = multiprocessing.get_context("spawn")  # this process may have CUDA threads already
-    with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
-        for job in [pool.submit(compiler.compile, source) for source in sources(request.session.items).values()]:
+    with concurrent.futures.ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // workers), mp_context=context) as pool:
+        for job in [pool.submit(compiler.compile, source) for source in share]:
             job.exception()  # likewise

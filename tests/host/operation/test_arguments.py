@@ -10,7 +10,6 @@ import pytest
 
 import rawattn
 from rawattn.operation import arguments
-from rawattn.runtime.request import Options
 
 X = np.zeros((1, 4, 2, 8), np.float32)
 CU = np.array([0, 4], np.int32)
@@ -57,9 +56,8 @@ def said(name: str, *given: Any, **options: Any) -> str:
 def test_foreign_names(name: str) -> None:
     """Every name of the table that a call does not have gets words that help: an argument's name with the table's remark, what
     else serves it, or the names that there are."""
-    of_options = {"attention_append": [*inspect.signature(rawattn.attention_kvcache).parameters][4:-1]}
     known = {*inspect.signature(CALLS[name][0]).parameters}
-    known |= {*of_options.get(name, (*Options._fields, "alibi", "bias"))} if "options" in known else set()
+    known |= {*inspect.signature(rawattn.attention_kvcache).parameters} if name == "attention_append" else set()
     for foreign, (own, remark) in arguments.FOREIGN.items():
         if foreign not in known:
             text = said(name, **{foreign: None})

@@ -17,7 +17,7 @@ pytest.importorskip("torch._dynamo.testing")
 
 import rawattn  # noqa: E402
 from rawattn.errors import ProblemError  # noqa: E402
-from rawattn.runtime.request import Options  # noqa: E402
+from rawattn.operation.spec import Options  # noqa: E402
 from rawattn.torch import operators  # noqa: E402
 from tests.captures import documents, head_bias  # noqa: E402
 
