@@ -188,8 +188,8 @@ def backward(
     broke."""
     options, captured = functions.taken(options, wrt)
     gradients: tuple[Any, ...]
-    if front_end.load_torch() and front_end.operators.dispatch(inputs, casts=False) is front_end.operators.attention:
-        gradients = front_end.operators.attention_backward(inputs, options, lengths, kernel, config, out, captured)
+    if front_end.load_torch() and front_end.torch.dispatch(inputs, casts=False) is front_end.torch.attention:
+        gradients = front_end.torch.attention_backward(inputs, options, lengths, kernel, config, out, captured)
     else:
         gradients = run(inputs, request_for(Backward, options, lengths, kernel, config), out, captured)
     return gradients

@@ -31,7 +31,7 @@ from ..array import arrays
 from ..errors import ProblemError, UnsupportedError, brief
 from ..operation.spec import Spec
 from ..serving import api as caches
-from ..torch import operators
+from ..torch import is_plain, seed_of
 from .flash_attn_kvcache import with_kvcache, without_step
 
 __version__ = "2.8.3+rawattn"  # of the functions; some callers ask what flash-attn can do by it
@@ -146,7 +146,7 @@ def _flash_attn_forward(
 ) -> Any:  # fmt: skip
     """Computes (o, lse, None, rng_state) for callers with a backward of their own, which is given rng_state, dropout's seed."""
     options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
-    seed = operators.seed_of(q, None) if dropout_p else None
+    seed = seed_of(q, None) if dropout_p else None
     return *attention.attention(q, k, v, return_lse=True, dropout=dropout_p, seed=seed, **options), None, seed
 
 
@@ -159,7 +159,7 @@ def _flash_attn_varlen_forward(
     """Computes ``_flash_attn_forward`` of sequences that lie end to end, or whose keys are in pages."""
     refuse(leftpad_k=(leftpad_k, None))
     options = options_of(softmax_scale, causal, (window_size_left, window_size_right), softcap, True, alibi_slopes)
-    seed = operators.seed_of(q, None) if dropout_p else None
+    seed = seed_of(q, None) if dropout_p else None
     options |= {"dropout": dropout_p} | ({} if seed is None else {"seed": seed})
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
     return *varlen(q, k, v, starts, longest, options, True, block_table, (None, seqused_k)), None, seed
@@ -277,7 +277,7 @@ def varlen(
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     options = {**without_step(options), "return_lse": return_lse}
     compute = functools.partial(caches.attention_kvcache, q, serving.KVCache(k, v), step, **options)
-    return _Paged.apply(compute, q, k, v) if operators.is_plain() and arrays.requires_grad(q, k, v) else compute()
+    return _Paged.apply(compute, q, k, v) if is_plain() and arrays.requires_grad(q, k, v) else compute()
 
 
 class _Paged(torch.autograd.Function):

@@ -12,7 +12,7 @@ from ..array import arrays, eager
 from ..errors import ProblemError, brief
 from ..runtime.plans import find, keep, one_or_all
 from ..serving import api as caches
-from ..torch import operators
+from ..torch import is_plain
 
 Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
 StepOf = tuple[Any, Any, Any, Any]  # of a ``Step``: lengths, pages, where rows begin, and the first keys
@@ -116,7 +116,7 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
         return lens
     if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
         return lens
-    if operators.is_plain() and not arrays.are_held((lens, starts)):
+    if is_plain() and not arrays.are_held((lens, starts)):
         return lens
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
@@ -124,7 +124,7 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
 def _request(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.CacheRequest | None:
     """The request of a call over a cache, where it is found again: no functions, nothing that is traced or of a wrong
     type."""
-    if not operators.is_plain() or "alibi" in options or "mask" in options:
+    if not is_plain() or "alibi" in options or "mask" in options:
         return None
     if type(options["causal"]) is not bool or type(longest) not in (int, type(None)):
         return None

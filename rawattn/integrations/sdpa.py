@@ -20,7 +20,7 @@ from ..api import attention
 from ..api.naming import naming
 from ..array import arrays
 from ..errors import ProblemError, UnsupportedError
-from ..torch import operators
+from ..torch import dispatch, seed_of
 
 NAME = "RAWATTN"
 _CAUSAL = mask.Causal("top_left")
@@ -155,11 +155,11 @@ def attended(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tuple
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batches, heads, rows, _ = query.stride()
     own = None
-    if not 0 < heads <= rows <= batches and operators.dispatch((q, k, v)) is None:
+    if not 0 < heads <= rows <= batches and dispatch((q, k, v)) is None:
         if "score" in options:
             options["score"] = score.function(options["score"])
         more = (*getattr(options.get("score"), "arrays", ()), *([options["bias"]] if "bias" in options else []))
-        if not more or operators.dispatch((q, *more)) is None:  # autograd follows these, too
+        if not more or dispatch((q, *more)) is None:  # autograd follows these, too
             own = _lying_as(query, v.shape[-1])
             options["out"] = own.transpose(1, 2)
     found = attention.attention(q, k, v, **options)
@@ -334,7 +334,7 @@ def _rest(query: Any, dropout_p: float) -> tuple[Any, ...]:
     a seed from torch's generator."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     if dropout_p:
-        state.view(torch.int64)[:1] = operators.seed_of(query, None)
+        state.view(torch.int64)[:1] = seed_of(query, None)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 

@@ -23,7 +23,7 @@ from ..operation.functions import BoundFunction, Function
 from ..operation.spec import MaskLike, Options, ScoreLike, Spec, Window
 from ..runtime.plans import cache_put
 from ..runtime.request import request_for
-from ..torch.operators import NO_SECOND
+from ..torch.autograd import NO_SECOND
 from ..trace.proofs import Limits
 from ..variant.mask import Full
 from ..variant.score import Scale, Softcap

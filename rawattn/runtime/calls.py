@@ -31,7 +31,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
         mask, score, captured, numbers = functions.parted(options.mask, options.score)
         options = with_functions(options, mask, score)
     if front_end.load_torch():
-        is_plain = front_end.operators.is_plain()
+        is_plain = front_end.torch.is_plain()
         if is_plain and (read := arrays.forms_of(inputs + captured)) is not None:
             request = request_for(Forward, options, lengths, kernel, config)
             call = find((request, read[0]))
@@ -41,9 +41,9 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
                 return one_or_all(call(inputs + captured, read[1], out, numbered))
         if numbers is not None:
             options, request = with_numbers(options, numbers), None
-        compute = (front_end.operators.dispatch_plain if is_plain else front_end.operators.dispatch)(inputs + captured)
+        compute = (front_end.torch.dispatch_plain if is_plain else front_end.torch.dispatch)(inputs + captured)
         if compute is not None:
-            if compute is front_end.operators.differentiable:
+            if compute is front_end.torch.differentiable:
                 return compute(inputs, request_for(Forward, options, lengths, kernel, config), out, captured)
             return compute(inputs, named(options), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:

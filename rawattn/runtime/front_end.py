@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-operators: Any = None  # torch/operators.py and torch/caches.py, from the first call on where torch is loaded
-caches: Any = None
+torch: Any = None  # the package rawattn.torch, from the first call on where torch is loaded
 
 
 def load_torch() -> bool:
-    """Imports the operators once torch is loaded, and tells whether they are there."""
-    global operators, caches
-    if operators is None and sys.modules.get("torch") is not None:
-        from ..torch import caches, operators
-    return operators is not None
+    """Imports the front end of torch once torch is loaded, and tells whether it is there."""
+    global torch
+    if torch is None and sys.modules.get("torch") is not None:
+        from .. import torch as front_end
+
+        torch = front_end
+    return torch is not None
 
 
 # Dynamo calls it while it traces, so that the import is done when it reads the modules and guards on them.

@@ -109,8 +109,8 @@ def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
         return None
     if not make_dropout(dropout):
         return None
-    if front_end.load_torch() and front_end.operators.is_tensor(q):
-        return front_end.operators.seed_of(q, seed, missing)
+    if front_end.load_torch() and front_end.torch.is_tensor(q):
+        return front_end.torch.seed_of(q, seed, missing)
     if seed is None:
         way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
         raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")

@@ -105,9 +105,9 @@ def attention_kvcache(
         arguments.refuse(attention_kvcache, unknown, beyond)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
-    if front_end.load_torch() and front_end.operators.dispatch((q,)) is front_end.operators.attention:
+    if front_end.load_torch() and front_end.torch.dispatch((q,)) is front_end.torch.attention:
         _refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        o, total = front_end.caches.attention_kvcache(q, cache, step, options, sinks, split)
+        o, total = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
         return (o, total) if return_lse else o
     check_objects(cache, step)
     request = request_of(step, options, return_lse, split, kernel, config)
@@ -313,9 +313,9 @@ def append(
     """
     if unknown:
         arguments.refuse(append, unknown)
-    if front_end.load_torch() and front_end.operators.dispatch((q if k is None else k,)) is front_end.operators.attention:
+    if front_end.load_torch() and front_end.torch.dispatch((q if k is None else k,)) is front_end.torch.attention:
         _refuse_where_traced(q_out=q_out)
-        return front_end.caches.append(cache, step, k, v, slots, rotary, q)
+        return front_end.torch.caches.append(cache, step, k, v, slots, rotary, q)
     return write(cache, step, k, v, slots, rotary, q, q_out)
 
 

@@ -20,7 +20,9 @@ from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_
 from ..serving.plan import KVCachePlan
 from ..serving.rotary import check_angles
 from ..serving.step import check_lengths
-from .operators import NO_TANGENT, _constant, _described, _option
+from .autograd import NO_TANGENT
+from .operators import describe
+from .option_text import constant, option
 
 LENGTHS = ("kv_lens", "page_table", "cu_seqlens_q", "kv_begin", "causal", "indptr", "indices", "last_page_len")  # of a Step
 _LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
@@ -47,7 +49,7 @@ def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any
     """Computes ``rawattn.attention_kvcache`` by way of the operator."""
     lengths, causal = _lengths(step)
     options, captured = functions.taken(options)
-    constants = tuple([(name, _constant(value)) for name, value in options.items()])
+    constants = tuple([(name, constant(value)) for name, value in options.items()])
     text = _text(causal, constants)
     bounds, split_keys = (step.max_q_len, step.max_kv_len), api.split_keys_of(split)
     rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_scales(cache)
@@ -85,7 +87,7 @@ def _scales(cache: KVCache) -> tuple[Any, Any, float, float]:
 def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
     """Writes the options, which ``_constant`` took apart, as the operator takes them: a spec, functions in the places of its mask
     and score, and with a function as mask whether the step is causal for all sequences, which the spec does not say then."""
-    options = {name: _option(value) for name, value in constants}
+    options = {name: option(value) for name, value in constants}
     own, spec = functions.among(options), api.spec_of(causal, options, False)
     has_mask = type(options["mask"]) is functions.Function
     try:
@@ -159,7 +161,7 @@ def _append(*args: Any, **named: Any) -> Any:
 def _arrays(given: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[str, Any]:
     """Describes tensors without memory by name; those of the cache as (pages, page_size, kv_heads, columns). ``scales`` are its
     scales, the arrays and the numbers."""
-    found = {name: _described(x) for name, x in given.items() if x is not None}
+    found = {name: describe(x) for name, x in given.items() if x is not None}
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be 'NHD' or 'HND'.")
     for name in ("k_cache", "v_cache"):
@@ -178,7 +180,7 @@ def _arrays(given: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[s
         if array is None:
             check_scale(name, number, k.dtype)
         else:
-            found[name] = broadcast(scale_array(name, _described(array), k), batch, k.shape[2])
+            found[name] = broadcast(scale_array(name, describe(array), k), batch, k.shape[2])
     return found
 
 
@@ -190,7 +192,7 @@ def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     given = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
     found = _arrays(given, layout, scales)
     kvcache.check_arrays(found, max_q_len)
-    functions.check(functions.labels(own), found | dict(zip(functions.names(own), map(_described, captured or ()), strict=True)))
+    functions.check(functions.labels(own), found | dict(zip(functions.names(own), map(describe, captured or ()), strict=True)))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 

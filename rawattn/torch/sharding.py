@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,14 @@ class _Way(NamedTuple):
     lens: Any
 
 
+def register_where_loaded() -> None:
+    """Registers the rules once ``torch.distributed.tensor``, which is slow to import, is there."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register()
+
+
 @functools.cache
-def register() -> None:
+def _register() -> None:
     """Registers the rules of both operators; once. It imports ``torch.distributed.tensor``, which is slow."""
     try:
         from torch.distributed.tensor import Replicate

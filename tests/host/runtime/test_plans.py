@@ -31,11 +31,12 @@ from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.operation import Forward
 from rawattn.operation.base import three_bits
 from rawattn.runtime import calls as kept_calls
-from rawattn.runtime import front_end, plans, record, request, select
+from rawattn.runtime import plans, record, request, select
 from rawattn.serving import api as serving
 from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
+from rawattn.torch import dispatcher  # noqa: E402
 
 GPU = dataclasses.replace(TYPICAL["sm_90a"], index=-1)  # of torch's tensors on the CPU
 LAUNCHED: list[tuple[bytes, int]] = []  # arguments and stream
@@ -551,7 +552,7 @@ def test_an_array_among_the_options_is_not_kept() -> None:
 def test_torch_sees_a_call_that_was_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     call = tensors()
     rawattn.attention(**call), rawattn.attention(**call)
-    monkeypatch.setattr(front_end.operators, "attention", lambda *_, **__: "seen")
+    monkeypatch.setattr(dispatcher, "attention", lambda *_, **__: "seen")
     dispatch, function = torch.utils._python_dispatch.TorchDispatchMode, torch.overrides.TorchFunctionMode
     for mode in (type("Dispatch", (dispatch,), {})(), type("Function", (function,), {})(), torch.autocast("cpu", torch.float16)):
         with mode:
@@ -708,7 +709,7 @@ def test_an_option_that_there_is_not(call: Any) -> None:
     said = rf"{call.__name__}\(\) got an unexpected keyword argument "
     with pytest.raises(TypeError, match=rf"{said}'casual'. Did you mean 'causal'\?"):
         call(*given, casual=True)
-    with pytest.raises(TypeError, match=rf"{said}'out'. Its options are causal, window, .*bias\."):
+    with pytest.raises(TypeError, match=rf"{said}'out'. Its arguments are .*causal, window, .*bias\."):
         call(*given, out=given[0])
 
 

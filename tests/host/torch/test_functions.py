@@ -18,7 +18,7 @@ pytest.importorskip("torch._dynamo.testing")
 import rawattn  # noqa: E402
 from rawattn.errors import ProblemError  # noqa: E402
 from rawattn.operation.spec import Options  # noqa: E402
-from rawattn.torch import operators  # noqa: E402
+from rawattn.torch import operators, option_text  # noqa: E402
 from tests.captures import documents, head_bias  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "register_vmap"), reason="torch before 2.5")
@@ -199,7 +199,7 @@ def test_pickles() -> None:
 def test_the_operator() -> None:
     q, k, v = make()
     mask, score = documents(ids(50), 7), head_bias(SLOPES)
-    text = operators._text_of(Options(mask=mask.function, score=score.function)._asdict())
+    text = option_text.text_of(Options(mask=mask.function, score=score.function)._asdict())
     given = (q, k, v, None, None, None, None, None, text, None, [ids(50), SLOPES])
     torch.library.opcheck(torch.ops.rawattn.attention.default, given)
     assert torch.equal(torch.ops.rawattn.attention(*given)[0], attention(q, k, v, mask, score))
@@ -336,7 +336,7 @@ def test_gradients_of_captured_tensors_under_vmap() -> None:
 def test_the_operator_of_gradients() -> None:
     q, k, v = make()
     score, lse = head_bias(SLOPES), torch.zeros(2, 4, 50)
-    text = operators._text_of(Options(score=score.function)._asdict())
+    text = option_text.text_of(Options(score=score.function)._asdict())
     lens = torch.tensor([50, 7], dtype=torch.int32)
     given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], lens, None, [0])
     torch.library.opcheck(torch.ops.rawattn.attention_backward_captured.default, given)

@@ -25,6 +25,7 @@ checkpointing = pytest.importorskip("torch.utils.checkpoint")
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
 torch_op = pytest.importorskip("rawattn.torch.operators")
+from rawattn.torch import autograd, modes  # noqa: E402
 
 OP, BACKWARD = torch.ops.rawattn.attention.default, torch.ops.rawattn.attention_backward.default
 CAUSAL = '{"mask": {"class": "rawattn.variant.mask:Causal"}}'
@@ -78,9 +79,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The operators that rawattn called, each once."""
     found: list[Any] = []
-    for name in ("_ATTENTION", "_BACKWARD"):
+    for name in ("ATTENTION", "BACKWARD"):
         real = getattr(torch_op, name)
-        monkeypatch.setattr(torch_op, name, lambda *args, real=real: (real in found or found.append(real), real(*args))[1])
+        for module in (torch_op, autograd):
+            monkeypatch.setattr(module, name, lambda *args, real=real: (real in found or found.append(real), real(*args))[1])
     return found
 
 
@@ -199,7 +201,7 @@ def test_what_requires_grad() -> None:
     assert not rawattn.attention(*(torch.nn.Parameter(x, requires_grad=False) for x in (q, k, v))).requires_grad
     with torch.no_grad(), torch.enable_grad():
         assert rawattn.attention(q, k, v).requires_grad
-    for any_requires_grad in (torch_op._some_requires_grad, torch_op._any_requires_grad):  # for an older torch, and for this one
+    for any_requires_grad in (modes._some_requires_grad, modes.any_requires_grad):  # for an older torch, and for this one
         assert any_requires_grad(None, q) and not any_requires_grad(None, q.detach())
 
 

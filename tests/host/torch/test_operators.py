@@ -29,6 +29,7 @@ FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode
 make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 FlopCounterMode = pytest.importorskip("torch.utils.flop_counter").FlopCounterMode
 torch_op = pytest.importorskip("rawattn.torch.operators")
+from rawattn.torch import dispatcher, option_text  # noqa: E402
 
 OP = torch.ops.rawattn.attention.default
 CAUSAL = '{"mask": {"class": "rawattn.variant.mask:Causal"}}'
@@ -127,7 +128,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(given)
         return real(given, *rest, **captured)
 
-    monkeypatch.setattr(torch_op, "attention", attention)
+    monkeypatch.setattr(dispatcher, "attention", attention)
     return found
 
 
@@ -605,15 +606,15 @@ def test_vmap_refuses_in_words() -> None:
 
 def test_text_of_options() -> None:
     spec = rawattn.Spec.of(mask=Stride("top_left", np.int64(3)), softcap=2.0, scale=0.5, return_lse=True, kv_offset=2)
-    assert rawattn.Spec.of(**torch_op._options(torch_op._text(spec))) == spec
-    assert torch_op._text(rawattn.Spec()) == torch_op._text(rawattn.Spec(return_lse=True)) == "{}"
+    assert rawattn.Spec.of(**option_text.options_of(option_text.write_spec(spec))) == spec
+    assert option_text.write_spec(rawattn.Spec()) == option_text.write_spec(rawattn.Spec(return_lse=True)) == "{}"
 
     @dataclasses.dataclass(frozen=True)
     class Local(rawattn.mask.Full):
         """A mask that no text can name."""
 
     with pytest.raises(ProblemError, match="of a module that is imported"):
-        torch_op._text(rawattn.Spec(mask=Local()))
+        option_text.write_spec(rawattn.Spec(mask=Local()))
 
 
 # ---- DTensor
