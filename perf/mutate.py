@@ -54,7 +54,7 @@ TESTS = {  # module -> the files of its tests in tests/host, quickest first, whe
     "rawattn/operation/spec.py": "operation/spec operation/forward operation/offsets",
     "rawattn/reference/caches.py": "kernel/append serving/api operation/combine",
     "rawattn/reference/formula.py": "reference reference_backward",
-    "rawattn/runtime/plans.py":
+    "rawattn/runtime/plan.py":
         "kernel/program runtime/plans serving/plan operation/combine api/attention serving/kept_calls operation/functions",
     "rawattn/trace/classes.py": "trace/ranges", "rawattn/trace/conditions.py": "trace/tracing",
     "rawattn/trace/proofs.py": "trace/tracing trace/ranges",

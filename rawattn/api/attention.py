@@ -14,7 +14,7 @@ from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
-from ..runtime.plans import Plan, device_of
+from ..runtime.plan import Plan, device_of
 from ..runtime.request import NO_LENGTHS, Options, arrays_and_options, named, request_for, seed_array, stand_in_seed
 
 

@@ -13,7 +13,10 @@ from ..operation import Forward, functions
 from ..operation.forward import layout_doubt
 from ..operation.inputs import ForwardInputs
 from . import front_end
-from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, addresses_of, device_of, find, keep, one_or_all, spared_capture
+from .bound_call import CpuCall, GpuCall, Numbered, addresses_of
+from .call_cache import find, keep
+from .outputs import one_or_all
+from .plan import NO_GRAD, Plan, device_of, spared_capture
 from .record import is_logging, log_operation
 from .request import Options, Request, named, request_for, with_functions, with_numbers
 from .select import select, warn_once

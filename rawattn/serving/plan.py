@@ -12,21 +12,16 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
 from ..operation.spec import MaskLike, ScoreLike, Window
-from ..runtime.plans import KEPT_CALLS, CpuCall, GpuCall, Plan, addresses_of, cache_put, device_of, one_or_all
+from ..runtime.bound_call import CpuCall, GpuCall, addresses_of
+from ..runtime.call_cache import KEPT_CALLS, cache_put
+from ..runtime.outputs import one_or_all
+from ..runtime.plan import Plan, device_of
 from ..runtime.select import Selection, select
-from .api import (
-    attention_of,
-    check_lse,
-    check_objects,
-    log,
-    read_call,
-    request_with,
-    split_keys_of,
-    violations,
-    with_slopes,
-)
+from .attention import attention_of, check_lse, read_call, request_with, split_keys_of, with_slopes
 from .cache import KVCache
+from .call import check_objects, log
 from .step import Step
+from .violations import violations
 
 # Fields of the operation whose names callers do not know; an array of another shape is named before.
 _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", "spec": "causal of the step", "form": "the pages"}
@@ -154,7 +149,7 @@ class KVCachePlan(Plan):
                     f"{what} gives {given}, and this plan was made for {own}; make another by rawattn.plan_kvcache."
                 )
         if not self.device.is_cpu:
-            reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
+            reason = self.selection.kernel.layout_reason(op.layout) or self.selection.kernel.legal(self.config, op, self.device)
             if reason is None and op.layout.tma_unsupported and self._needs_others(op):
                 way = "or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
                 reason = f"{op.layout.tma_unsupported}; {way}"
@@ -164,5 +159,5 @@ class KVCachePlan(Plan):
     def _needs_others(self, op: AttentionKVCache) -> bool:
         """Says whether arrays that lie as those of ``op`` need kernels that are not those of the plan."""
         assert self.program is not None
-        wanted = self._kernel.lower(op, self.config, self.device)
+        wanted = self.selection.kernel.lower(op, self.config, self.device)
         return [each.source.key for each in wanted.launches] != [each.source.key for each in self.program.launches]

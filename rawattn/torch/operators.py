@@ -37,7 +37,8 @@ from ..operation import Backward, Forward, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import Spec, is_int
-from ..runtime import calls, plans
+from ..runtime import calls
+from ..runtime.plan import Plan
 from ..runtime.request import Options, Request, named, request_for
 from ..variant import Option
 from ..variant.element import ELEMENTS
@@ -88,7 +89,7 @@ arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of 
 
 # ---- which calls go through the operators
 
-eager.skip((plans.Plan.run, calls.forward, attention_.backward))
+eager.skip((Plan.run, calls.forward, attention_.backward))
 _tensor, _parameter, _is_compiling = torch.Tensor, torch.nn.Parameter, torch.compiler.is_compiling
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _functorch_level, _jit_trace = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state

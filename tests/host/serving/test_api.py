@@ -532,8 +532,8 @@ def test_torch_refuses() -> None:
 def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     from rawattn.driver.device import TYPICAL
 
-    monkeypatch.setattr("rawattn.serving.api.device_of", lambda array: TYPICAL["sm_90a"])
-    monkeypatch.setattr("rawattn.runtime.plans._calls", {})
+    monkeypatch.setattr("rawattn.serving.call.device_of", lambda array: TYPICAL["sm_90a"])
+    monkeypatch.setattr("rawattn.runtime.call_cache._calls", {})
     with pytest.raises(UnsupportedError, match=r"(?s)AttentionKVCache fp32 batch 2.*it takes bf16 and fp16, not fp32"):
         rawattn.attention_kvcache(Q, CACHE, STEP)
 

@@ -14,7 +14,7 @@ import rawattn
 from rawattn.api import attention
 from rawattn.errors import ProblemError
 from rawattn.operation import Backward
-from rawattn.runtime import calls, plans
+from rawattn.runtime import bound_call, call_cache, calls
 from rawattn.runtime.request import Request
 from tests.training import Model, gap, losses, sdpa
 from tests.versions import since
@@ -64,13 +64,13 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists what was computed: "forward" and "backward"."""
     found: list[str] = []
-    compute = plans.CpuCall.__call__
+    compute = bound_call.CpuCall.__call__
 
     def counted(self: Any, *args: Any) -> Any:
         found.append("backward" if isinstance(self.op, Backward) else "forward")
         return compute(self, *args)
 
-    monkeypatch.setattr(plans.CpuCall, "__call__", counted)
+    monkeypatch.setattr(bound_call.CpuCall, "__call__", counted)
     return found
 
 
@@ -229,7 +229,7 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, com
         return own(given, captured, request, out)
 
     monkeypatch.setattr(calls, "_first", first)
-    monkeypatch.setattr(plans, "_calls", {})  # of arrays that lay where these lie
+    monkeypatch.setattr(call_cache, "_calls", {})  # of arrays that lay where these lie
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
     assert seen == [(False, deterministic), (True, deterministic)]

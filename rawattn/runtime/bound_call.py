@@ -1,0 +1,361 @@
+"""Plans bound to arrays of known forms: what is left for a call are addresses, the stream and captured numbers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..array import arrays, memory
+from ..array.arrays import Array
+from ..driver import context, counters, graph
+from ..driver.launch import BoundLaunch
+from ..kernel.program import Program, offsets
+from ..operation import Operation
+from ..trace.canonical import number_keys
+from ..variant.field import Parts, View, Violations
+from .call_cache import cache_put
+from .fill import SCRATCH, part_of, tensor_map_of, value_of
+from .outputs import given_outputs, read_outputs, to_libraries
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+KEPT_LAUNCHES = 64  # of each call, by addresses and stream
+_Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, by what
+
+
+class Numbered(NamedTuple):
+    """Numbers that functions captured as a ``GpuCall`` takes them: what tells them apart, and of each launch their bytes, with
+    offsets in its arguments."""
+
+    key: Any
+    texts: tuple[tuple[tuple[int, bytes], ...], ...]
+
+
+_address = struct.Struct("<Q").pack_into
+
+
+class BoundCall:
+    """A plan on arrays of one form each, wherever these are."""
+
+    plan: Plan
+    op: Operation  # the plan's, or one that the plan's kernels serve, too
+    _given: Mapping[str, Array]
+    _checked: tuple[int, ...]  # addresses that held their elements
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the inputs, in the order of addresses."""
+        return tuple(self._given)
+
+    def _inputs(self, addresses: Sequence[int]) -> dict[str, Array]:
+        """The inputs by name, at these addresses."""
+        each = zip(self._given.items(), addresses, strict=True)
+        return {name: array._replace(pointer=address) for (name, array), address in each}
+
+    def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
+        """Raises ProblemError where the storage of a tensor was freed that is not where the one before was."""
+        if self.plan.library == "torch":
+            each = zip(self._given, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
+            moved = [(name, x) for name, x, address, checked in each if address != checked]
+            if not arrays.are_held([x for _, x in moved]):
+                labels = {operand.name: operand.label for operand in self.plan.op.captured}
+                for name, x in moved:
+                    arrays.read(x, labels.get(name, name))
+            self._checked = addresses
+
+
+class GpuCall(BoundCall):
+    """A plan on arrays of a GPU: all is known but addresses, the stream, and numbers that functions captured.
+
+    It may be kept, and called from several threads at once.
+    """
+
+    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+        assert plan.program is not None
+        self._device, library = next(iter(given.values())).device, plan.library
+        self._parts = tuple([buffer.name for buffer in plan.program.scratch])
+        every = (*given, *[operand.name for operand in plan.op.outputs], *[SCRATCH + name for name in self._parts])
+        self._numbers = {name: i for i, name in enumerate(every)}
+        self._places = [
+            [(self._numbers[name], offset) for name, offset in loaded.places if name in self._numbers] for loaded in plan.kernels
+        ]
+        self._stream = arrays.stream_of(library)
+        self._is_torch = library == "torch"
+        self._bind(plan, plan.program, given)
+
+    def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
+        """Makes all that follows from lengths and strides."""
+        self.plan, self.op = plan, plan.op
+        self._given = {name: array.without_memory() for name, array in given.items()}
+        self._written = frozenset(operand.name for operand in plan.op.inputs if operand.role == "inout")
+        self._forget()
+        self._numbered: dict[Any, Numbered] = {}
+        begins, scratch = offsets(program.scratch)
+        self._scratch = tuple(begins.values())
+        self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
+        self._grids = [launch.grid for launch in program.launches]
+        self._args = [loaded.block(launch.values) for launch, loaded in zip(program.launches, plan.kernels, strict=True)]
+        self._take_strides()
+        self._open()
+        self._take_lengths()
+
+    def _forget(self) -> None:
+        """Has no launches: by all that they depend on, and the last ones of which only addresses and numbers may be others."""
+        self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
+        self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
+        self._checked = (0,) * len(self._given)
+        self.__dict__.pop("_extents", None)
+
+    def _open(self) -> None:
+        """Makes what makes the results, and fills in how these will lie."""
+        like, self._outputs = next(iter(self._given.values())), self.op.outputs
+        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in self._outputs])
+        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in self._outputs}
+        for args, loaded in zip(self._args, self.plan.kernels, strict=True):
+            for fill, write, offset in loaded.outputs:
+                write(args, offset, value_of(fill, self._made[fill.operand]))
+
+    def at_lengths_of(self, given: Mapping[str, Array]) -> GpuCall:
+        """The call for arrays, by name, for whose lengths the same kernels are launched (``Operation.layout_key``). Those that
+        functions captured are not among them."""
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._given, found._args = {**self._given, **given}, [bytearray(args) for args in self._args]
+        found._forget()
+        op = self.op.at_lengths_of(given)
+        if op is not self.op:
+            if not self._has_tiles:
+                return self.resized(op, found._given)
+            found._take_queries(op)
+        if any(array.strides != self._given[name].strides for name, array in given.items()):
+            found._take_strides()
+        found._take_lengths()
+        return found
+
+    @property
+    def _has_tiles(self) -> bool:
+        """Says whether it is known what of its launches follows from the number of queries."""
+        assert self.plan.program is not None
+        return any(launch.tiles is not None for launch in self.plan.program.launches)
+
+    def _take_queries(self, op: Any) -> None:
+        """Makes it the call of an operation on another number of queries. Of launches that have no tiles nothing follows from
+        that."""
+        assert self.plan.program is not None
+        self.op, self._grids = op, [*self._grids]
+        for i, launch in enumerate(self.plan.program.launches):
+            if launch.tiles is not None:
+                values, self._grids[i] = launch.tiles.at(op.q_len)
+                layout, args = self.plan.kernels[i].layout, self._args[i]
+                for name, value in values.items():
+                    struct.pack_into(layout.formats[name], args, layout.offsets[name], value)
+        self._open()
+
+    def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
+        """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
+        loads nothing."""
+        plan = self.plan if op is self.plan.op else self.plan.resized(op)
+        assert plan.program is not None
+        if plan.kernels is not self.plan.kernels or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
+            return GpuCall(plan, given)
+        found = object.__new__(GpuCall)
+        found.__dict__ |= self.__dict__
+        found._bind(plan, plan.program, given)
+        return found
+
+    def numbered(self, numbers: Any) -> Numbered | None:
+        """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
+        they must be looked at."""
+        key = (number_keys(numbers[0]), number_keys(numbers[1]))
+        found = self._numbered.get(key)
+        if found is None:
+            if os.environ.get("RAWATTN_LOG") and not self.plan.op.has_numbers(numbers):  # which each new operation goes to
+                return None
+            values = self.plan.op.values_with(numbers)
+            if values is None:
+                return None
+            found = Numbered(key, tuple([loaded.written(values) for loaded in self.plan.kernels]))
+            cache_put(self._numbered, key, found, KEPT_LAUNCHES)
+        return found
+
+    def __call__(
+        self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None, numbers: Numbered | None = None
+    ) -> tuple[Any, ...]:
+        """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of the library of
+        ``tensors``. These are the first of the inputs, at least one, and ``addresses`` those of all. ``numbers`` are those that
+        functions captured, where they are not the operation's."""
+        like = tensors[0]
+        if out is None:
+            given: tuple[Any, ...] = ()
+            forms: tuple[Any, ...] = ()
+            results = tuple([make(like) for make in self._makers])
+            places = [x.data_ptr() for x in results] if self._is_torch else [*map(arrays.address, results)]
+        else:
+            given = given_outputs(out, self._outputs)
+            results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
+            read = arrays.forms_of(given) if self._is_torch else None
+            forms = tuple([x if x is None else self._form_of(x) for x in given]) if read is None else read[0]
+            places = [*read[1]] if read and len(read[1]) == len(results) else [*map(arrays.address, results)]
+        stream = self._stream(self._device)
+        stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
+        scratch = None
+        if self._new_scratch is not None:
+            scratch = self._new_scratch(like)
+            places.append(arrays.address(scratch))
+        key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
+        launches = self._launches.get(key)
+        if launches is None or capturing:
+            self._check_memory(tensors, addresses)
+            found: dict[str, Array] = {}
+            if given:
+                inputs = self._inputs(addresses).items()
+                found = read_outputs(given, self.op, self.plan, self._device, inputs, bool(self._grids))
+            if self._written and self._may_overlap(addresses):
+                self.op.check_apart(self._inputs(addresses))
+            alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
+            before = None if capturing else self._last.get(alike)
+            first = 0 if scratch is None else places[-1]  # none: nothing is there to be written
+            every = [*addresses, *places[: len(results)], *[first + begin for begin in self._scratch]]
+            if before is None:
+                launches = self._prepare(found, every, numbers, stream, stream_id, capturing)
+            else:
+                launches = self._moved(*before, every, numbers)
+            if not capturing:
+                cache_put(self._launches, key, launches, KEPT_LAUNCHES)
+                cache_put(self._last, alike, (launches, every), KEPT_LAUNCHES)
+            elif scratch is not None and not self._is_torch:
+                graph.retain(stream, scratch)
+        for launch in launches:
+            launch()
+        for x in given:
+            arrays.written(x)
+        return results if self._is_torch else to_libraries(results, given, like)
+
+    @functools.cached_property
+    def _extents(self) -> dict[str, tuple[int, int]]:
+        """Says where the elements of the inputs begin and end, from their addresses on."""
+        return {name: memory.extent(array._replace(pointer=0)) for name, array in self._given.items()}
+
+    def _may_overlap(self, addresses: Sequence[int]) -> bool:
+        """Says whether what lies between the ends of an input that is written in place is also between those of another."""
+        each = zip(self._extents.items(), addresses, strict=True)
+        spans = {name: (address + begin, address + end) for (name, (begin, end)), address in each}
+        for name in self._written:
+            first, last = spans[name]
+            if len([begin for begin, end in spans.values() if begin < last and first < end]) > 1:  # itself
+                return True
+        return False
+
+    def _form_of(self, out: Any) -> Any:
+        """The form of an array that receives a result, with its class."""
+        return (type(out), arrays.requires_grad(out), *arrays.form_of(arrays.read(out, "out")))
+
+    def _prepare(
+        self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
+        capturing: bool,
+    ) -> tuple[BoundLaunch, ...]:  # fmt: skip
+        """The launches on a stream, with all that was open filled in. ``addresses`` are those of inputs, outputs and scratch
+        memory, ``outputs`` those arrays that were given."""
+        texts_of = numbers.texts if numbers else [()] * len(self._args)
+        launches, parts = [], (self._grids, self.plan.kernels, self._args, self._places, self._maps, texts_of)
+        for grid, loaded, args, places, maps, texts in zip(*parts, strict=True):
+            block = bytearray(args)
+            for fill, write, offset in loaded.outputs if outputs else ():
+                if fill.operand in outputs:
+                    write(block, offset, value_of(fill, outputs[fill.operand]))
+            for number, offset in places:
+                _address(block, offset, addresses[number])
+            for offset, text in (*self._encoded(maps, addresses, ()), *texts):
+                block[offset : offset + len(text)] = text
+            for size, offset in loaded.counters:
+                _address(block, offset, counters.of_device(self._device, size).take(stream_id, capturing))
+            launches.append(BoundLaunch(loaded.function, grid, bytes(block), stream))
+        return tuple(launches)
+
+    def _moved(
+        self, launches: tuple[BoundLaunch, ...], before: Sequence[int], addresses: Sequence[int], numbers: Numbered | None
+    ) -> tuple[BoundLaunch, ...]:
+        """The launches with other addresses than those ``before``, and with other numbers."""
+        texts_of = numbers.texts if numbers else [()] * len(launches)
+        parts = (launches, self._places, self._maps, texts_of)
+        return tuple(
+            [
+                launch.with_addresses(places, addresses, (*self._encoded(maps, addresses, before), *texts))
+                for launch, places, maps, texts in zip(*parts, strict=True)
+            ]
+        )
+
+    def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int], before: Sequence[int]) -> list[tuple[int, bytes]]:
+        """The tensor maps of a launch whose addresses are not those ``before``, with their offsets."""
+        each = [(offset, encode, self._numbers[name]) for name, offset, encode in maps]
+        moved = [(offset, encode, addresses[i]) for offset, encode, i in each if not before or addresses[i] != before[i]]
+        if not moved:
+            return []
+        with context.current(self._device):  # which the driver wants
+            return [(offset, encode(address)) for offset, encode, address in moved]
+
+    def _take_strides(self) -> None:
+        """Fills in the inputs' strides."""
+        for args, loaded in zip(self._args, self.plan.kernels, strict=True):
+            for fill, write, offset in loaded.inputs:
+                write(args, offset, self._of_input(fill))
+
+    def _take_lengths(self) -> None:
+        """Fills in the inputs' lengths, and finds what makes tensor maps."""
+        self._maps: list[list[_Map]] = []
+        every = {**self._given, **self._made}
+        for args, loaded in zip(self._args, self.plan.kernels, strict=True):
+            for fill, write, offset in loaded.lengths:
+                write(args, offset, self._of_input(fill))
+            maps = []
+            for fill, offset in loaded.maps:
+                name, encode, rest = tensor_map_of(fill, every)
+                args[offset + 128 : offset + 128 + len(rest)] = rest
+                maps.append((name, offset, encode))
+            self._maps.append(maps)
+
+    def _of_input(self, fill: Any) -> Any:
+        if type(fill) is Violations:
+            return counters.violations(self._device)
+        if type(fill) is Parts:
+            return b"".join([part_of(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number)])
+        array = self._given.get(fill.operand)
+        if array is None:
+            return b"" if type(fill) is View else 0
+        return value_of(fill, array)
+
+
+class CpuCall(BoundCall):
+    """A plan on arrays in this machine's memory."""
+
+    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+        like = next(iter(given.values()))
+        self.plan, self.op, self._outputs = plan, plan.op, plan.op.outputs
+        self._given, self._checked = {name: array.without_memory() for name, array in given.items()}, (0,) * len(given)
+        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in self._outputs)
+
+    def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
+        """Computes; as ``GpuCall``, but that ``tensors`` keep all inputs alive."""
+        self._check_memory(tensors, addresses)
+        op, like, inputs = self.op, tensors[0], self._inputs(addresses)
+        op.check_apart(inputs)
+        given = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
+        results = [make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)]
+        read_outputs(given, op, self.plan, arrays.CPU, inputs.items())
+        every = {each.name: inputs[each.name] for each in op.inputs}
+        every |= {each.name: arrays.read(x, each.name) for each, x in zip(self._outputs, results, strict=True)}
+        views = {name: arrays.view(array) for name, array in every.items()}
+        op.check_numbers(views)
+        self.plan.selection.kernel.run(op, self.plan.config, **views)
+        for x in given:
+            arrays.written(x)
+        return tuple(results) if self.plan.library == "torch" else to_libraries(results, given, like)
+
+
+def addresses_of(given: Mapping[str, Array]) -> tuple[int, ...]:
+    """The addresses of arrays, as a call takes them."""
+    return tuple([array.pointer for array in given.values()])

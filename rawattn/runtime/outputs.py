@@ -1,0 +1,69 @@
+"""The arrays that receive results: those of the caller, checked, and the form in which results are returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..array import arrays
+from ..array.arrays import Array
+from ..errors import ProblemError
+from ..operation import Operation
+from ..operation.operand import Operand, check_output
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
+    """Returns what ``out`` gives for each output, None where one is to be made. One array is for the first.
+
+    Raises ProblemError for a tuple of another length."""
+    if not isinstance(out, tuple):
+        return (out, *(None,) * (len(outputs) - 1))
+    if len(out) != len(outputs):
+        names = ", ".join(operand.name for operand in outputs)
+        raise ProblemError(f"out has {len(out)} arrays; it must have one for each of {names}, None for one to be made.")
+    return out
+
+
+def read_outputs(
+    given: Sequence[Any], op: Operation, plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
+) -> dict[str, Array]:
+    """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
+    output."""
+    found: dict[str, Array] = {}
+    apart: list[tuple[str, Array | None]] = [*inputs]
+    for operand, x in zip(op.outputs, given, strict=False):
+        if x is None:
+            continue
+        name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"
+        array = found[operand.name] = arrays.read(x, name)
+        operand._replace(name=name).check(array, plan.library, device)
+        if array.object is not x:
+            raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without out.")
+        if isinstance(x, np.ndarray) and not x.flags.writeable:
+            raise ProblemError(f"{name} is read-only; give a writable array.")
+        if arrays.requires_grad(x):
+            raise ProblemError(
+                f"{name} requires grad, and autograd does not follow what is written to it; give {name}.detach(), or call under "
+                "torch.no_grad()."
+            )
+        if is_written:
+            size = arrays.DTYPES[operand.element].itemsize
+            is_plain = operand.contiguous and operand.name not in plan.tiled
+            check_output(name, array, size if is_plain else max(size, plan.selection.kernel.alignment), apart)
+        apart.append((name, array))
+    return found
+
+
+def to_libraries(results: Sequence[Any], given: Sequence[Any], like: Any) -> tuple[Any, ...]:
+    """The results as arrays of the library that ``like`` came from; those of the caller as they are."""
+    return tuple(x if any(x is y for y in given) else arrays.to_library(x, like) for x in results)
+
+
+def one_or_all(results: tuple[Any, ...]) -> Any:
+    """The only result, or all of them."""
+    return results[0] if len(results) == 1 else results
