@@ -15,9 +15,8 @@ from ..driver.launch import BoundLaunch
 from ..kernel.program import Program, offsets
 from ..operation import Operation
 from ..trace.canonical import number_keys
-from ..variant.field import Parts, View, Violations
 from .call_cache import cache_put
-from .fill import SCRATCH, part_of, tensor_map_of, value_of
+from .fill import SCRATCH, tensor_map_of, value_from, value_of
 from .outputs import given_outputs, read_outputs, to_libraries
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 KEPT_LAUNCHES = 64  # of each call, by addresses and stream
 _Map = tuple[str, int, Callable[[int], bytes]]  # a tensor map: of what, where, by what
+_address = struct.Struct("<Q").pack_into
 
 
 class Numbered(NamedTuple):
@@ -35,32 +35,24 @@ class Numbered(NamedTuple):
     texts: tuple[tuple[tuple[int, bytes], ...], ...]
 
 
-_address = struct.Struct("<Q").pack_into
-
-
 class BoundCall:
     """A plan on arrays of one form each, wherever these are."""
 
     plan: Plan
     op: Operation  # the plan's, or one that the plan's kernels serve, too
-    _given: Mapping[str, Array]
+    inputs: Mapping[str, Array]  # in the order of addresses, without memory
     _checked: tuple[int, ...]  # addresses that held their elements
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the inputs, in the order of addresses."""
-        return tuple(self._given)
-
-    def _inputs(self, addresses: Sequence[int]) -> dict[str, Array]:
+    def _inputs_at(self, addresses: Sequence[int]) -> dict[str, Array]:
         """The inputs by name, at these addresses."""
-        each = zip(self._given.items(), addresses, strict=True)
-        return {name: array._replace(pointer=address) for (name, array), address in each}
+        inputs = zip(self.inputs.items(), addresses, strict=True)
+        return {name: array._replace(pointer=address) for (name, array), address in inputs}
 
     def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
-        """Raises ProblemError where the storage of a tensor was freed that is not where the one before was."""
+        """Raises ProblemError where the storage of a tensor was freed, of those that lie elsewhere than at the call before."""
         if self.plan.library == "torch":
-            each = zip(self._given, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
-            moved = [(name, x) for name, x, address, checked in each if address != checked]
+            inputs = zip(self.inputs, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
+            moved = [(name, x) for name, x, address, checked in inputs if address != checked]
             if not arrays.are_held([x for _, x in moved]):
                 labels = {operand.name: operand.label for operand in self.plan.op.captured}
                 for name, x in moved:
@@ -89,14 +81,14 @@ class GpuCall(BoundCall):
 
     def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
         """Makes all that follows from lengths and strides."""
-        self.plan, self.op = plan, plan.op
-        self._given = {name: array.without_memory() for name, array in given.items()}
+        self.plan, self.op, self._program = plan, plan.op, program
+        self.inputs = {name: array.without_memory() for name, array in given.items()}
         self._written = frozenset(operand.name for operand in plan.op.inputs if operand.role == "inout")
         self._forget()
         self._numbered: dict[Any, Numbered] = {}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
-        self._new_scratch = arrays.scratch_maker(next(iter(self._given.values())), scratch) if scratch else None
+        self._new_scratch = arrays.scratch_maker(next(iter(self.inputs.values())), scratch) if scratch else None
         self._grids = [launch.grid for launch in program.launches]
         self._args = [loaded.block(launch.values) for launch, loaded in zip(program.launches, plan.kernels, strict=True)]
         self._take_strides()
@@ -104,15 +96,15 @@ class GpuCall(BoundCall):
         self._take_lengths()
 
     def _forget(self) -> None:
-        """Has no launches: by all that they depend on, and the last ones of which only addresses and numbers may be others."""
+        """Drops the launches, kept by all that they depend on, and the last ones, whose addresses and numbers may change."""
         self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
         self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
-        self._checked = (0,) * len(self._given)
+        self._checked = (0,) * len(self.inputs)
         self.__dict__.pop("_extents", None)
 
     def _open(self) -> None:
-        """Makes what makes the results, and fills in how these will lie."""
-        like, self._outputs = next(iter(self._given.values())), self.op.outputs
+        """Makes the makers of the results, and fills in the strides that these will have."""
+        like, self._outputs = next(iter(self.inputs.values())), self.op.outputs
         self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in self._outputs])
         self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in self._outputs}
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
@@ -122,32 +114,24 @@ class GpuCall(BoundCall):
     def at_lengths_of(self, given: Mapping[str, Array]) -> GpuCall:
         """The call for arrays, by name, for whose lengths the same kernels are launched (``Operation.layout_key``). Those that
         functions captured are not among them."""
-        found = object.__new__(GpuCall)
-        found.__dict__ |= self.__dict__
-        found._given, found._args = {**self._given, **given}, [bytearray(args) for args in self._args]
-        found._forget()
+        call = object.__new__(GpuCall)
+        call.__dict__ |= self.__dict__
+        call.inputs, call._args = {**self.inputs, **given}, [bytearray(args) for args in self._args]
+        call._forget()
         op = self.op.at_lengths_of(given)
         if op is not self.op:
-            if not self._has_tiles:
-                return self.resized(op, found._given)
-            found._take_queries(op)
-        if any(array.strides != self._given[name].strides for name, array in given.items()):
-            found._take_strides()
-        found._take_lengths()
-        return found
-
-    @property
-    def _has_tiles(self) -> bool:
-        """Says whether it is known what of its launches follows from the number of queries."""
-        assert self.plan.program is not None
-        return any(launch.tiles is not None for launch in self.plan.program.launches)
+            if all(launch.tiles is None for launch in self._program.launches):  # what follows from their queries is not known
+                return self.resized(op, call.inputs)
+            call._take_queries(op)
+        if any(array.strides != self.inputs[name].strides for name, array in given.items()):
+            call._take_strides()
+        call._take_lengths()
+        return call
 
     def _take_queries(self, op: Any) -> None:
-        """Makes it the call of an operation on another number of queries. Of launches that have no tiles nothing follows from
-        that."""
-        assert self.plan.program is not None
+        """Fills in the number of queries of another operation. Nothing of launches that have no tiles follows from that."""
         self.op, self._grids = op, [*self._grids]
-        for i, launch in enumerate(self.plan.program.launches):
+        for i, launch in enumerate(self._program.launches):
             if launch.tiles is not None:
                 values, self._grids[i] = launch.tiles.at(op.q_len)
                 layout, args = self.plan.kernels[i].layout, self._args[i]
@@ -162,25 +146,25 @@ class GpuCall(BoundCall):
         assert plan.program is not None
         if plan.kernels is not self.plan.kernels or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
             return GpuCall(plan, given)
-        found = object.__new__(GpuCall)
-        found.__dict__ |= self.__dict__
-        found._bind(plan, plan.program, given)
-        return found
+        call = object.__new__(GpuCall)
+        call.__dict__ |= self.__dict__
+        call._bind(plan, plan.program, given)
+        return call
 
     def numbered(self, numbers: Any) -> Numbered | None:
         """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
         they must be looked at."""
         key = (number_keys(numbers[0]), number_keys(numbers[1]))
-        found = self._numbered.get(key)
-        if found is None:
+        numbered = self._numbered.get(key)
+        if numbered is None:
             if os.environ.get("RAWATTN_LOG") and not self.plan.op.has_numbers(numbers):  # which each new operation goes to
                 return None
             values = self.plan.op.values_with(numbers)
             if values is None:
                 return None
-            found = Numbered(key, tuple([loaded.written(values) for loaded in self.plan.kernels]))
-            cache_put(self._numbered, key, found, KEPT_LAUNCHES)
-        return found
+            numbered = Numbered(key, tuple([loaded.written(values) for loaded in self.plan.kernels]))
+            cache_put(self._numbered, key, numbered, KEPT_LAUNCHES)
+        return numbered
 
     def __call__(
         self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None, numbers: Numbered | None = None
@@ -210,18 +194,18 @@ class GpuCall(BoundCall):
         launches = self._launches.get(key)
         if launches is None or capturing:
             self._check_memory(tensors, addresses)
-            found: dict[str, Array] = {}
+            outputs: dict[str, Array] = {}
             if given:
-                inputs = self._inputs(addresses).items()
-                found = read_outputs(given, self.op, self.plan, self._device, inputs, bool(self._grids))
+                inputs = self._inputs_at(addresses).items()
+                outputs = read_outputs(given, self.op, self.plan, self._device, inputs, bool(self._grids))
             if self._written and self._may_overlap(addresses):
-                self.op.check_apart(self._inputs(addresses))
+                self.op.check_apart(self._inputs_at(addresses))
             alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
             before = None if capturing else self._last.get(alike)
             first = 0 if scratch is None else places[-1]  # none: nothing is there to be written
             every = [*addresses, *places[: len(results)], *[first + begin for begin in self._scratch]]
             if before is None:
-                launches = self._prepare(found, every, numbers, stream, stream_id, capturing)
+                launches = self._prepare(outputs, every, numbers, stream, stream_id, capturing)
             else:
                 launches = self._moved(*before, every, numbers)
             if not capturing:
@@ -237,13 +221,13 @@ class GpuCall(BoundCall):
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
-        """Says where the elements of the inputs begin and end, from their addresses on."""
-        return {name: memory.extent(array._replace(pointer=0)) for name, array in self._given.items()}
+        """Where the elements of the inputs begin and end, from their addresses on."""
+        return {name: memory.extent(array._replace(pointer=0)) for name, array in self.inputs.items()}
 
     def _may_overlap(self, addresses: Sequence[int]) -> bool:
         """Says whether what lies between the ends of an input that is written in place is also between those of another."""
-        each = zip(self._extents.items(), addresses, strict=True)
-        spans = {name: (address + begin, address + end) for (name, (begin, end)), address in each}
+        extents = zip(self._extents.items(), addresses, strict=True)
+        spans = {name: (address + begin, address + end) for (name, (begin, end)), address in extents}
         for name in self._written:
             first, last = spans[name]
             if len([begin for begin, end in spans.values() if begin < last and first < end]) > 1:  # itself
@@ -282,17 +266,16 @@ class GpuCall(BoundCall):
         """The launches with other addresses than those ``before``, and with other numbers."""
         texts_of = numbers.texts if numbers else [()] * len(launches)
         parts = (launches, self._places, self._maps, texts_of)
-        return tuple(
-            [
-                launch.with_addresses(places, addresses, (*self._encoded(maps, addresses, before), *texts))
-                for launch, places, maps, texts in zip(*parts, strict=True)
-            ]
-        )
+        moved = [
+            launch.with_addresses(places, addresses, (*self._encoded(maps, addresses, before), *texts))
+            for launch, places, maps, texts in zip(*parts, strict=True)
+        ]
+        return tuple(moved)
 
     def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int], before: Sequence[int]) -> list[tuple[int, bytes]]:
         """The tensor maps of a launch whose addresses are not those ``before``, with their offsets."""
-        each = [(offset, encode, self._numbers[name]) for name, offset, encode in maps]
-        moved = [(offset, encode, addresses[i]) for offset, encode, i in each if not before or addresses[i] != before[i]]
+        numbered = [(offset, encode, self._numbers[name]) for name, offset, encode in maps]
+        moved = [(offset, encode, addresses[i]) for offset, encode, i in numbered if not before or addresses[i] != before[i]]
         if not moved:
             return []
         with context.current(self._device):  # which the driver wants
@@ -302,31 +285,21 @@ class GpuCall(BoundCall):
         """Fills in the inputs' strides."""
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
             for fill, write, offset in loaded.inputs:
-                write(args, offset, self._of_input(fill))
+                write(args, offset, value_from(fill, self.inputs, self._device))
 
     def _take_lengths(self) -> None:
         """Fills in the inputs' lengths, and finds what makes tensor maps."""
         self._maps: list[list[_Map]] = []
-        every = {**self._given, **self._made}
+        every = {**self.inputs, **self._made}
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
             for fill, write, offset in loaded.lengths:
-                write(args, offset, self._of_input(fill))
+                write(args, offset, value_from(fill, self.inputs, self._device))
             maps = []
             for fill, offset in loaded.maps:
                 name, encode, rest = tensor_map_of(fill, every)
                 args[offset + 128 : offset + 128 + len(rest)] = rest
                 maps.append((name, offset, encode))
             self._maps.append(maps)
-
-    def _of_input(self, fill: Any) -> Any:
-        if type(fill) is Violations:
-            return counters.violations(self._device)
-        if type(fill) is Parts:
-            return b"".join([part_of(self._given[f"o_{i}"], self._given[f"lse_{i}"]) for i in range(fill.number)])
-        array = self._given.get(fill.operand)
-        if array is None:
-            return b"" if type(fill) is View else 0
-        return value_of(fill, array)
 
 
 class CpuCall(BoundCall):
@@ -335,19 +308,19 @@ class CpuCall(BoundCall):
     def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
         like = next(iter(given.values()))
         self.plan, self.op, self._outputs = plan, plan.op, plan.op.outputs
-        self._given, self._checked = {name: array.without_memory() for name, array in given.items()}, (0,) * len(given)
+        self.inputs, self._checked = {name: array.without_memory() for name, array in given.items()}, (0,) * len(given)
         self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in self._outputs)
 
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
-        """Computes; as ``GpuCall``, but that ``tensors`` keep all inputs alive."""
+        """Computes with arguments and results as ``GpuCall`` has them; ``tensors`` keep all inputs alive."""
         self._check_memory(tensors, addresses)
-        op, like, inputs = self.op, tensors[0], self._inputs(addresses)
+        op, like, inputs = self.op, tensors[0], self._inputs_at(addresses)
         op.check_apart(inputs)
         given = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
         results = [make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)]
         read_outputs(given, op, self.plan, arrays.CPU, inputs.items())
-        every = {each.name: inputs[each.name] for each in op.inputs}
-        every |= {each.name: arrays.read(x, each.name) for each, x in zip(self._outputs, results, strict=True)}
+        every = {operand.name: inputs[operand.name] for operand in op.inputs}
+        every |= {operand.name: arrays.read(x, operand.name) for operand, x in zip(self._outputs, results, strict=True)}
         views = {name: arrays.view(array) for name, array in every.items()}
         op.check_numbers(views)
         self.plan.selection.kernel.run(op, self.plan.config, **views)
@@ -356,6 +329,6 @@ class CpuCall(BoundCall):
         return tuple(results) if self.plan.library == "torch" else to_libraries(results, given, like)
 
 
-def addresses_of(given: Mapping[str, Array]) -> tuple[int, ...]:
-    """The addresses of arrays, as a call takes them."""
-    return tuple([array.pointer for array in given.values()])
+def addresses_of(inputs: Mapping[str, Array]) -> tuple[int, ...]:
+    """The addresses of inputs, as a call takes them."""
+    return tuple([array.pointer for array in inputs.values()])

@@ -1,4 +1,4 @@
-"""The one cache of calls: a call like one before is found by its key, what is asked for and the forms of arrays."""
+"""The one cache of calls. A key has the request and the forms of its arrays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ _calls: dict[Any, Any] = {}
 
 
 def find(key: Any) -> Any:
-    """The call that is kept under a key, what is asked for and the forms of arrays; None where there is none."""
+    """The call that is kept under a key; None where there is none, as for the key None."""
     return _calls.get(key)
 
 
 def keep(key: Any, call: Any) -> None:
-    """Keeps a call under a key."""
-    cache_put(_calls, key, call, KEPT_CALLS)
+    """Keeps a call under a key; none under the key None."""
+    if key is not None:
+        cache_put(_calls, key, call, KEPT_CALLS)
 
 
 def cache_put(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    """Adds to a cache, which is emptied when it is full."""
+    """Adds a value to a cache, which is emptied when it is full."""
     if len(cache) >= limit:
         cache.clear()
     cache[key] = value

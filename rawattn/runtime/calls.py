@@ -1,4 +1,4 @@
-"""This module computes calls on arrays, and keeps them: a call like one before is found by its key and launched."""
+"""Calls of attention and its gradients on arrays: a kept one is launched, or made from a similar one, or by a plan of its own."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -
     found = arrays.named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
     call = call_on(request, found)
     if read is not None:
-        if isinstance(call, GpuCall) and (family := _family(read[0], len(inputs), request)) is not None:
-            keep(family, call)
+        if isinstance(call, GpuCall):
+            keep(_family(read[0], len(inputs), request), call)
         _keep(read[0], len(inputs), request, call)
     return one_or_all(call(inputs + captured, addresses_of(found), out))
 
@@ -129,7 +129,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
     if not (request.has_functions and is_logging()):  # to which each new operation goes
         like, numbers = _kept(request, _layout(forms, count, request))
     if like is not None:
-        found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
+        found = dict(zip(like.inputs, arrays.of_forms(forms[:count]), strict=False))
         call = like.at_lengths_of(found)
         if is_logging():
             log_operation(like.op.resized_to(found, request.options))
@@ -138,7 +138,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
     like = find(_family(forms, count, request))
     if like is None:
         return None, None
-    found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
+    found = dict(zip(like.inputs, arrays.of_forms(forms[:count]), strict=False))
     if request.has_functions:
         found |= functions.read(request.options, captured)
     op = like.op.resized_to(found, request.options)

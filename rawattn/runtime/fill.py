@@ -8,7 +8,7 @@ from typing import Any
 
 from ..array import arrays, tma
 from ..array.arrays import Array
-from ..driver import tensor_map
+from ..driver import counters, tensor_map
 from ..variant import field
 from ..variant.element import KV_ELEMENTS
 
@@ -23,11 +23,6 @@ def is_tensor_map(fill: Any) -> bool:
     return is_page or isinstance(fill, (field.TensorMap, field.PageRows, field.PageBoxes, field.PackedHeads))
 
 
-def is_length(fill: Any) -> bool:
-    """Says whether a field is filled by the shape of an input, and not by its strides alone."""
-    return isinstance(fill, (field.Dim, field.PagePool))
-
-
 def addresses_in(fill: Any) -> list[Place]:
     """The addresses in a field, but for those in a tensor map."""
     if isinstance(fill, field.Scratch):
@@ -39,8 +34,8 @@ def addresses_in(fill: Any) -> list[Place]:
 
 
 def tensor_map_of(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], bytes], bytes]:
-    """A tensor map: the array that it is of, the function that makes it for an address, and what follows it. One of an empty
-    array, which is never read, is of another array, as it must be of something."""
+    """The tensor map in a field: the array that it is of, the function that makes it for an address, and what follows it. That of
+    an empty array, which is never read, is of another array, as it must be of something."""
     name, array, rest = fill.operand, given[fill.operand], bytes(8)
     if 0 in array.shape:
         name, like = next((name, x) for name, x in given.items() if x.dtype == array.dtype and 0 not in x.shape)
@@ -73,8 +68,8 @@ def tensor_map_of(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[
 
 
 def value_of(fill: Any, array: Array) -> int | bytes:
-    """Returns how an array lies: a length, a stride, or strides behind the room for an address, which are in bytes; packed
-    sequences have no batch stride."""
+    """What a field holds of an array: a length, a stride, or strides in bytes behind the room for an address; packed sequences
+    have no batch stride."""
     if type(fill) is field.Stride:
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0
@@ -90,7 +85,17 @@ def value_of(fill: Any, array: Array) -> int | bytes:
     return struct.pack("<4q", 0, batch * size, strides[-3] * size, strides[-2] * size)
 
 
-def part_of(o: Array, lse: Array) -> bytes:
+def value_from(fill: Any, inputs: Mapping[str, Array], device: int) -> int | bytes:
+    """What a field holds that follows from inputs, by name, on a device; 0, or nothing, of one that is not given."""
+    if type(fill) is field.Violations:
+        return counters.violations(device)
+    if type(fill) is field.Parts:
+        return b"".join([_part(inputs[f"o_{i}"], inputs[f"lse_{i}"]) for i in range(fill.number)])
+    array = inputs.get(fill.operand)
+    return value_of(fill, array) if array is not None else b"" if type(fill) is field.View else 0
+
+
+def _part(o: Array, lse: Array) -> bytes:
     """A Part: room for two addresses, and the strides of o and lse from batch to batch, row to row and head to head."""
     batch = (o.strides[0], lse.strides[0]) if len(o.shape) == 4 else (0, 0)
     return struct.pack("<16x6q", batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2])

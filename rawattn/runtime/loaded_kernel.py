@@ -17,17 +17,9 @@ from ..errors import BinaryError, UnsupportedError
 from ..kernel import render
 from ..kernel.program import Launch
 from ..operation import Operation
-from ..variant.field import Counter, Fields, Pointer, Scratch, Value
-from .fill import Place, addresses_in, is_length, is_tensor_map
+from ..variant.field import Counter, Dim, Fields, PagePool, Pointer, Scratch, Value
+from .fill import Place, addresses_in, is_tensor_map
 from .select import Selection
-
-
-def load_all(op: Operation, selection: Selection, device: Device) -> None:
-    """Compiles and loads all that operations of this kind may need."""
-    for program in selection.programs(op, device):
-        for launch in program.launches:
-            load(launch, op, selection, device, None)
-
 
 Form = tuple[Any, Callable[..., None], int]  # a fill, how its value is written, and the offset
 
@@ -50,15 +42,14 @@ class LoadedKernel(NamedTuple):
     counters: tuple[tuple[int, int], ...]  # bytes, offset
 
     def written(self, values: Mapping[str, Any]) -> tuple[tuple[int, bytes], ...]:
-        """These values of the kernel's fields, those that it has, as bytes, with their offsets."""
+        """The values of fields that the kernel has, as bytes, with their offsets."""
         formats, offsets = self.layout.formats, self.layout.offsets
-        return tuple(
-            [
-                (offsets[name], struct.pack(formats[name], _as_float32(value) if formats[name] == "<f" else value))
-                for name, value in values.items()
-                if name in offsets
-            ]
-        )
+        written = [
+            (offsets[name], struct.pack(formats[name], _as_float32(value) if formats[name] == "<f" else value))
+            for name, value in values.items()
+            if name in offsets
+        ]
+        return tuple(written)
 
     def block(self, values: Mapping[str, float]) -> bytearray:
         """The arguments of a launch with nothing but these values in them."""
@@ -78,20 +69,17 @@ class LoadedKernel(NamedTuple):
             for field in launch.fields
             if type(field.fill) not in (Value, Counter, Scratch, Pointer) and not is_tensor_map(field.fill)
         ]
+        by_length = tuple(form for form in forms if isinstance(form[0], (Dim, PagePool)))
+        of_outputs = tuple(form for form in forms if getattr(form[0], "operand", None) in outputs)
+        many = len(names) > 1
+        values = operator.itemgetter(*names) if many else lambda values: tuple([values[name] for name in names])
         return cls(
-            binary, function, launch.fields, layout, _value_getter(names), layout.only(names),
-            tuple(form for form in forms if not is_length(form[0]) and getattr(form[0], "operand", None) not in outputs),
-            tuple(form for form in forms if is_length(form[0])),
-            tuple(form for form in forms if getattr(form[0], "operand", None) in outputs),
+            binary, function, launch.fields, layout, values, layout.only(names),
+            tuple(form for form in forms if form not in by_length and form not in of_outputs), by_length, of_outputs,
             tuple((fill, offset) for fill, offset in at if is_tensor_map(fill)),
             tuple((name, offset + more) for fill, offset in at for name, more in addresses_in(fill)),
             tuple((fill.bytes, offset) for fill, offset in at if isinstance(fill, Counter)),
         )  # fmt: skip
-
-
-def _value_getter(names: tuple[str, ...]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """A function that takes these values, in order, from all."""
-    return operator.itemgetter(*names) if len(names) > 1 else lambda values: tuple([values[name] for name in names])
 
 
 _kernels: dict[tuple[str, int], LoadedKernel] = {}
@@ -103,35 +91,32 @@ def load(
 ) -> LoadedKernel:
     """The kernel of a launch; plans that share it load it once. Launches of one source may fill its fields from other arrays."""
     key = launch.source.key, device.index
-    found = _kernels.get(key)
-    if found is None:
-        found = _load_with_others(key, launch, op, selection, device, on_compile)
-    return found if found.fields == launch.fields else LoadedKernel.of(found.binary, found.function, launch, op)
+    if key not in _kernels:
+        binary = _compile(launch, op, selection, device, on_compile)
+        with _loading:
+            if key not in _kernels:
+                _kernels[key] = LoadedKernel.of(*_load_compiled(binary, launch, device), launch, op)
+    kernel = _kernels[key]
+    return kernel if kernel.fields == launch.fields else LoadedKernel.of(kernel.binary, kernel.function, launch, op)
 
 
-def _load_with_others(
-    key: tuple[str, int], launch: Launch, op: Operation, selection: Selection, device: Device,
-    on_compile: Callable[[], None] | None,
-) -> LoadedKernel:  # fmt: skip
-    """Compiles and loads the kernel of a launch, with all that its operation's kind may get."""
-    others = {each.source.key: each.source for program in selection.programs(op, device) for each in program.launches}
+def _compile(
+    launch: Launch, op: Operation, selection: Selection, device: Device, on_compile: Callable[[], None] | None
+) -> compiler.Binary:
+    """Compiles the kernel of a launch, with all that its operation's kind may get."""
+    sources = {other.source.key: other.source for program in selection.programs(op, device) for other in program.launches}
     try:
-        binary = compiler.compile_together(launch.source, others.values(), on_compile)
+        return compiler.compile_together(launch.source, sources.values(), on_compile)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{op} on {device.name} needs {launch.source.name} for {device.arch}, which is in no loaded bundle and not in the "
             f"cache folder; {error}; or make a bundle with it: RAWATTN_LOG=FILE records the operation, and python -m rawattn "
             f"bundle --arch {device.arch} --spec FILE --out kernels.zip compiles it elsewhere."
         ) from error
-    with _loading:
-        if key not in _kernels:
-            binary, function = _load_compiled(binary, launch, device)
-            _kernels[key] = LoadedKernel.of(binary, function, launch, op)
-        return _kernels[key]
 
 
 def _load_compiled(binary: compiler.Binary, launch: Launch, device: Device) -> tuple[compiler.Binary, LoadedFunction]:
-    """The entry of a launch, loaded; compiled again here where the driver cannot load what there is."""
+    """Loads the entry of a launch, after compiling it again where the driver cannot load this binary."""
     try:
         return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
     except BinaryError as refused:
@@ -140,6 +125,13 @@ def _load_compiled(binary: compiler.Binary, launch: Launch, device: Device) -> t
         except UnsupportedError as error:
             raise UnsupportedError(f"{refused} NVRTC {binary.nvrtc} made what was to be loaded; {error}") from refused
         return binary, LoadedFunction(binary.cubin, launch.entry, device.index)
+
+
+def load_all(op: Operation, selection: Selection, device: Device) -> None:
+    """Compiles and loads all that operations of this kind may need."""
+    for program in selection.programs(op, device):
+        for launch in program.launches:
+            load(launch, op, selection, device, None)
 
 
 def _as_float32(x: Any) -> Any:

@@ -1,11 +1,9 @@
-"""The arrays that receive results: those of the caller, checked, and the form in which results are returned."""
+"""The arrays that receive results: those of the caller, which are checked, and those that are returned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ..array import arrays
 from ..array.arrays import Array
@@ -18,9 +16,8 @@ if TYPE_CHECKING:
 
 
 def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
-    """Returns what ``out`` gives for each output, None where one is to be made. One array is for the first.
-
-    Raises ProblemError for a tuple of another length."""
+    """The arrays that ``out`` gives for ``outputs``, None where one is to be made; one array is for the first. Raises
+    ProblemError for a tuple of another length."""
     if not isinstance(out, tuple):
         return (out, *(None,) * (len(outputs) - 1))
     if len(out) != len(outputs):
@@ -34,29 +31,34 @@ def read_outputs(
 ) -> dict[str, Array]:
     """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
     output."""
-    found: dict[str, Array] = {}
+    outputs: dict[str, Array] = {}
     apart: list[tuple[str, Array | None]] = [*inputs]
     for operand, x in zip(op.outputs, given, strict=False):
         if x is None:
             continue
         name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"
-        array = found[operand.name] = arrays.read(x, name)
+        array = outputs[operand.name] = arrays.read(x, name)
         operand._replace(name=name).check(array, plan.library, device)
-        if array.object is not x:
-            raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without out.")
-        if isinstance(x, np.ndarray) and not x.flags.writeable:
-            raise ProblemError(f"{name} is read-only; give a writable array.")
-        if arrays.requires_grad(x):
-            raise ProblemError(
-                f"{name} requires grad, and autograd does not follow what is written to it; give {name}.detach(), or call under "
-                "torch.no_grad()."
-            )
+        check_written(name, array, x)
         if is_written:
             size = arrays.DTYPES[operand.element].itemsize
             is_plain = operand.contiguous and operand.name not in plan.tiled
             check_output(name, array, size if is_plain else max(size, plan.selection.kernel.alignment), apart)
         apart.append((name, array))
-    return found
+    return outputs
+
+
+def check_written(name: str, array: Array, x: Any) -> None:
+    """Raises ProblemError where ``x``, an array of the caller that was read as ``array``, cannot receive results."""
+    if array.object is not x:
+        raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name.split()[0]}.")
+    if array.library == "numpy" and not x.flags.writeable:
+        raise ProblemError(f"{name} is read-only; give a writable array.")
+    if arrays.requires_grad(x):
+        raise ProblemError(
+            f"{name} requires grad, and autograd does not follow what is written to it; give {name}.detach(), or call under "
+            "torch.no_grad()."
+        )
 
 
 def to_libraries(results: Sequence[Any], given: Sequence[Any], like: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""From an operation to something that runs: lower, compile, load, bind arrays, and issue the launches."""
+"""A plan: an operation, lowered for a device, whose kernels are compiled and loaded, and which arrays are bound to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Plan:
         if self.program is None:
             return resized
         resized.program = program = self.selection.kernel.lower(op.to_lower, self.config, self.device)
-        if not _same_kernels(program, self.program):
+        kernels = [[(id(launch.source), id(launch.fields)) for launch in x.launches] for x in (program, self.program)]
+        if kernels[0] != kernels[1]:
             resized.kernels = [loaded_kernel.load(launch, op, self.selection, self.device, None) for launch in program.launches]
         return resized
 
@@ -79,15 +80,15 @@ class Plan:
         call = None if read is None else self._calls.get(read[0])
         if call is not None and read is not None:
             return one_or_all(call(given, read[1], out))
-        found = self._read(given)
-        call = self.bind(found)
+        inputs = self._read(given)
+        call = self.bind(inputs)
         if read is not None:
             cache_put(self._calls, read[0], call, KEPT_CALLS)
-        return one_or_all(call(given, addresses_of(found), out))
+        return one_or_all(call(given, addresses_of(inputs), out))
 
-    def bind(self, given: Mapping[str, Array]) -> GpuCall | CpuCall:
-        """The plan on arrays of these forms, by name, which were checked."""
-        return CpuCall(self, given) if self.device.is_cpu else GpuCall(self, given)
+    def bind(self, inputs: Mapping[str, Array]) -> GpuCall | CpuCall:
+        """The plan on inputs of these forms, by name, which were checked."""
+        return CpuCall(self, inputs) if self.device.is_cpu else GpuCall(self, inputs)
 
     def _in_order(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         names = [operand.name for operand in self.op.inputs]
@@ -130,22 +131,12 @@ class Plan:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Plan holds kernels that are loaded in this process; copy or pickle its op, and plan again there.")
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce__()
 
-
-def spared_capture(first: Array) -> contextlib.AbstractContextManager[None]:
-    """The surroundings in which a plan is made for arrays such as this one: ``graph.spared_capture`` of the current stream."""
-    if first.is_cpu:
+def spared_capture(array: Array) -> contextlib.AbstractContextManager[None]:
+    """The context in which a plan is made for arrays beside this one: ``graph.spared_capture`` of the current stream."""
+    if array.is_cpu:
         return contextlib.nullcontext()
-    return graph.spared_capture(arrays.stream_of(first.library)(first.device), first.device)
-
-
-def _same_kernels(program: Program, other: Program) -> bool:
-    """Says whether launches of two programs are of the same kernels, with the same fields."""
-    pairs = zip(program.launches, other.launches, strict=False)
-    is_same = all(one.source is two.source and one.fields is two.fields for one, two in pairs)
-    return is_same and len(program.launches) == len(other.launches)
+    return graph.spared_capture(arrays.stream_of(array.library)(array.device), array.device)
 
 
 def device_of(array: Array) -> Device:

@@ -1,4 +1,4 @@
-"""New keys and values are written into a cache."""
+"""Appending to caches: new keys and values are written, and q is rotated beside them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ..array.arrays import Array
 from ..errors import ProblemError
 from ..operation import Append, arguments
 from ..operation.append import rows_of
-from ..operation.arguments import Nothing, Unpack
 from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
+from ..runtime.outputs import check_written
 from .attention import attention_kvcache
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, check_written, refuse_where_traced
+from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
 from .rotary import Rotary
 from .step import Step
 
 
 def append(
     cache: KVCache, step: Step | None, k: Any, v: Any, *, slots: Any = None, rotary: Rotary | None = None, q: Any = None,
-    q_out: Any = None, **unknown: Unpack[Nothing],
+    q_out: Any = None, **unknown: arguments.Unpack[arguments.Nothing],
 ) -> Any:  # fmt: skip
     """Writes new keys and values into a cache, in one launch, and rotates q on the way.
 
@@ -70,14 +70,12 @@ def write(
     """Computes ``append`` on arrays that have memory."""
     check_objects(cache, step, rotary, optional=True)
     read = read_append(cache, step, rotary, (k, v, slots, q), q_out)
-    call = None if read is None else find(read[0])
-    if call is not None and read is not None:
-        addresses = read[1]
-    else:
-        op, found = _append_of(cache, step, rotary, {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out})
-        call, addresses = call_of(op, found), addresses_of(found)
-        if read is not None:
-            keep(read[0], call)
+    key, addresses = read or (None, ())
+    call = find(key)
+    if call is None:
+        op, inputs = _append_of(cache, step, rotary, {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out})
+        call, addresses = call_of(op, inputs), addresses_of(inputs)
+        keep(key, call)
     in_place = q is not None and q_out is q
     results = call([x for x in (k, v, slots, q) if x is not None], addresses, None if in_place else q_out)
     for x in (*(() if k is None else (cache.k, cache.v)), q_out if in_place else None):

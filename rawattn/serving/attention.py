@@ -1,4 +1,4 @@
-"""The public calls over caches."""
+"""Attention over caches: its public functions, and the requests and arrays of a call."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class CacheRequest(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Returns what stands for all but the arrays; calls without functions share one object, ``kept``."""
+        """What stands for all but the arrays; calls without functions share one object, ``kept``."""
         return self.kept or (self.spec, self.own, self.split_keys, self.kernel, self.config)
 
 
@@ -161,7 +161,7 @@ def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...],
 
 
 def of_step(request: CacheRequest, causal: Any) -> CacheRequest:
-    """The same, with a step's ``causal`` in the function that is the mask."""
+    """The request with a step's ``causal`` in the function that is its mask."""
     own = dict(request.own)
     count = len(own["mask"].traced.labels)
     own["mask"], captured = functions.of_step(own["mask"], request.captured[:count], causal)
@@ -174,15 +174,12 @@ def attend(
     """Computes attention over a cache on arrays that have memory."""
     check_lse(lse, request.spec.return_lse)
     tensors, read = (q, sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
-    call = None if read is None else find((request.key, *read[0]))
-    if call is not None and read is not None:
-        addresses = read[1]
-    else:
-        op, found = attention_of(q, cache, step, request, sinks)
-        call = call_of(op, found, request.kernel, request.config)
-        addresses = addresses_of(found)
-        if read is not None:
-            keep((request.key, *read[0]), call)
+    key, addresses = (None, ()) if read is None else ((request.key, *read[0]), read[1])
+    call = find(key)
+    if call is None:
+        op, inputs = attention_of(q, cache, step, request, sinks)
+        call, addresses = call_of(op, inputs, request.kernel, request.config), addresses_of(inputs)
+        keep(key, call)
     return call(tensors, addresses, (out, lse) if request.spec.return_lse and (out is not None or lse is not None) else out)
 
 
@@ -201,35 +198,26 @@ def check_lse(lse: Any, return_lse: bool) -> None:
         raise ProblemError("lse was given without return_lse=True.")
 
 
-def arrays_of(q: Any, cache: KVCache, step: Step, request: CacheRequest, sinks: Any) -> dict[str, Array]:
-    """The arrays of a call by name. Raises ProblemError for one that autograd would follow."""
-    found = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
-    found |= functions.read(dict(request.own), request.captured) | cache.arrays_of(step.batch) | step.arrays
-    if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
-        raise ProblemError(NO_GRADIENT)
-    return found
-
-
 def attention_of(
     q: Any, cache: KVCache, step: Step, request: CacheRequest, sinks: Any
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
-    """The operation and the arrays of a call, in the order of ``read_call``. Raises ProblemError for a wrong argument."""
-    found = arrays_of(q, cache, step, request, sinks)
-    spec, own, read = request.spec, dict(request.own), dict(found)
+    """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
+    and for one that autograd would follow."""
+    inputs = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
+    inputs |= functions.read(dict(request.own), request.captured) | cache.arrays_of(step.batch) | step.arrays
+    if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
+        raise ProblemError(NO_GRADIENT)
+    spec, own, read = request.spec, dict(request.own), dict(inputs)
     if own:
         if "mask" in own:  # which has in it what the step says
             read.pop("causal", None)
-        *_, rows, heads, _ = found["q"].shape
-        room = Limits(step.batch, heads, *(max_kv_len(found, step),) * 2, q_below=max(1, rows))  # of a sequence without keys, too
-        made = functions.resolved(own, read, room)
-        spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in made.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), found
-
-
-def max_kv_len(found: dict[str, Array], step: Step) -> int:
-    """More keys than a sequence has."""
-    room = table_of(found) * found["k_cache"].shape[1]
-    return room if step.max_kv_len is None else min(room, step.max_kv_len)
+        *_, rows, heads, _ = inputs["q"].shape
+        kv_len = table_of(inputs) * inputs["k_cache"].shape[1]  # no sequence has more keys
+        kv_len = kv_len if step.max_kv_len is None else min(kv_len, step.max_kv_len)
+        limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
+        options = functions.resolved(own, read, limits)
+        spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
+    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
 
 
 @arguments.named
@@ -248,8 +236,8 @@ def explain_kvcache(
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     check_objects(cache, step)
-    op, found = attention_of(q, cache, step, request_of(step, options, return_lse, split), sinks)
-    return explain_operation(op, device_of(found["q"]), kernel, config)
+    op, inputs = attention_of(q, cache, step, request_of(step, options, return_lse, split), sinks)
+    return explain_operation(op, device_of(inputs["q"]), kernel, config)
 
 
 def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:

@@ -57,9 +57,7 @@ class KVCache(Remade):
     v_scale: Any = 1.0
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
-    scale_arrays: dict[str, Array] = dataclasses.field(
-        init=False, repr=False
-    )  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
+    scale_arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # by name, as (batch or 1, kv_heads or 1)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
     held: Held = dataclasses.field(init=False, repr=False)
 

@@ -75,13 +75,3 @@ def log(op: AttentionKVCache | Append | Combine) -> None:
         rows = op.q_len * op.heads_per_kv
         key += ((rows - 1).bit_length(), op.heads_per_kv, packs(over_tensors(op)))
     log_operation(op, key)
-
-
-def check_written(name: str, array: Array, x: Any) -> None:
-    """Raises ProblemError where an array of the caller cannot be written."""
-    if array.object is not x:
-        raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name}.")
-    if array.library == "numpy" and not x.flags.writeable:
-        raise ProblemError(f"{name} is read-only; give a writable array.")
-    if arrays.requires_grad(x):
-        raise ProblemError(NO_GRADIENT)

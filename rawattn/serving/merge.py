@@ -1,4 +1,4 @@
-"""The results of several sets of keys are merged into those of their union."""
+"""Merging results over several sets of keys into those over all of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from ..array import arrays
 from ..array.arrays import Array
 from ..errors import ProblemError, brief
 from ..operation import Combine, arguments
-from ..operation.arguments import Nothing, Unpack
 from ..operation.operand import check_output
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
-from ..runtime.outputs import to_libraries
+from ..runtime.outputs import check_written, to_libraries
 from ..variant.element import ELEMENTS
 from ..variant.store import MOST_ARRAYS
-from .call import NO_GRADIENT, call_of, check_written
+from .call import NO_GRADIENT, call_of
 
 
 def merge_states(
-    parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None, **unknown: Unpack[Nothing]
+    parts: Sequence[tuple[Any, Any]], *, sinks: Any = None, out: Any = None, **unknown: arguments.Unpack[arguments.Nothing]
 ) -> tuple[Any, Any]:
     """Attention over the union of several sets of keys, from o and lse over each of them.
 
@@ -67,15 +66,13 @@ def merge_states(
         if op.count > MOST_ARRAYS and not found["o_0"].is_cpu:
             return _merge_in_turn(list(zip(given[::2], given[1::2], strict=True)), sinks, out, found)
         call, addresses = call_of(op, found), addresses_of(found)
-        if key is not None:
-            keep(key, call)
+        keep(key, call)
     tensors = given if sinks is None else (*given, sinks)
     if in_place:
         (lse,) = call(tensors, addresses)
         arrays.written(out)
         return out, lse
-    o, lse = call(tensors, addresses, None if out is None else (out, None))
-    return o, lse
+    return call(tensors, addresses, None if out is None else (out, None))
 
 
 def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: dict[str, Array]) -> tuple[Any, Any]:

@@ -105,11 +105,6 @@ class Step(Remade):
     def batch(self) -> int:
         return batch_of(self.arrays)
 
-    @property
-    def like(self) -> Array:
-        """An array of the step's library and device."""
-        return next(iter(self.arrays.values()))
-
 
 def check_lengths(found: dict[str, Array]) -> None:
     """Raises ProblemError where these arrays contradict each other. It reads no memory."""

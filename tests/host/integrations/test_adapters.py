@@ -56,7 +56,7 @@ def test_a_kept_call(name: str, options: dict[str, Any]) -> None:
         o, lse = sdpa.attended(*given, dict(options))
         launched, call = [(bytearray(args), on) for args, on in LAUNCHED], list(call_cache._calls.values())[-1]
         for (args, _), places in zip(launched, call._places, strict=True):
-            for _, offset in [each for each in places if each[0] >= len(call.names)]:
+            for _, offset in [each for each in places if each[0] >= len(call.inputs)]:
                 args[offset : offset + 8] = bytes(8)
         lies = [None if x is None else (x.shape, x.stride(), x.dtype) for x in (o, lse)]
         assert o.shape == (*given[0].shape[:3], given[2].shape[3])

@@ -181,7 +181,7 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
         sources = [(launch.source.key, launch.grid) for launch in bound.plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
         for args, places in zip(found, bound._places, strict=True):  # but for addresses of what is made anew
-            for _, offset in [each for each in places if each[0] >= len(bound.names)]:
+            for _, offset in [each for each in places if each[0] >= len(bound.inputs)]:
                 args[offset : offset + 8] = bytes(8)
         return sources, found
 

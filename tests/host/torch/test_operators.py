@@ -272,13 +272,13 @@ HANDLED = {"negative bit": -1.0, "functional": 1.0, "grad's, ended": 1.0}  # by 
 def pointers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that reach a kernel."""
     found: list[int] = []
-    real = bound_call.CpuCall._inputs
+    real = bound_call.CpuCall._inputs_at
 
     def inputs(self: Any, addresses: Any) -> Any:
         found.extend(addresses)
         return real(self, addresses)
 
-    monkeypatch.setattr(bound_call.CpuCall, "_inputs", inputs)
+    monkeypatch.setattr(bound_call.CpuCall, "_inputs_at", inputs)
     return found
 
 
