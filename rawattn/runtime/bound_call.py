@@ -36,7 +36,7 @@ class Numbered(NamedTuple):
 
 
 class BoundCall:
-    """A plan on arrays of one form each, wherever these are."""
+    """A plan on inputs of known forms, wherever these lie."""
 
     plan: Plan
     op: Operation  # the plan's, or one that the plan's kernels serve, too
@@ -61,28 +61,28 @@ class BoundCall:
 
 
 class GpuCall(BoundCall):
-    """A plan on arrays of a GPU: all is known but addresses, the stream, and numbers that functions captured.
+    """A plan on inputs on a GPU: all is known but addresses, the stream, and numbers that functions captured.
 
     It may be kept, and called from several threads at once.
     """
 
-    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
+    def __init__(self, plan: Plan, inputs: Mapping[str, Array]) -> None:
         assert plan.program is not None
-        self._device, library = next(iter(given.values())).device, plan.library
+        self._device, library = next(iter(inputs.values())).device, plan.library
         self._parts = tuple([buffer.name for buffer in plan.program.scratch])
-        every = (*given, *[operand.name for operand in plan.op.outputs], *[SCRATCH + name for name in self._parts])
+        every = (*inputs, *[operand.name for operand in plan.op.outputs], *[SCRATCH + name for name in self._parts])
         self._numbers = {name: i for i, name in enumerate(every)}
         self._places = [
             [(self._numbers[name], offset) for name, offset in loaded.places if name in self._numbers] for loaded in plan.kernels
         ]
         self._stream = arrays.stream_of(library)
         self._is_torch = library == "torch"
-        self._bind(plan, plan.program, given)
+        self._bind(plan, plan.program, inputs)
 
-    def _bind(self, plan: Plan, program: Program, given: Mapping[str, Array]) -> None:
+    def _bind(self, plan: Plan, program: Program, inputs: Mapping[str, Array]) -> None:
         """Makes all that follows from lengths and strides."""
         self.plan, self.op, self._program = plan, plan.op, program
-        self.inputs = {name: array.without_memory() for name, array in given.items()}
+        self.inputs = {name: array.without_memory() for name, array in inputs.items()}
         self._written = frozenset(operand.name for operand in plan.op.inputs if operand.role == "inout")
         self._forget()
         self._numbered: dict[Any, Numbered] = {}
@@ -111,19 +111,19 @@ class GpuCall(BoundCall):
             for fill, write, offset in loaded.outputs:
                 write(args, offset, value_of(fill, self._made[fill.operand]))
 
-    def at_lengths_of(self, given: Mapping[str, Array]) -> GpuCall:
+    def at_lengths_of(self, inputs: Mapping[str, Array]) -> GpuCall:
         """The call for arrays, by name, for whose lengths the same kernels are launched (``Operation.layout_key``). Those that
         functions captured are not among them."""
         call = object.__new__(GpuCall)
         call.__dict__ |= self.__dict__
-        call.inputs, call._args = {**self.inputs, **given}, [bytearray(args) for args in self._args]
+        call.inputs, call._args = {**self.inputs, **inputs}, [bytearray(args) for args in self._args]
         call._forget()
-        op = self.op.at_lengths_of(given)
+        op = self.op.at_lengths_of(inputs)
         if op is not self.op:
             if all(launch.tiles is None for launch in self._program.launches):  # what follows from their queries is not known
                 return self.resized(op, call.inputs)
             call._take_queries(op)
-        if any(array.strides != self.inputs[name].strides for name, array in given.items()):
+        if any(array.strides != self.inputs[name].strides for name, array in inputs.items()):
             call._take_strides()
         call._take_lengths()
         return call
@@ -139,16 +139,16 @@ class GpuCall(BoundCall):
                     struct.pack_into(layout.formats[name], args, layout.offsets[name], value)
         self._open()
 
-    def resized(self, op: Operation, given: Mapping[str, Array]) -> GpuCall:
+    def resized(self, op: Operation, inputs: Mapping[str, Array]) -> GpuCall:
         """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
         loads nothing."""
         plan = self.plan if op is self.plan.op else self.plan.resized(op)
         assert plan.program is not None
         if plan.kernels is not self.plan.kernels or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
-            return GpuCall(plan, given)
+            return GpuCall(plan, inputs)
         call = object.__new__(GpuCall)
         call.__dict__ |= self.__dict__
-        call._bind(plan, plan.program, given)
+        call._bind(plan, plan.program, inputs)
         return call
 
     def numbered(self, numbers: Any) -> Numbered | None:
@@ -172,38 +172,38 @@ class GpuCall(BoundCall):
         """Issues the launches; ``out`` and the results, one for each of the operation's outputs, are of the library of
         ``tensors``. These are the first of the inputs, at least one, and ``addresses`` those of all. ``numbers`` are those that
         functions captured, where they are not the operation's."""
-        like = tensors[0]
+        first = tensors[0]
         if out is None:
-            given: tuple[Any, ...] = ()
+            outs: tuple[Any, ...] = ()
             forms: tuple[Any, ...] = ()
-            results = tuple([make(like) for make in self._makers])
+            results = tuple([make(first) for make in self._makers])
             places = [x.data_ptr() for x in results] if self._is_torch else [*map(arrays.address, results)]
         else:
-            given = given_outputs(out, self._outputs)
-            results = tuple([make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)])
-            read = arrays.forms_of(given) if self._is_torch else None
-            forms = tuple([x if x is None else self._form_of(x) for x in given]) if read is None else read[0]
+            outs = given_outputs(out, self._outputs)
+            results = tuple([make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)])
+            read = arrays.forms_of(outs) if self._is_torch else None
+            forms = tuple([x if x is None else self._form_of(x) for x in outs]) if read is None else read[0]
             places = [*read[1]] if read and len(read[1]) == len(results) else [*map(arrays.address, results)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
         scratch = None
         if self._new_scratch is not None:
-            scratch = self._new_scratch(like)
+            scratch = self._new_scratch(first)
             places.append(arrays.address(scratch))
         key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
         launches = self._launches.get(key)
         if launches is None or capturing:
             self._check_memory(tensors, addresses)
             outputs: dict[str, Array] = {}
-            if given:
+            if outs:
                 inputs = self._inputs_at(addresses).items()
-                outputs = read_outputs(given, self.op, self.plan, self._device, inputs, bool(self._grids))
+                outputs = read_outputs(outs, self.op, self.plan, self._device, inputs, bool(self._grids))
             if self._written and self._may_overlap(addresses):
                 self.op.check_apart(self._inputs_at(addresses))
             alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
             before = None if capturing else self._last.get(alike)
-            first = 0 if scratch is None else places[-1]  # none: nothing is there to be written
-            every = [*addresses, *places[: len(results)], *[first + begin for begin in self._scratch]]
+            base = 0 if scratch is None else places[-1]  # none: nothing is there to be written
+            every = [*addresses, *places[: len(results)], *[base + begin for begin in self._scratch]]
             if before is None:
                 launches = self._prepare(outputs, every, numbers, stream, stream_id, capturing)
             else:
@@ -215,9 +215,9 @@ class GpuCall(BoundCall):
                 graph.retain(stream, scratch)
         for launch in launches:
             launch()
-        for x in given:
+        for x in outs:
             arrays.written(x)
-        return results if self._is_torch else to_libraries(results, given, like)
+        return results if self._is_torch else to_libraries(results, outs, first)
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
@@ -243,7 +243,7 @@ class GpuCall(BoundCall):
         capturing: bool,
     ) -> tuple[BoundLaunch, ...]:  # fmt: skip
         """The launches on a stream, with all that was open filled in. ``addresses`` are those of inputs, outputs and scratch
-        memory, ``outputs`` those arrays that were given."""
+        memory, ``outputs`` the arrays of the caller."""
         texts_of = numbers.texts if numbers else [()] * len(self._args)
         launches, parts = [], (self._grids, self.plan.kernels, self._args, self._places, self._maps, texts_of)
         for grid, loaded, args, places, maps, texts in zip(*parts, strict=True):
@@ -303,30 +303,30 @@ class GpuCall(BoundCall):
 
 
 class CpuCall(BoundCall):
-    """A plan on arrays in this machine's memory."""
+    """A plan on inputs in this machine's memory."""
 
-    def __init__(self, plan: Plan, given: Mapping[str, Array]) -> None:
-        like = next(iter(given.values()))
+    def __init__(self, plan: Plan, inputs: Mapping[str, Array]) -> None:
+        first = next(iter(inputs.values()))
         self.plan, self.op, self._outputs = plan, plan.op, plan.op.outputs
-        self.inputs, self._checked = {name: array.without_memory() for name, array in given.items()}, (0,) * len(given)
-        self._makers = tuple(arrays.maker(like, operand.shape, operand.element) for operand in self._outputs)
+        self.inputs, self._checked = {name: array.without_memory() for name, array in inputs.items()}, (0,) * len(inputs)
+        self._makers = tuple(arrays.maker(first, operand.shape, operand.element) for operand in self._outputs)
 
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
         """Computes with arguments and results as ``GpuCall`` has them; ``tensors`` keep all inputs alive."""
         self._check_memory(tensors, addresses)
-        op, like, inputs = self.op, tensors[0], self._inputs_at(addresses)
+        op, first, inputs = self.op, tensors[0], self._inputs_at(addresses)
         op.check_apart(inputs)
-        given = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
-        results = [make(like) if x is None else x for make, x in zip(self._makers, given, strict=True)]
-        read_outputs(given, op, self.plan, arrays.CPU, inputs.items())
+        outs = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
+        results = [make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)]
+        read_outputs(outs, op, self.plan, arrays.CPU, inputs.items())
         every = {operand.name: inputs[operand.name] for operand in op.inputs}
         every |= {operand.name: arrays.read(x, operand.name) for operand, x in zip(self._outputs, results, strict=True)}
         views = {name: arrays.view(array) for name, array in every.items()}
         op.check_numbers(views)
         self.plan.selection.kernel.run(op, self.plan.config, **views)
-        for x in given:
+        for x in outs:
             arrays.written(x)
-        return tuple(results) if self.plan.library == "torch" else to_libraries(results, given, like)
+        return tuple(results) if self.plan.library == "torch" else to_libraries(results, outs, first)
 
 
 def addresses_of(inputs: Mapping[str, Array]) -> tuple[int, ...]:

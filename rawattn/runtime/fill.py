@@ -33,21 +33,21 @@ def addresses_in(fill: Any) -> list[Place]:
     return [(fill.operand, 0)] if has_one else []
 
 
-def tensor_map_of(fill: Any, given: Mapping[str, Array]) -> tuple[str, Callable[[int], bytes], bytes]:
+def tensor_map_of(fill: Any, operands: Mapping[str, Array]) -> tuple[str, Callable[[int], bytes], bytes]:
     """The tensor map in a field: the array that it is of, the function that makes it for an address, and what follows it. That of
     an empty array, which is never read, is of another array, as it must be of something."""
-    name, array, rest = fill.operand, given[fill.operand], bytes(8)
+    name, array, rest = fill.operand, operands[fill.operand], bytes(8)
     if 0 in array.shape:
-        name, like = next((name, x) for name, x in given.items() if x.dtype == array.dtype and 0 not in x.shape)
+        name, other = next((name, x) for name, x in operands.items() if x.dtype == array.dtype and 0 not in x.shape)
         rows = tma.SWIZZLE_ROWS if isinstance(fill, field.PageBoxes) else 1
-        flat = like._replace(shape=(1, rows, 1, like.shape[-1]), strides=(0, like.shape[-1], 0, 1))
-        array = flat if isinstance(fill, (field.PageRows, field.PageBoxes)) else like
+        flat = other._replace(shape=(1, rows, 1, other.shape[-1]), strides=(0, other.shape[-1], 0, 1))
+        array = flat if isinstance(fill, (field.PageRows, field.PageBoxes)) else other
     size, read_once = KV_ELEMENTS[array.dtype].itemsize, False
     shape: Any
     if isinstance(fill, field.TensorMap):
         lies = array.shape, array.strides
         if fill.axes and name == fill.operand:
-            lies = fill.axes.view(*lies, given[fill.rows_of].shape[-3] if fill.rows_of else None)
+            lies = fill.axes.view(*lies, operands[fill.rows_of].shape[-3] if fill.rows_of else None)
         shape = tma.geometry(*lies, size, fill.box_rows)
         rest = struct.pack("<2i", shape.head_step, shape.batch_step)
     elif isinstance(fill, field.PageRows):

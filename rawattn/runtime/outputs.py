@@ -27,16 +27,16 @@ def given_outputs(out: Any, outputs: tuple[Operand, ...]) -> tuple[Any, ...]:
 
 
 def read_outputs(
-    given: Sequence[Any], op: Operation, plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
+    outs: Sequence[Any], op: Operation, plan: Plan, device: int, inputs: Iterable[tuple[str, Array]], is_written: bool = True
 ) -> dict[str, Array]:
-    """The outputs of the caller by name. Raises ProblemError where one cannot receive its result, or overlaps an input or another
-    output."""
+    """The arrays of the caller, ``outs``, by the names of the outputs that they receive. Raises ProblemError where one cannot
+    receive its result, or overlaps an input or another output."""
     outputs: dict[str, Array] = {}
     apart: list[tuple[str, Array | None]] = [*inputs]
-    for operand, x in zip(op.outputs, given, strict=False):
+    for operand, x in zip(op.outputs, outs, strict=False):
         if x is None:
             continue
-        name = "out" if x is given[0] and all(y is None for y in given[1:]) else f"out ({operand.name})"
+        name = "out" if x is outs[0] and all(y is None for y in outs[1:]) else f"out ({operand.name})"
         array = outputs[operand.name] = arrays.read(x, name)
         operand._replace(name=name).check(array, plan.library, device)
         check_written(name, array, x)
@@ -61,9 +61,9 @@ def check_written(name: str, array: Array, x: Any) -> None:
         )
 
 
-def to_libraries(results: Sequence[Any], given: Sequence[Any], like: Any) -> tuple[Any, ...]:
-    """The results as arrays of the library that ``like`` came from; those of the caller as they are."""
-    return tuple(x if any(x is y for y in given) else arrays.to_library(x, like) for x in results)
+def to_libraries(results: Sequence[Any], outs: Sequence[Any], first: Any) -> tuple[Any, ...]:
+    """The results as arrays of the library of ``first``; those of the caller, ``outs``, as they are."""
+    return tuple(x if any(x is y for y in outs) else arrays.to_library(x, first) for x in results)
 
 
 def one_or_all(results: tuple[Any, ...]) -> Any:

@@ -103,17 +103,17 @@ class Plan:
         if len(given) > len(inputs):
             extra = (*self.op.input_names(len(given)), *["one more array"] * len(given))[len(inputs)]
             raise ProblemError(f"{extra} was given; this plan takes {', '.join(operand.name for operand in inputs)}.")
-        found = {}
+        read = {}
         place = arrays.CPU if self.device.is_cpu else self.device.index
         for operand, x in zip(inputs, (*given, *[None] * (len(inputs) - len(given))), strict=True):
             array = None if x is None else arrays.read(x, operand.name)
             operand.check(array, self.library, place)
             assert array is not None
-            found[operand.name] = array
+            read[operand.name] = array
         if arrays.requires_grad(*given):
             raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
-            layout = self.op.layout_of(found)
+            layout = self.op.layout_of(read)
             reason = self.selection.kernel.layout_reason(layout)
             if reason is not None:
                 raise ProblemError(f"{reason}.")
@@ -123,7 +123,7 @@ class Plan:
                         f"{operand.title} lies otherwise than when the plan was made, which reads tiles of it by TMA: its "
                         "address and its strides must be multiples of 16 bytes; copy it, or make another plan."
                     )
-        return found
+        return read
 
     def __repr__(self) -> str:
         return f"Plan({self.op}; {self.kernel}, {self.config}, {self.device.name})"
@@ -133,7 +133,7 @@ class Plan:
 
 
 def spared_capture(array: Array) -> contextlib.AbstractContextManager[None]:
-    """The context in which a plan is made for arrays beside this one: ``graph.spared_capture`` of the current stream."""
+    """The context in which a plan is made for an array and others beside it: ``graph.spared_capture`` of the current stream."""
     if array.is_cpu:
         return contextlib.nullcontext()
     return graph.spared_capture(arrays.stream_of(array.library)(array.device), array.device)

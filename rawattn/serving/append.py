@@ -86,37 +86,35 @@ def write(
 def read_append(cache: KVCache, step: Step | None, rotary: Rotary | None, rows: tuple[Any, ...], q_out: Any) -> Any:
     """The key of an append of k, v, slots and q, torch tensors, and the addresses of its inputs; None where they must be looked
     at."""
-    beside = [x.held for x in (step, rotary, cache) if x is not None]
+    held = [x.held for x in (step, rotary, cache) if x is not None]
     read, of_q_out = arrays.forms_of(rows), arrays.forms_of((q_out,))
-    if read is None or of_q_out is None or [x for x in beside if x.requires_grad]:
+    if read is None or of_q_out is None or [x for x in held if x.requires_grad]:
         return None
-    key = ("append", read[0], of_q_out[0], q_out is rows[-1], *[x.forms for x in beside])
-    return key, sum([x.addresses for x in beside], read[1])
+    key = ("append", read[0], of_q_out[0], q_out is rows[-1], *[x.forms for x in held])
+    return key, sum([x.addresses for x in held], read[1])
 
 
-def _append_of(
-    cache: KVCache, step: Step | None, rotary: Rotary | None, given: dict[str, Any]
-) -> tuple[Append, dict[str, Array]]:
-    """The operation and its arrays. Raises ProblemError for a wrong argument."""
-    if cache.v_in_k and given["v"] is not None:
+def _append_of(cache: KVCache, step: Step | None, rotary: Rotary | None, new: dict[str, Any]) -> tuple[Append, dict[str, Array]]:
+    """The operation of an append and its inputs by name. Raises ProblemError for a wrong argument."""
+    if cache.v_in_k and new["v"] is not None:
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
-    if not cache.v_in_k and given["v"] is None and given["k"] is not None:
+    if not cache.v_in_k and new["v"] is None and new["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
-    if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*given.values()):
+    if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*new.values()):
         raise ProblemError(NO_GRADIENT)
-    found = arrays.named(tuple(given), tuple(given.values()))
-    q_out = found.pop("q_out", None)
-    found |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)
-    rows = rows_of(found).shape
-    found |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
+    inputs = arrays.named(tuple(new), tuple(new.values()))
+    q_out = inputs.pop("q_out", None)
+    inputs |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)
+    rows = rows_of(inputs).shape
+    inputs |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    read = {name: x for name, x in found.items() if name not in ("causal", "kv_begin")}
+    read = {name: x for name, x in inputs.items() if name not in ("causal", "kv_begin")}
     read |= {} if q_out is None else {"q_out": q_out}
     op = Append.of(read, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
     _check_writable(cache)
     if op.in_place and q_out is not None:
-        check_written("q_out", q_out, given["q_out"])
-    return op, found
+        check_written("q_out", q_out, new["q_out"])
+    return op, inputs
 
 
 def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rotary: Rotary | None = None, **options: Any) -> Any:

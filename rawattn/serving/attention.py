@@ -106,7 +106,7 @@ class CacheRequest(NamedTuple):
     functions, the keys of a split, a kernel and a configuration; and the arrays that the functions captured."""
 
     spec: Spec
-    own: tuple[tuple[str, functions.Function], ...] = ()
+    traced: tuple[tuple[str, functions.Function], ...] = ()
     captured: tuple[Any, ...] = ()
     split_keys: int = 0
     kernel: str | None = None
@@ -116,7 +116,7 @@ class CacheRequest(NamedTuple):
     @property
     def key(self) -> Any:
         """What stands for all but the arrays; calls without functions share one object, ``kept``."""
-        return self.kept or (self.spec, self.own, self.split_keys, self.kernel, self.config)
+        return self.kept or (self.spec, self.traced, self.split_keys, self.kernel, self.config)
 
 
 def request_of(
@@ -162,10 +162,10 @@ def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...],
 
 def of_step(request: CacheRequest, causal: Any) -> CacheRequest:
     """The request with a step's ``causal`` in the function that is its mask."""
-    own = dict(request.own)
-    count = len(own["mask"].traced.labels)
-    own["mask"], captured = functions.of_step(own["mask"], request.captured[:count], causal)
-    return request._replace(own=tuple(own.items()), captured=(*captured, *request.captured[count:]))
+    traced = dict(request.traced)
+    count = len(traced["mask"].traced.labels)
+    traced["mask"], captured = functions.of_step(traced["mask"], request.captured[:count], causal)
+    return request._replace(traced=tuple(traced.items()), captured=(*captured, *request.captured[count:]))
 
 
 def attend(
@@ -204,18 +204,18 @@ def attention_of(
     """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
     and for one that autograd would follow."""
     inputs = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
-    inputs |= functions.read(dict(request.own), request.captured) | cache.arrays_of(step.batch) | step.arrays
+    inputs |= functions.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
     if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
         raise ProblemError(NO_GRADIENT)
-    spec, own, read = request.spec, dict(request.own), dict(inputs)
-    if own:
-        if "mask" in own:  # which has in it what the step says
+    spec, traced, read = request.spec, dict(request.traced), dict(inputs)
+    if traced:
+        if "mask" in traced:  # which has in it what the step says
             read.pop("causal", None)
         *_, rows, heads, _ = inputs["q"].shape
         kv_len = table_of(inputs) * inputs["k_cache"].shape[1]  # no sequence has more keys
         kv_len = kv_len if step.max_kv_len is None else min(kv_len, step.max_kv_len)
         limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
-        options = functions.resolved(own, read, limits)
+        options = functions.resolved(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
     return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
 

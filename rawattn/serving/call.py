@@ -1,4 +1,4 @@
-"""Calls over caches and merges: the checks that they share, and the bound call, which is found or made."""
+"""What calls over caches and merges share: checks of their arguments, and their bound call, which is kept or made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..array.arrays import Array
 from ..errors import ProblemError
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
-from ..operation import Append, AttentionKVCache, Combine
+from ..operation import AttentionKVCache, Operation
 from ..runtime.bound_call import CpuCall, GpuCall
 from ..runtime.call_cache import find, keep
 from ..runtime.plan import Plan, device_of, spared_capture
@@ -41,30 +41,28 @@ def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = Fa
         rotary.held.check("Rotary")
 
 
-def refuse_where_traced(**given: Any) -> None:
+def refuse_where_traced(**arguments: Any) -> None:
     """Raises ProblemError for an argument that torch's operators do not have."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ProblemError(f"{name} was given where torch traces, transforms or casts the call; the operator has no {name}.")
 
 
-def call_of(
-    op: AttentionKVCache | Append | Combine, found: dict[str, Array], kernel: str | None = None, config: Any = None
-) -> GpuCall | CpuCall:
-    """The call of an operation on arrays that were checked, kept or made."""
+def call_of(op: Operation, inputs: dict[str, Array], kernel: str | None = None, config: Any = None) -> GpuCall | CpuCall:
+    """The call of an operation on inputs, by name, which were checked: a kept one, or one that is made."""
     log(op)
-    key = (op, kernel, config, *map(arrays.form_of, found.values()), *found)
+    key = (op, kernel, config, *map(arrays.form_of, inputs.values()), *inputs)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:
-        first = next(iter(found.values()))
+        first = next(iter(inputs.values()))
         device = device_of(first)
         with spared_capture(first):
-            call = Plan(op, device, select(op, device, kernel, config), first.library).bind(found)
+            call = Plan(op, device, select(op, device, kernel, config), first.library).bind(inputs)
         keep(key, call)
     return call
 
 
-def log(op: AttentionKVCache | Append | Combine) -> None:
+def log(op: Operation) -> None:
     """Records an operation where RAWATTN_LOG asks for it: one of all that need the same kernels, since lengths of a step, and how
     many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels, and by
     how it fills tiles, which chooses configurations of attn_fwd_mma."""

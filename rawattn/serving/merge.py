@@ -49,25 +49,25 @@ def merge_states(
     """
     if unknown:
         arguments.refuse(merge_states, unknown)
-    given: list[Any] = []
+    states: list[Any] = []
     if not hasattr(parts, "__iter__"):
         raise ProblemError(f"parts is {brief(parts)}; it must be pairs (o, lse).")
     for i, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
-        given += part
-    in_place = out is not None and bool(given) and out is given[0]
-    arrays.check_untraced((*given, sinks))
-    read, of_out = arrays.forms_of((*given, sinks)), arrays.forms_of((out,))
+        states += part
+    in_place = out is not None and bool(states) and out is states[0]
+    arrays.check_untraced((*states, sinks))
+    read, of_out = arrays.forms_of((*states, sinks)), arrays.forms_of((out,))
     key = None if read is None or of_out is None else ("merge", read[0], of_out[0], in_place)
     call, addresses = find(key), read[1] if read else ()
     if call is None:
-        op, found = _merge_of(given, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
-        if op.count > MOST_ARRAYS and not found["o_0"].is_cpu:
-            return _merge_in_turn(list(zip(given[::2], given[1::2], strict=True)), sinks, out, found)
-        call, addresses = call_of(op, found), addresses_of(found)
+        op, inputs = _merge_of(states, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        if op.count > MOST_ARRAYS and not inputs["o_0"].is_cpu:
+            return _merge_in_turn(list(zip(states[::2], states[1::2], strict=True)), sinks, out, inputs)
+        call, addresses = call_of(op, inputs), addresses_of(inputs)
         keep(key, call)
-    tensors = given if sinks is None else (*given, sinks)
+    tensors = states if sinks is None else (*states, sinks)
     if in_place:
         (lse,) = call(tensors, addresses)
         arrays.written(out)
@@ -83,22 +83,22 @@ def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: d
         check_output("out", array, 1, inputs.items())
     first = inputs["o_0"]
     total = arrays.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
-    found = merge_states(parts[:MOST_ARRAYS], out=total)
+    merged = merge_states(parts[:MOST_ARRAYS], out=total)
     for i in range(MOST_ARRAYS, len(parts), MOST_ARRAYS - 1):
         rest = parts[i : i + MOST_ARRAYS - 1]
         is_last = i + len(rest) == len(parts)
-        found = merge_states([found, *rest], **({"sinks": sinks, "out": out} if is_last else {"out": total}))
-    return to_libraries(found, (out,), parts[0][0])
+        merged = merge_states([merged, *rest], **({"sinks": sinks, "out": out} if is_last else {"out": total}))
+    return to_libraries(merged, (out,), parts[0][0])
 
 
-def _merge_of(given: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
-    """The merge of these parts, o_0, lse_0, o_1 and so on, and its arrays."""
-    names = Combine.input_names(len(given))
-    named = dict(zip(names, given, strict=False)) | ({} if sinks is None else {"sinks": sinks})
+def _merge_of(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
+    """The merge of these states, o_0, lse_0, o_1 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
+    names = Combine.input_names(len(states))
+    named = dict(zip(names, states, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
         raise ProblemError(NO_GRADIENT)
-    found = {name: arrays.read(x, name) for name, x in named.items()}
-    op = Combine.of_call(found, options, ())
+    inputs = {name: arrays.read(x, name) for name, x in named.items()}
+    op = Combine.of_call(inputs, options, ())
     if op.in_place:
-        check_written("out", found["o_0"], given[0])
-    return op, found
+        check_written("out", inputs["o_0"], states[0])
+    return op, inputs

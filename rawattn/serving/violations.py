@@ -1,4 +1,4 @@
-"""What launches over caches found wrong on a GPU."""
+"""What launches on a GPU found wrong in lengths, pages and slots."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def violations(device: Any = 0) -> tuple[str, ...]:
     what is no device.
     """
     number = arrays.number_of_device(device)
-    found = 0 if number is None else counters.take_violations(number)
-    return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if found >> bit & 1)
+    bits = 0 if number is None else counters.take_violations(number)
+    return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if bits >> bit & 1)
 
 
 VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
