@@ -1,5 +1,5 @@
 """The adapters keep calls for tensors as they were given. Such a call launches what a new one launches, its result lies
-so. The harness is that of ``tests/host/runtime/test_plans.py``."""
+so. The harness is that of ``tests/host/runtime/test_bound_call.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from rawattn.errors import ProblemError
 from rawattn.runtime import call_cache
-from tests.host.runtime.test_plans import LAUNCHED, STATE, forget, gpu
+from tests.host.runtime.test_bound_call import LAUNCHED, STATE, forget, gpu
 
 torch = pytest.importorskip("torch")
 sdpa = pytest.importorskip("rawattn.integrations.sdpa")

@@ -1,5 +1,5 @@
 """Plans of an operation that has as many inputs as a call gives, and several outputs: nothing between the public calls and the
-launch knows an operand by its name. And of the backward, which has three launches. No GPU is needed, as in ``test_plans``."""
+launch knows an operand by its name. And of the backward, which has three launches. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rawattn.operation.operand import PLAIN, Layout, Operand, layout_of
 from rawattn.runtime import calls, explain, request, select
 from rawattn.runtime.plan import Plan
 from rawattn.variant.field import Field, Pointer, Scratch, View
-from tests.host.runtime.test_plans import LAUNCHED, calls_kept, forget, gpu, keys_kept
+from tests.host.runtime.test_bound_call import LAUNCHED, calls_kept, forget, gpu, keys_kept
 
 torch = pytest.importorskip("torch")
 fixture = gpu  # its fixture, for this file too
