@@ -50,7 +50,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
             return compute(inputs, named(options), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
         options = with_numbers(options, numbers)
-    return _first(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
+    return _run_unkept(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
 
 
 def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...] = ()) -> Any:
@@ -59,12 +59,12 @@ def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...
     read = arrays.forms_of(inputs + captured)
     call = None if read is None else find((request, read[0]))
     if call is None or read is None:
-        return _first(inputs, captured, request, out)
+        return _run_unkept(inputs, captured, request, out)
     return one_or_all(call(inputs + captured, read[1], out))
 
 
 @eager
-def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
+def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
     """Computes a call on arrays of forms for which it was not made yet, or whose forms must be looked at. The first of these that
     applies serves it: a call that takes other numbers, one for whose lengths the same kernels are launched, one of its family,
     resized, and a plan of its own."""

@@ -222,13 +222,13 @@ def test_kernel_and_config_are_the_forward_s() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, compile_it: bool, deterministic: bool) -> None:
     """The kernel that gives the gradients may be chosen by it."""
-    seen, own = [], calls._first
+    seen, own = [], calls._run_unkept
 
     def first(given: Any, captured: Any, request: Request, out: Any) -> Any:
         seen.append((request.operation is Backward, request.options["deterministic"]))
         return own(given, captured, request, out)
 
-    monkeypatch.setattr(calls, "_first", first)
+    monkeypatch.setattr(calls, "_run_unkept", first)
     monkeypatch.setattr(call_cache, "_calls", {})  # of arrays that lay where these lie
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
