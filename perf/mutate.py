@@ -40,22 +40,24 @@ from .lib import command
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
 TESTS = {  # module -> the files of its tests in tests/host, quickest first, where they are not the one of its own path
-    "rawattn/array/arrays.py": "api/attention operation/forward runtime/plans torch/operators",
-    "rawattn/array/memory.py": "array/memory runtime/plans",
+    "rawattn/array/arrays.py": "api/attention operation/forward runtime/bound_call torch/operators",
+    "rawattn/array/memory.py": "array/memory runtime/bound_call",
     "rawattn/command/demo.py": "main", "rawattn/command/doctor.py": "main",
     "rawattn/compile/cache.py": "compile/cache compile/compiler", "rawattn/compile/tokens.py": "compile/compiler",
     **{f"rawattn/cpu/{name}.py": "cpu/kernels cpu/backward" for name in ("cost", "forward", "lanes", "loops", "units")},
     "rawattn/driver/device.py": "runtime/select",
     **{f"rawattn/driver/{name}.py": "driver/driver" for name in ("context", "counters", "graph", "launch", "tensor_map")},
-    "rawattn/kernel/program.py": "kernel/program runtime/plans",
+    "rawattn/kernel/program.py": "kernel/program runtime/bound_call",
     "rawattn/kernel/tiling.py": "kernel/program kernel/render runtime/select",
-    "rawattn/operation/forward.py": "operation/forward runtime/plans runtime/select",
-    "rawattn/operation/operand.py": "operation/operand operation/forward runtime/plans",
+    "rawattn/operation/forward.py": "operation/forward runtime/bound_call runtime/select",
+    "rawattn/operation/operand.py": "operation/operand operation/forward runtime/bound_call",
     "rawattn/operation/spec.py": "operation/spec operation/forward operation/offsets",
-    "rawattn/reference/caches.py": "kernel/append serving/api operation/combine",
+    "rawattn/reference/caches.py": "kernel/append serving/append serving/attention operation/combine",
     "rawattn/reference/formula.py": "reference reference_backward",
-    "rawattn/runtime/plans.py":
-        "kernel/program runtime/plans serving/plan operation/combine api/attention serving/kept_calls operation/functions",
+    **{f"rawattn/runtime/{name}.py":
+        "kernel/program runtime/bound_call serving/plan operation/combine api/attention serving/kept_calls operation/functions"
+        for name in ("bound_call", "call_cache", "fill", "outputs", "plan")},
+    "rawattn/serving/call.py": "serving/append serving/attention", "rawattn/serving/merge.py": "operation/combine",
     "rawattn/trace/classes.py": "trace/ranges", "rawattn/trace/conditions.py": "trace/tracing",
     "rawattn/trace/proofs.py": "trace/tracing trace/ranges",
 }  # fmt: skip

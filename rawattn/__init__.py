@@ -13,12 +13,15 @@ from .package import __version__ as __version__
 from .runtime.bundle import load_bundle, save_bundle
 from .runtime.explain import Explanation
 from .runtime.front_end import load_torch as _load_torch
-from .runtime.plans import Plan
+from .runtime.plan import Plan
 from .runtime.record import warm_up
 from .serving import KVCache, Rotary, Step
-from .serving.api import append, attention_append, attention_kvcache, explain_kvcache, merge_states, violations
+from .serving.append import append, attention_append
+from .serving.attention import attention_kvcache, explain_kvcache
 from .serving.cache import kvcache_bytes
+from .serving.merge import merge_states
 from .serving.plan import KVCachePlan, plan_kvcache
+from .serving.violations import violations
 
 __all__ = [
     "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",

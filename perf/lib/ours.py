@@ -16,7 +16,7 @@ from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 from rawattn.kernel.base import Kernel
 from rawattn.operation import Forward, functions
-from rawattn.runtime.plans import Plan
+from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import KERNELS, Selection, select
 from rawattn.testing import Case
 

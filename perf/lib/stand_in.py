@@ -15,7 +15,7 @@ from rawattn.compile import compiler
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.driver.launch import Facts
-from rawattn.runtime import plans
+from rawattn.runtime import loaded_kernel
 
 DEVICE = TYPICAL["sm_90a"]
 POOL = 1 << 27  # elements of a dtype, of which no page is touched
@@ -80,7 +80,7 @@ def install() -> Device:
         return new
 
     found: list[tuple[Any, str, Any]] = [(context, "device", lambda index: DEVICE)]
-    found += [(plans, "LoadedFunction", Function), (compiler, "compile_together", compiled)]
+    found += [(loaded_kernel, "LoadedFunction", Function), (compiler, "compile_together", compiled)]
     found += [(rawattn.array.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.array.arrays, "maker", maker)]
     found += [(torch.Tensor, "get_device", lambda tensor: 0)]
     for owner, name, value in found:

@@ -14,7 +14,7 @@ from ..operation.spec import MaskLike, Options, ScoreLike, Window, named
 from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
 from ..runtime.explain import Explanation, explain_operation
-from ..runtime.plans import Plan, device_of
+from ..runtime.plan import Plan, device_of
 from ..runtime.request import NO_LENGTHS, arrays_and_options, request_for, seed_array, stand_in_seed
 
 OPTIONS = arguments.with_options(Options, "alibi", "bias")

@@ -30,7 +30,7 @@ from ..api.naming import naming
 from ..array import arrays
 from ..errors import ProblemError, UnsupportedError, brief
 from ..operation.spec import Spec
-from ..serving import api as caches
+from ..serving.attention import attention_kvcache
 from ..torch import is_plain, seed_of
 from .flash_attn_kvcache import with_kvcache, without_step
 
@@ -276,7 +276,7 @@ def varlen(
     kv_lens = torch.diff(starts[1]) if lens[1] is None else lens[1]
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     options = {**without_step(options), "return_lse": return_lse}
-    compute = functools.partial(caches.attention_kvcache, q, serving.KVCache(k, v), step, **options)
+    compute = functools.partial(attention_kvcache, q, serving.KVCache(k, v), step, **options)
     return _Paged.apply(compute, q, k, v) if is_plain() and arrays.requires_grad(q, k, v) else compute()
 
 

@@ -16,7 +16,7 @@ import torch
 from ..api import attention
 from ..api.naming import naming
 from ..errors import ProblemError
-from ..serving import api as caches
+from ..serving.merge import merge_states
 from .flash_attn import APART, IN_CACHE, NAMES, Window, backward, ignore, options_of, refuse, unpacked, varlen
 from .flash_attn_kvcache import with_kvcache
 
@@ -163,7 +163,7 @@ def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_
     if out is not None and (tuple(out.shape) != shape[1:] or out_dtype not in (None, out.dtype)):
         found = f"out has dtype {out.dtype} and shape {tuple(out.shape)}"
         raise ProblemError(f"{found}; it must have {out_dtype or 'any dtype'} and shape {shape[1:]}.")
-    o, lse = caches.merge_states([(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
+    o, lse = merge_states([(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
     return o.to(out_dtype or o.dtype) if out is None else out.copy_(o), lse.transpose(-1, -2)
 
 

@@ -10,8 +10,10 @@ from .. import serving
 from ..api.naming import naming
 from ..array import arrays, eager
 from ..errors import ProblemError, brief
-from ..runtime.plans import find, keep, one_or_all
-from ..serving import api as caches
+from ..runtime.call_cache import find, keep
+from ..runtime.outputs import one_or_all
+from ..serving.append import append, read_append
+from ..serving.attention import CacheRequest, attention_kvcache, plain_request, read_call
 from ..torch import is_plain
 
 Rotary = tuple[Any, Any, bool, Any]  # rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
@@ -50,8 +52,8 @@ def with_kvcache(
     if request is not None and read is not None and (call := find((request.key, read[0], beside))) is not None:
         return one_or_all(call(tensors, read[1]))
     cache, step = _cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
-    found = caches.attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
-    if request is not None and read is not None and (own := caches.read_call(q, cache, step, None, ())) is not None:
+    found = attention_kvcache(q, cache, step, return_lse=return_lse, **without_step(options))
+    if request is not None and read is not None and (own := read_call(q, cache, step, None, ())) is not None:
         keep((request.key, read[0], beside), find((request.key, *own[0])))
     return found
 
@@ -121,7 +123,7 @@ def _counted(lens: Any, k: Any, starts: Any) -> Any:
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
 
-def _request(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.CacheRequest | None:
+def _request(options: dict[str, Any], return_lse: bool, longest: Any) -> CacheRequest | None:
     """The request of a call over a cache, where it is found again: no functions, nothing that is traced or of a wrong
     type."""
     if not is_plain() or "alibi" in options or "mask" in options:
@@ -130,7 +132,7 @@ def _request(options: dict[str, Any], return_lse: bool, longest: Any) -> caches.
         return None
     own = {name: options[name] for name in ("window", "softcap", "scale")}
     try:
-        return caches.plain_request(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
+        return plain_request(options["causal"], {**own, "mask": None, "score": None, "invariant": False}, return_lse)
     except TypeError:  # what cannot be hashed is wrong
         return None
 
@@ -160,8 +162,8 @@ def _append(
             return results[0] if results else q
     cache, step = _cache(pools, scales), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
     rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)
-    rotated = caches.append(cache, step, k, v, rotary=rotary, q=own)
-    if read is not None and (made := caches.read_append(cache, step, rotary, (k, v, None, own), None)) is not None:
+    rotated = append(cache, step, k, v, rotary=rotary, q=own)
+    if read is not None and (made := read_append(cache, step, rotary, (k, v, None, own), None)) is not None:
         keep(("append", read[0], beside, style), find(made[0]))
     return q if rotated is None else rotated
 
@@ -183,7 +185,7 @@ def _append_apart(
         return q
     k, slots = new[0].new_empty((*q.shape[:-2], *cache.k.shape[-2:])), torch.full(q.shape[:-2], -1, device=q.device)
     turned = serving.Rotary(cos, sin, interleaved, _positions(begin, q, starts, moves))  # of q alone: no row has a place
-    return caches.append(serving.KVCache(cache.k, cache.k), None, k, None, slots=slots, rotary=turned, q=q)
+    return append(serving.KVCache(cache.k, cache.k), None, k, None, slots=slots, rotary=turned, q=q)
 
 
 @naming(cu_seqlens_q="cu_seqlens_k_new", positions="rotary_seqlens")
@@ -192,7 +194,7 @@ def _write(
 ) -> None:
     positions = None if angles[0] is None else _positions(begin, k, step_of[2], True)
     rotary = None if angles[0] is None else serving.Rotary(*angles, positions)
-    caches.append(cache, serving.Step(*step_of), k, v, rotary=rotary)
+    append(cache, serving.Step(*step_of), k, v, rotary=rotary)
 
 
 def _positions(begin: Any, x: Any, starts: Any, moves: bool) -> Any:

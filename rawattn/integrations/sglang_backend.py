@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from .. import serving
 from ..errors import UnsupportedError
-from ..serving import api as caches
+from ..serving.attention import attention_kvcache
 
 
 @dataclasses.dataclass
@@ -148,7 +148,7 @@ class RawattnBackend(AttentionBackend):
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         step = metadata.window_step if in_window_pool else metadata.step
-        return caches.attention_kvcache(rows, self._cache_of(layer), step, **options).flatten(1)
+        return attention_kvcache(rows, self._cache_of(layer), step, **options).flatten(1)
 
     def _cache_of(self, layer: Any) -> serving.KVCache:
         k, v = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)

@@ -27,7 +27,7 @@ from ..api import attention as api
 from ..api.naming import naming
 from ..array import arrays
 from ..errors import UnsupportedError
-from ..serving import api as caches
+from ..serving.attention import attention_kvcache
 from . import sdpa, transformers_paged
 from .transformers_paged import continuous_batching as continuous_batching
 
@@ -340,7 +340,7 @@ class Kept(BlockMask):
         causal = window.pop("causal", False)
         if self._step is None:  # of all layers
             self._step = serving.Step(self.used.expand(len(q)).int().contiguous(), causal=causal)
-        return caches.attention_kvcache(q, serving.KVCache(k, v), self._step, **window, **options)
+        return attention_kvcache(q, serving.KVCache(k, v), self._step, **window, **options)
 
     def _end_to_end(self, q: Any, k: Any, v: Any, parts: Parts, options: dict[str, Any]) -> Any:
         """Computes o with all rows end to end, padding too. Keys stay where they are, between others' where heads are outside."""

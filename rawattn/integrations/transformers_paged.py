@@ -26,7 +26,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from .. import serving
 from ..api import attention
 from ..errors import UnsupportedError
-from ..serving import api as caches
+from ..serving.append import append
+from ..serving.attention import attention_kvcache
 
 NAME = "rawattn_flash"  # transformers makes dense masks, or refuses, where an implementation's name has no "flash" in it
 
@@ -123,10 +124,10 @@ def attend(module: Any, q: Any, k: Any, v: Any, given: dict[str, Any], options: 
         index = used if used.numel() else given["write_index"][allocator.index]
         pages.step = _step(index, starts, longest, allocator)
     assert pages.step is not None
-    caches.append(pages.of_layer(allocator, layer), pages.step, k, v)
+    append(pages.of_layer(allocator, layer), pages.step, k, v)
     if not used.numel():
         return attention.attention_varlen(q, k, v, *starts, **varlen)[None]
-    return caches.attention_kvcache(q, pages.of_layer(allocator, layer), pages.step, **options)[None]
+    return attention_kvcache(q, pages.of_layer(allocator, layer), pages.step, **options)[None]
 
 
 def _longest(given: dict[str, Any], allocator: Any) -> tuple[int, int]:

@@ -24,7 +24,8 @@ from vllm.v1.attention.backend import (
 from .. import serving
 from ..api import attention
 from ..errors import UnsupportedError
-from ..serving import api as caches
+from ..serving.append import append
+from ..serving.attention import attention_kvcache
 
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -234,8 +235,8 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
             return output
         cache = self._cache_of(layer, kv_cache)
         if self.writes and key is not None and len(slots):
-            caches.append(cache, None, key[: len(slots)], value[: len(slots)], slots=slots)
-        caches.attention_kvcache(query[:rows], cache, step, out=output[:rows], **options)
+            append(cache, None, key[: len(slots)], value[: len(slots)], slots=slots)
+        attention_kvcache(query[:rows], cache, step, out=output[:rows], **options)
         return output
 
     def _mask(self, layer: Any, metadata: RawattnMetadata) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..api import attention
 from ..api.naming import naming
 from ..array import arrays
 from ..errors import ProblemError, UnsupportedError
-from ..serving import api as caches
+from ..serving.attention import attention_kvcache
 from .flash_attn import ignore
 
 
@@ -196,7 +196,7 @@ def _paged(q: Any, k: Any, v: Any, bias: Any, lens: Any, options: dict[str, Any]
     cache = serving.KVCache(*(x.unflatten(0, (-1, bias.page_size)) for x in (k, v)))
     longest = {"max_q_len": bias.q_seqinfo.max_seqlen, "max_kv_len": bias.block_tables.shape[1] * bias.page_size}
     step = serving.Step(lens, bias.block_tables, bias.q_seqinfo.seqstart, causal=options.pop("causal", False), **longest)
-    return caches.attention_kvcache(q, cache, step, **options)
+    return attention_kvcache(q, cache, step, **options)
 
 
 NAMES = ("memory_efficient_attention", "memory_efficient_attention_forward", "memory_efficient_attention_partial")

@@ -21,7 +21,7 @@ from ..operation import Forward, arguments, functions
 from ..operation.forward import check_arrays
 from ..operation.functions import BoundFunction, Function
 from ..operation.spec import MaskLike, Options, ScoreLike, Spec, Window
-from ..runtime.plans import cache_put
+from ..runtime.call_cache import cache_put
 from ..runtime.request import request_for
 from ..torch.autograd import NO_SECOND
 from ..trace.proofs import Limits

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..serving.api import merge_states
+from ..serving.merge import merge_states
 from ..variant.store import MOST_ARRAYS
 from .schedule import Range, Task
 

@@ -1,4 +1,4 @@
-"""This module computes calls on arrays, and keeps them: a call like one before is found by its key and launched."""
+"""Calls of attention and its gradients on arrays: a kept one is launched, or made from a similar one, or by a plan of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ..operation.forward import layout_doubt
 from ..operation.inputs import ForwardInputs
 from ..operation.spec import Options, named, with_functions
 from . import front_end
-from .plans import NO_GRAD, CpuCall, GpuCall, Numbered, Plan, addresses_of, device_of, find, keep, one_or_all, spared_capture
+from .bound_call import CpuCall, GpuCall, Numbered, addresses_of
+from .call_cache import find, keep
+from .outputs import one_or_all
+from .plan import NO_GRAD, Plan, device_of, spared_capture
 from .record import is_logging, log_operation
 from .request import Request, request_for, with_numbers
 from .select import select, warn_once
@@ -48,7 +51,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
             return compute(inputs, named(options), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
         options = with_numbers(options, numbers)
-    return _first(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
+    return _run_unkept(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
 
 
 def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...] = ()) -> Any:
@@ -57,12 +60,12 @@ def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...
     read = arrays.forms_of(inputs + captured)
     call = None if read is None else find((request, read[0]))
     if call is None or read is None:
-        return _first(inputs, captured, request, out)
+        return _run_unkept(inputs, captured, request, out)
     return one_or_all(call(inputs + captured, read[1], out))
 
 
 @eager
-def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
+def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
     """Computes a call on arrays of forms for which it was not made yet, or whose forms must be looked at. The first of these that
     applies serves it: a call that takes other numbers, one for whose lengths the same kernels are launched, one of its family,
     resized, and a plan of its own."""
@@ -77,13 +80,13 @@ def _first(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -
     if call is not None and read is not None:
         results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)
         return one_or_all(results)
-    found = arrays.named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
-    call = call_on(request, found)
+    operands = arrays.named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
+    call = call_on(request, operands)
     if read is not None:
-        if isinstance(call, GpuCall) and (family := _family(read[0], len(inputs), request)) is not None:
-            keep(family, call)
+        if isinstance(call, GpuCall):
+            keep(_family(read[0], len(inputs), request), call)
         _keep(read[0], len(inputs), request, call)
-    return one_or_all(call(inputs + captured, addresses_of(found), out))
+    return one_or_all(call(inputs + captured, addresses_of(operands), out))
 
 
 def _keep(forms: Forms, count: int, request: Request, call: GpuCall | CpuCall) -> None:
@@ -123,41 +126,41 @@ def _family(forms: Forms, count: int, request: Request) -> Any:
 def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Request) -> tuple[GpuCall | None, Numbered | None]:
     """A call on tensors of these forms, made from one on tensors of other lengths or with other offsets, and the numbers that it
     is to take."""
-    like, numbers = None, None
+    similar, numbers = None, None
     if not (request.has_functions and is_logging()):  # to which each new operation goes
-        like, numbers = _kept(request, _layout(forms, count, request))
-    if like is not None:
-        found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
-        call = like.at_lengths_of(found)
+        similar, numbers = _kept(request, _layout(forms, count, request))
+    if similar is not None:
+        operands = dict(zip(similar.inputs, arrays.of_forms(forms[:count]), strict=False))
+        call = similar.at_lengths_of(operands)
         if is_logging():
-            log_operation(like.op.resized_to(found, request.options))
+            log_operation(similar.op.resized_to(operands, request.options))
         keep((request if numbers is None else request.without_numbers, forms), call)
         return call, numbers
-    like = find(_family(forms, count, request))
-    if like is None:
+    similar = find(_family(forms, count, request))
+    if similar is None:
         return None, None
-    found = dict(zip(like.names, arrays.of_forms(forms[:count]), strict=False))
+    operands = dict(zip(similar.inputs, arrays.of_forms(forms[:count]), strict=False))
     if request.has_functions:
-        found |= functions.read(request.options, captured)
-    op = like.op.resized_to(found, request.options)
+        operands |= functions.read(request.options, captured)
+    op = similar.op.resized_to(operands, request.options)
     if op is None:
         return None, None
-    call = like.resized(op, found)
-    if op is not like.op:
+    call = similar.resized(op, operands)
+    if op is not similar.op:
         log_operation(op)
     _keep(forms, count, request, call)
     return call, None
 
 
-def call_on(request: Request, found: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
-    """The call on arrays of these forms, kept or made."""
-    if arrays.requires_grad(*(array.object for array in found.values())):
+def call_on(request: Request, operands: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
+    """The call on operands of these forms, by name, which is kept or made."""
+    if arrays.requires_grad(*(array.object for array in operands.values())):
         raise ProblemError(NO_GRAD)
-    key = (request, *map(arrays.form_of, found.values()), *found)
+    key = (request, *map(arrays.form_of, operands.values()), *operands)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:
-        first = next(iter(found.values()), None)
-        op = request.operation.of_call(found, request.options, request.lengths)
+        first = next(iter(operands.values()), None)
+        op = request.operation.of_call(operands, request.options, request.lengths)
         assert first is not None, "of_call raises where there is no array"
         device = device_of(first)
         with spared_capture(first):
@@ -165,10 +168,10 @@ def call_on(request: Request, found: dict[str, Array], on_compile: Callable[[], 
             if selection.slow is not None:
                 warn_once(selection.slow)
             causal = request.options.get("causal") is True
-            if request.operation is Forward and (doubt := layout_doubt(found["q"].shape, found["k"].shape, causal)):
+            if request.operation is Forward and (doubt := layout_doubt(operands["q"].shape, operands["k"].shape, causal)):
                 warn_once(doubt, LayoutWarning, LayoutWarning)
             log_operation(op)
-            call = Plan(op, device, selection, first.library, on_compile).bind(found)
+            call = Plan(op, device, selection, first.library, on_compile).bind(operands)
         if request.is_kept:
             keep(key, call)
     return call

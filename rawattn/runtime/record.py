@@ -12,7 +12,7 @@ from typing import Any
 from ..driver import context
 from ..errors import ProblemError, brief
 from ..operation import Operation, from_json
-from .plans import load_all
+from .loaded_kernel import load_all
 from .select import select
 
 _logged: set[Any] = set()

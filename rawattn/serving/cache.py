@@ -57,9 +57,7 @@ class KVCache(Remade):
     v_scale: Any = 1.0
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
-    scale_arrays: dict[str, Array] = dataclasses.field(
-        init=False, repr=False
-    )  # "k_scale", "v_scale": (batch or 1, kv_heads or 1)
+    scale_arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # by name, as (batch or 1, kv_heads or 1)
     v_in_k: bool = dataclasses.field(init=False, repr=False)
     held: Held = dataclasses.field(init=False, repr=False)
 
@@ -69,9 +67,9 @@ class KVCache(Remade):
         k, v = (_in_order(arrays.read(getattr(self, name), name), name, self.layout) for name in "kv")
         check_pools(k, v, self.layout)
         object.__setattr__(self, "arrays", {"k": k, "v": v})
-        found = {name: _scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
-        object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in found.values()))
-        object.__setattr__(self, "scale_arrays", {name: x for name, x in found.items() if isinstance(x, Array)})
+        scales = {name: _scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
+        object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in scales.values()))
+        object.__setattr__(self, "scale_arrays", {name: x for name, x in scales.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
         object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, self.v_in_k))
         if not self.v_in_k and overlap(k, v):
@@ -79,11 +77,11 @@ class KVCache(Remade):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As of any ``Remade``, but a v that is a view of k's columns is one of the copy's k, too."""
-        make, (cls, given), own = super().__reduce__()
+        make, (cls, fields), attributes = super().__reduce__()
         if not self.v_in_k:
-            return make, (cls, given), own
+            return make, (cls, fields), attributes
         first = (self.arrays["v"].pointer - self.arrays["k"].pointer) // self.element.itemsize
-        return _over_columns, (cls, {**given, "v": None}, first, first + self.head_dim_v), own
+        return _over_columns, (cls, {**fields, "v": None}, first, first + self.head_dim_v), attributes
 
     @property
     def library(self) -> str:
@@ -172,8 +170,8 @@ def kvcache_bytes(
     return keys * layers * kv_heads * (head_dim + (0 if v_in_k else dim_v)) * names[word].itemsize
 
 
-def _over_columns(cls: type[KVCache], given: dict[str, Any], first: int, last: int) -> KVCache:
-    return cls(**{**given, "v": given["k"][..., first:last]})
+def _over_columns(cls: type[KVCache], fields: dict[str, Any], first: int, last: int) -> KVCache:
+    return cls(**{**fields, "v": fields["k"][..., first:last]})
 
 
 def _in_order(array: Array, name: str, layout: str) -> Array:
@@ -198,8 +196,8 @@ def check_pools(k: Array, v: Array, layout: str) -> None:
     if v.dtype != k.dtype:
         raise ProblemError(f"v has dtype {v.dtype} but k has {k.dtype}; they must be the same.")
     if tuple(v.shape[:3]) != tuple(k.shape[:3]):
-        found = [tuple(x.shape[axis] for axis in LAYOUTS[layout]) for x in (v, k)]
-        raise ProblemError(f"v has shape {found[0]} but k {found[1]}; all but the last dimension must be the same.")
+        shapes = [tuple(x.shape[axis] for axis in LAYOUTS[layout]) for x in (v, k)]
+        raise ProblemError(f"v has shape {shapes[0]} but k {shapes[1]}; all but the last dimension must be the same.")
     if k.shape[1] >= LONGEST_PAGE:
         raise ProblemError(f"k has page_size {k.shape[1]}; it must be below {LONGEST_PAGE}.")
 
@@ -211,16 +209,16 @@ def _is_part(v: Array, k: Array) -> bool:
     return same and rest == 0 and first >= 0 and first + v.shape[3] <= k.shape[3] and 0 not in k.shape
 
 
-def _scale(name: str, given: Any, k: Array) -> float | Array:
+def _scale(name: str, scale: Any, k: Array) -> float | Array:
     """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
-    if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
+    if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool):
         with np.errstate(over="ignore"):
-            number = np.inf if abs(given) >= 1e300 else np.float32(given)  # an int may be larger than any float
+            number = np.inf if abs(scale) >= 1e300 else np.float32(scale)  # an int may be larger than any float
         return check_scale(name, float(number), k.dtype)
-    if not hasattr(given, "shape"):
+    if not hasattr(scale, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
-        raise ProblemError(f"{name} is {given!r}; it must be {need}.")
-    return scale_array(name, arrays.read(given, name), k)
+        raise ProblemError(f"{name} is {scale!r}; it must be {need}.")
+    return scale_array(name, arrays.read(scale, name), k)
 
 
 def check_scale(name: str, value: float, dtype: str) -> float:
@@ -250,7 +248,7 @@ def broadcast(array: Array, batch: int, heads: int) -> Array:
     """A scale's array as (batch, heads, 1); of another number of sequences as it is."""
     rows = batch if array.shape[0] == 1 else array.shape[0]
     strides = (*(0 if n == 1 else step for n, step in zip(array.shape, array.strides, strict=True)), 1)
-    found = array._replace(shape=(rows, heads, 1), strides=strides)
+    scales = array._replace(shape=(rows, heads, 1), strides=strides)
     if array.library != "numpy":
-        return found
-    return found._replace(object=np.broadcast_to(array.object, (rows, heads))[..., None])
+        return scales
+    return scales._replace(object=np.broadcast_to(array.object, (rows, heads))[..., None])

@@ -1,4 +1,4 @@
-"""Plans of attention over caches."""
+"""Plans of attention over caches, compiled and loaded before they run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
 from ..operation.spec import MaskLike, ScoreLike, Window
-from ..runtime.plans import KEPT_CALLS, CpuCall, GpuCall, Plan, addresses_of, cache_put, device_of, one_or_all
+from ..runtime.bound_call import CpuCall, GpuCall, addresses_of
+from ..runtime.call_cache import KEPT_CALLS, cache_put
+from ..runtime.outputs import one_or_all
+from ..runtime.plan import Plan, device_of
 from ..runtime.select import Selection, select
-from .api import (
-    attention_of,
-    check_lse,
-    check_objects,
-    log,
-    read_call,
-    request_with,
-    split_keys_of,
-    violations,
-    with_slopes,
-)
+from .attention import attention_of, check_lse, read_call, request_with, split_keys_of, with_slopes
 from .cache import KVCache
+from .call import check_objects, log
 from .step import Step
+from .violations import violations
 
 # Fields of the operation whose names callers do not know; an array of another shape is named before.
 _WORDS = {"q_len": "max_q_len of the step", "kv_len": "max_kv_len of the step", "spec": "causal of the step", "form": "the pages"}
@@ -55,10 +50,10 @@ def plan_kvcache(
     )
     planned = PlanRequest(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
     request = request_with(step, options, captured, return_lse)._replace(split_keys=planned.split_keys)
-    op, found = attention_of(q, cache, step, request, sinks)
-    device = device_of(found["q"])
+    op, inputs = attention_of(q, cache, step, request, sinks)
+    device = device_of(inputs["q"])
     log(op)
-    return KVCachePlan(op, device, select(op, device, kernel, config), found["q"].library, planned, on_compile)
+    return KVCachePlan(op, device, select(op, device, kernel, config), inputs["q"].library, planned, on_compile)
 
 
 class PlanRequest(NamedTuple):
@@ -113,14 +108,13 @@ class KVCachePlan(Plan):
         check_lse(lse, self._request.return_lse)
         tensors = (q, sinks, *self._request.in_order(captured, step))
         read = read_call(q, cache, step, sinks, tensors[2:])
-        call = None if read is None else self._calls.get(read[0])
-        if call is not None and read is not None:
-            addresses = read[1]
-        else:
-            call, found = self._call_on(q, cache, step, sinks, captured)
-            addresses = addresses_of(found)
-            if read is not None:
-                cache_put(self._calls, read[0], call, KEPT_CALLS)
+        key, addresses = (None, ()) if read is None else read[:2]
+        call = self._calls.get(key)
+        if call is None:
+            call, inputs = self._call_on(q, cache, step, sinks, captured)
+            addresses = addresses_of(inputs)
+            if key is not None:
+                cache_put(self._calls, key, call, KEPT_CALLS)
         return one_or_all(call(tensors, addresses, out if lse is None else (out, lse)))
 
     def violations(self) -> tuple[str, ...]:
@@ -130,39 +124,36 @@ class KVCachePlan(Plan):
     def _call_on(
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
     ) -> tuple[GpuCall | CpuCall, dict[str, Array]]:
-        """The plan on these arrays, and the arrays. Raises ProblemError where they are not what the plan was made for."""
+        """The plan on these arrays, and these by name. Raises ProblemError where they are not what the plan was made for."""
         planned = self._request
         request = request_with(step, planned.options, captured, planned.return_lse)._replace(split_keys=planned.split_keys)
-        op, found = attention_of(q, cache, step, request, sinks)
-        self._check(op, found)
+        op, inputs = attention_of(q, cache, step, request, sinks)
+        self._check(op, inputs)
         same = (op.k_scale, op.v_scale) == (self.op.k_scale, self.op.v_scale)  # type: ignore[attr-defined]
         plan = self if same else self.resized(dataclasses.replace(op, layout=self.op.layout))
-        return plan.bind(found), found
+        return plan.bind(inputs), inputs
 
-    def _check(self, op: AttentionKVCache, found: dict[str, Array]) -> None:
+    def _check(self, op: AttentionKVCache, inputs: dict[str, Array]) -> None:
         """Raises ProblemError where arrays are not what the plan was made for."""
         place = arrays.CPU if self.device.is_cpu else self.device.index
         for operand in self.op.inputs:
-            operand.check(found.get(operand.name), self.library, place)
+            operand.check(inputs.get(operand.name), self.library, place)
         for extra in {operand.name for operand in op.inputs} - {operand.name for operand in self.op.inputs}:
             raise ProblemError(f"{extra} was given; this plan was made without it: make another by rawattn.plan_kvcache.")
         for field in dataclasses.fields(op):
-            given, own = getattr(op, field.name), getattr(self.op, field.name)
-            if given != own and field.name not in ("layout", "k_scale", "v_scale"):
+            value, planned = getattr(op, field.name), getattr(self.op, field.name)
+            if value != planned and field.name not in ("layout", "k_scale", "v_scale"):
                 what = _WORDS.get(field.name, field.name)
                 raise ProblemError(
-                    f"{what} gives {given}, and this plan was made for {own}; make another by rawattn.plan_kvcache."
+                    f"{what} gives {value}, and this plan was made for {planned}; make another by rawattn.plan_kvcache."
                 )
-        if not self.device.is_cpu:
-            reason = self._kernel.layout_reason(op.layout) or self._kernel.legal(self.config, op, self.device)
-            if reason is None and op.layout.tma_unsupported and self._needs_others(op):
-                way = "or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
-                reason = f"{op.layout.tma_unsupported}; {way}"
-            if reason is not None:
-                raise ProblemError(f"{reason}.")
-
-    def _needs_others(self, op: AttentionKVCache) -> bool:
-        """Says whether arrays that lie as those of ``op`` need kernels that are not those of the plan."""
-        assert self.program is not None
-        wanted = self._kernel.lower(op, self.config, self.device)
-        return [each.source.key for each in wanted.launches] != [each.source.key for each in self.program.launches]
+        if self.program is None:
+            return
+        kernel, reads_otherwise = self.selection.kernel, op.layout.tma_unsupported
+        reason = kernel.layout_reason(op.layout) or kernel.legal(self.config, op, self.device)
+        if reason is None and reads_otherwise:
+            launches = kernel.lower(op, self.config, self.device).launches
+            if [launch.source.key for launch in launches] != [launch.source.key for launch in self.program.launches]:
+                reason = f"{reads_otherwise}; or make another plan, by rawattn.plan_kvcache: a kernel of this one reads by TMA"
+        if reason is not None:
+            raise ProblemError(f"{reason}.")

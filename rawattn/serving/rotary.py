@@ -42,10 +42,10 @@ class Rotary(Remade):
     def __post_init__(self) -> None:
         if not isinstance(self.interleaved, bool):
             raise ProblemError(f"interleaved is {self.interleaved!r}; it must be True or False.")
-        found = arrays.named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
-        check_angles(found)
-        object.__setattr__(self, "arrays", found)
-        object.__setattr__(self, "held", Held(found, self.interleaved))
+        angles = arrays.named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
+        check_angles(angles)
+        object.__setattr__(self, "arrays", angles)
+        object.__setattr__(self, "held", Held(angles, self.interleaved))
 
     @property
     def requires_grad(self) -> bool:
@@ -58,23 +58,23 @@ class Rotary(Remade):
         return 2 * self.arrays["cos"].shape[1]
 
 
-def check_angles(found: dict[str, Array]) -> None:
+def check_angles(angles: dict[str, Array]) -> None:
     """Raises ProblemError where these arrays are not those of a Rotary. It reads no memory."""
     for name in ("cos", "sin"):
-        if name not in found:
+        if name not in angles:
             raise ProblemError(f"{name} is None; it must be an array.")
-        array = found[name]
+        array = angles[name]
         if len(array.shape) != 2 or array.shape[1] < 1:
             raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be (positions, rotary_dim / 2).")
         if array.dtype not in ELEMENTS:
             raise ProblemError(f"{name} has dtype {array.dtype}; it must be float32 or the cache's.")
         check_contiguous(name, array)
-    cos, sin = found["cos"], found["sin"]
-    for name, array in found.items():
+    cos, sin = angles["cos"], angles["sin"]
+    for name, array in angles.items():
         check_like(name, array, "cos", cos)
     if (sin.dtype, tuple(sin.shape)) != (cos.dtype, tuple(cos.shape)):
         raise ProblemError(
             f"sin is {sin.dtype} of shape {tuple(sin.shape)} but cos {cos.dtype} of {tuple(cos.shape)}; they must be the same."
         )
-    if "positions" in found and found["positions"].dtype != "int64":
-        raise ProblemError(f"positions has dtype {found['positions'].dtype}; it must be int64.")
+    if "positions" in angles and angles["positions"].dtype != "int64":
+        raise ProblemError(f"positions has dtype {angles['positions'].dtype}; it must be int64.")

@@ -64,18 +64,18 @@ class Step(Remade):
     held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in SHAPES}
+        fields = {name: getattr(self, name) for name in SHAPES}
         if isinstance(self.causal, (bool, np.bool_)):
-            del given["causal"]
+            del fields["causal"]
         elif self.causal is None or not hasattr(self.causal, "shape"):
             raise ProblemError(f"causal is {self.causal!r}; it must be True, False, or an int32 array of shape (batch,).")
-        found = arrays.named(tuple(given), tuple(given.values()))
-        check_lengths(found)
+        lengths = arrays.named(tuple(fields), tuple(fields.values()))
+        check_lengths(lengths)
         for name in ("max_q_len", "max_kv_len"):
             object.__setattr__(self, name, check_bound(name, getattr(self, name)))
-        object.__setattr__(self, "arrays", found)
+        object.__setattr__(self, "arrays", lengths)
         bounds = self.max_q_len, self.max_kv_len, self.is_causal
-        object.__setattr__(self, "held", Held(found, *bounds))
+        object.__setattr__(self, "held", Held(lengths, *bounds))
 
     @classmethod
     @arguments.named
@@ -105,31 +105,26 @@ class Step(Remade):
     def batch(self) -> int:
         return batch_of(self.arrays)
 
-    @property
-    def like(self) -> Array:
-        """An array of the step's library and device."""
-        return next(iter(self.arrays.values()))
 
-
-def check_lengths(found: dict[str, Array]) -> None:
+def check_lengths(lengths: dict[str, Array]) -> None:
     """Raises ProblemError where these arrays contradict each other. It reads no memory."""
-    pages = [name for name in ("indptr", "indices", "last_page_len") if name in found]
+    pages = [name for name in ("indptr", "indices", "last_page_len") if name in lengths]
     if pages and len(pages) < 3:
         raise ProblemError(f"{pages[0]} was given; pages end to end need indptr, indices and last_page_len.")
-    if pages and ("kv_lens" in found or "page_table" in found):
-        both = "kv_lens" if "kv_lens" in found else "page_table"
+    if pages and ("kv_lens" in lengths or "page_table" in lengths):
+        both = "kv_lens" if "kv_lens" in lengths else "page_table"
         raise ProblemError(f"{both} was given beside indptr; a step has kv_lens and page_table, or is made by Step.from_indptr.")
-    if not pages and "kv_lens" not in found:
+    if not pages and "kv_lens" not in lengths:
         raise ProblemError("kv_lens is None; it must be an int32 array of shape (batch,).")
     first = "indptr" if pages else "kv_lens"
-    for name, array in found.items():
-        check_like(name, array, first, found[first])
+    for name, array in lengths.items():
+        check_like(name, array, first, lengths[first])
         check_int32(name, array)
         if len(array.shape) != (2 if name == "page_table" else 1) or (name == "indptr" and array.shape[0] < 1):
             raise ProblemError(f"{name} has shape {tuple(array.shape)}; it must be {SHAPES[name]}.")
         check_contiguous(name, array)
-    batch = batch_of(found)
-    for name, array in found.items():
+    batch = batch_of(lengths)
+    for name, array in lengths.items():
         rows = batch + 1 if name in ("cu_seqlens_q", "indptr") else batch
         if name != "indices" and array.shape[0] != rows:
             raise ProblemError(

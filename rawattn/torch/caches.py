@@ -15,8 +15,11 @@ from ..errors import ProblemError
 from ..operation import append as append_operation
 from ..operation import functions, kvcache
 from ..operation.spec import Spec
-from ..serving import KVCache, Rotary, Step, api
+from ..serving import KVCache, Rotary, Step, attention
+from ..serving.append import write
 from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
+from ..serving.call import NO_GRADIENT
+from ..serving.merge import merge_states
 from ..serving.plan import KVCachePlan
 from ..serving.rotary import check_angles
 from ..serving.step import check_lengths
@@ -38,7 +41,7 @@ _SCHEMAS = (
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-eager.skip((KVCachePlan.run, api.request_of, api.attend, api.write, api.merge_states))
+eager.skip((KVCachePlan.run, attention.request_of, attention.attend, write, merge_states))
 _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.rawattn.append.default
 
 
@@ -51,7 +54,7 @@ def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any
     options, captured = functions.taken(options)
     constants = tuple([(name, constant(value)) for name, value in options.items()])
     text = _text(causal, constants)
-    bounds, split_keys = (step.max_q_len, step.max_kv_len), api.split_keys_of(split)
+    bounds, split_keys = (step.max_q_len, step.max_kv_len), attention.split_keys_of(split)
     rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_scales(cache)
     return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, *rest)
 
@@ -88,7 +91,7 @@ def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
     """Writes the options, which ``_constant`` took apart, as the operator takes them: a spec, functions in the places of its mask
     and score, and with a function as mask whether the step is causal for all sequences, which the spec does not say then."""
     options = {name: option(value) for name, value in constants}
-    own, spec = functions.among(options), api.spec_of(causal, options, False)
+    own, spec = functions.among(options), attention.spec_of(causal, options, False)
     has_mask = type(options["mask"]) is functions.Function
     try:
         return json.dumps(spec.to_json() | functions.to_json(own) | ({"step_is_causal": causal} if has_mask else {}))
@@ -140,11 +143,11 @@ def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
     sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
     (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
-    request = api.CacheRequest(spec, tuple(own.items()), tuple(captured or ()), split_keys)
+    request = attention.CacheRequest(spec, tuple(own.items()), tuple(captured or ()), split_keys)
     each = step.causal if "causal" in step.arrays else causal
     if "mask" in own and each is not False:
-        request = api.of_step(request, each)
-    found = api.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
+        request = attention.of_step(request, each)
+    found = attention.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
     return found[0], found[1]
 
 
@@ -154,7 +157,7 @@ def _append(*args: Any, **named: Any) -> Any:
     slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved, *scales = rest
     step = None if all(x is None for x in lengths) else _step(lengths, (max_q_len, max_kv_len))
     rotary = None if cos is None else Rotary(cos, sin, interleaved, positions)
-    found = api.write(_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
+    found = write(_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
     return k.new_empty(0) if q is None else found
 
 
@@ -217,7 +220,7 @@ def _autograd(operator: Any) -> Any:
         given = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ProblemError(api.NO_GRADIENT)
+            raise ProblemError(NO_GRADIENT)
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise ProblemError(NO_TANGENT)
         with torch._C._AutoDispatchBelowAutograd():

@@ -12,7 +12,8 @@ from ..api import attention as attention_
 from ..array import arrays, eager
 from ..errors import ProblemError
 from ..operation.spec import is_int
-from ..runtime import calls, plans
+from ..runtime import calls
+from ..runtime.plan import Plan
 from .autograd import differentiable
 from .modes import any_autocast, functorch_level, grad_enabled, is_cast, is_compiling, sees_operators
 from .operators import attention
@@ -24,7 +25,7 @@ NO_RANDOMNESS = (
 _tensor, _parameter = torch.Tensor, torch.nn.Parameter
 
 arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of all is kept
-eager.skip((plans.Plan.run, calls.forward, attention_.backward))
+eager.skip((Plan.run, calls.forward, attention_.backward))
 
 
 def is_tensor(x: Any) -> bool:

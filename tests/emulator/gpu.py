@@ -16,7 +16,7 @@ from rawattn.array import arrays
 from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import program
-from rawattn.runtime import plans
+from rawattn.runtime import bound_call, call_cache, loaded_kernel
 from tests import emulator
 
 KERNELS: dict[str, emulator.Kernel] = {}  # by their sources
@@ -72,13 +72,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
     gpu, word = dataclasses.replace(TYPICAL["sm_90a"], index=-1, sm_count=sm_count), np.zeros(2, np.uint32)
 
     def load(launch: Any, op: Any, *_: Any) -> Any:
-        return plans.LoadedKernel.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
+        return loaded_kernel.LoadedKernel.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
 
     for owner, name, value in (
         (arrays, "CPU", -2), (context, "current", lambda index: contextlib.nullcontext()), (context, "device", lambda index: gpu),
-        (plans, "BoundLaunch", Launch), (graph, "stream_state", lambda stream, index: (stream, False)), (plans, "_load", load),
+        (bound_call, "BoundLaunch", Launch), (loaded_kernel, "load", load),
+        (graph, "stream_state", lambda stream, index: (stream, False)),
         (counters, "of_device", functools.cache(lambda index, size: _Counters(size))), (tensor_map, "tensor_maps", _tensor_maps),
-        (plans, "_calls", {}),  # with addresses of counters
+        (call_cache, "_calls", {}),  # with addresses of counters
         (counters, "violations", lambda index: word.ctypes.data), (counters, "take_violations", lambda index: word[0]),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

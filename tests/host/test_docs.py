@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.serving.api import VIOLATIONS
+from rawattn.serving.violations import VIOLATIONS
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 FILLED = [

@@ -212,7 +212,7 @@ def test_deterministic_inference(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(options["invariant"])
         return q
 
-    monkeypatch.setattr(importlib.import_module(ADAPTER).caches, "attention_kvcache", attend)
+    monkeypatch.setattr(importlib.import_module(ADAPTER), "attention_kvcache", attend)
     for found in (False, True):
         run.server_args.enable_deterministic_inference = found
         backend = make(run)

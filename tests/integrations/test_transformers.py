@@ -269,7 +269,7 @@ def test_continuous_batching(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Prompts of different lengths, in chunks of at most 32 tokens, over pages of 8: the tokens that each gets alone."""
     counted: collections.Counter[str] = collections.Counter()
     paged = adapter.transformers_paged
-    for module, each in ((paged.caches, "attention_kvcache"), (paged.attention, "attention_varlen")):
+    for module, each in ((paged, "attention_kvcache"), (paged.attention, "attention_varlen")):
         original = getattr(module, each)
         call = lambda *given, each=each, original=original, **more: counted.update([each]) or original(*given, **more)  # noqa: E731
         monkeypatch.setattr(module, each, call)
@@ -343,7 +343,7 @@ def test_nothing_is_read_from_the_device() -> None:
     assert isinstance(kept.used, torch.Tensor)
     q, k, v = (torch.randn(2, n, 2, 16) for n in (1, 64, 64))
     found = kept.attend(q, k, v, {"scale": None})
-    assert torch.equal(found, adapter.caches.attention_kvcache(q, adapter.serving.KVCache(k, v), kept._step))
+    assert torch.equal(found, adapter.attention_kvcache(q, adapter.serving.KVCache(k, v), kept._step))
     wanted = adapter.api.attention(q, k[:, :21], v[:, :21])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     assert adapter.make_mask(2, 7, 64, q_offset=torch.tensor(0)).used == 7

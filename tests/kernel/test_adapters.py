@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 
 
 def forget() -> None:
-    plans._calls.clear()
+    call_cache._calls.clear()
 
 
 def heads(is_first: bool, n: int) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 import rawattn
-from rawattn.runtime.plans import KEPT_CALLS, KEPT_LAUNCHES
+from rawattn.runtime.bound_call import KEPT_LAUNCHES
+from rawattn.runtime.call_cache import KEPT_CALLS
 from rawattn.testing import Case, expect, expect_backward
 from tests.calls import attend
 

@@ -26,7 +26,7 @@ from rawattn.kernel.base import Kernel
 from rawattn.kernel.group import WALKS, divisors
 from rawattn.kernel.program import Program
 from rawattn.operation import Backward
-from rawattn.runtime.plans import Plan
+from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import Selection
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.field import Counter
@@ -397,7 +397,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
     """Turns that a launch left half way, sums, and statistics: what must be set is set by the backward itself, each time."""
     call = Call(case, dlse)
     wanted, made, original = call.run(kernel), [], arrays.scratch_maker
-    monkeypatch.setattr("rawattn.runtime.plans._calls", {})  # a plan that a test before made has its maker
+    monkeypatch.setattr("rawattn.runtime.call_cache._calls", {})  # a plan that a test before made has its maker
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
 
     def maker(like: Any, size: int) -> Callable[[Any], Any]:

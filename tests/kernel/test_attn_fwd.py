@@ -19,7 +19,7 @@ from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.base import Kernel
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from rawattn.testing import Case, expect
 from rawattn.variant.mask import And, Causal, Window
 from tests.calls import attend, check, far, much_memory
@@ -404,7 +404,7 @@ def test_other_numbers_of_queries(kernel: Kernel) -> None:
     steps = [(n, i % 5) for i, n in enumerate((320, 257, 300, 258, 319, 129, 160, 140, 16, 9, 17))]
     wanted = []
     for step in steps:
-        plans._calls.clear()
+        call_cache._calls.clear()
         wanted.append(attend_to(*step))
     found = [attend_to(*step) for step in steps]
     graph = torch.cuda.CUDAGraph()

@@ -25,7 +25,7 @@ from rawattn.driver.graph import drop, retain, stream_state
 from rawattn.driver.launch import BoundLaunch, LoadedFunction
 from rawattn.errors import BinaryError, DeviceError
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
-from rawattn.runtime import calls, plans
+from rawattn.runtime import call_cache, calls
 from rawattn.runtime.select import select
 from rawattn.testing import Case
 
@@ -79,9 +79,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counters]:
     monkeypatch.setattr(driver_counters, "COUNTERS", 8)
     counters = Counters(0)
     monkeypatch.setattr(driver_counters, "of_device", lambda index, size: counters)
-    plans._calls.clear()
+    call_cache._calls.clear()
     yield counters
-    plans._calls.clear()
+    call_cache._calls.clear()
 
 
 def memory_of(counters: Counters) -> bytes:

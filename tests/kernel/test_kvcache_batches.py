@@ -9,7 +9,7 @@ import pytest
 
 import rawattn
 from rawattn.kernel.attn_decode import AttnDecode
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from rawattn.testing import expect
 from rawattn.variant.mask import Causal
 
@@ -66,10 +66,10 @@ def test_a_row_has_its_bits_on_any_grid(q_len: int, monkeypatch: pytest.MonkeyPa
     step = rawattn.Step(lengths, table)
     wanted = rawattn.attention_kvcache(q, cache, step, return_lse=True)
     for blocks in (1, 7, 44, 64, 100, 132):
-        monkeypatch.setattr(plans, "_calls", {})
+        monkeypatch.setattr(call_cache, "_calls", {})
         monkeypatch.setattr(AttnDecode, "grid", lambda self, op, config, device, n=blocks: n)
         found = rawattn.attention_kvcache(q, cache, step, return_lse=True)
-        (call,) = set(plans._calls.values())
+        (call,) = set(call_cache._calls.values())
         assert [launch.grid for launch in call.plan.program.launches] == [blocks]
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), blocks
     assert rawattn.violations() == ()

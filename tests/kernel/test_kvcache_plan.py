@@ -10,7 +10,7 @@ import pytest
 
 import rawattn
 from rawattn.compile import compiler
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache, loaded_kernel
 from rawattn.testing import _moved
 from tests.caches import Cached
 from tests.kernel.test_kvcache import CHUNK, E4M3, PACKED, STEP
@@ -33,7 +33,7 @@ def test_bits_of_the_call(name: str) -> None:
     plan = rawattn.plan_kvcache(*inputs(case, 0), return_lse=True)
     given = [inputs(case, seed) for seed in range(4)]
     for each in (*given, *given):
-        plans._calls.clear()
+        call_cache._calls.clear()
         wanted = rawattn.attention_kvcache(*each, return_lse=True)
         found = plan.run(*each)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
@@ -56,7 +56,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
     """In a process whose kernels are forgotten."""
 
     def forget() -> None:
-        for owner, name in ((plans, "_kernels"), (plans, "_calls")):
+        for owner, name in ((loaded_kernel, "_kernels"), (call_cache, "_calls")):
             monkeypatch.setattr(owner, name, {})
 
     def serve(case: Cached) -> None:

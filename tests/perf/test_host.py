@@ -24,7 +24,7 @@ stand_in.install()
 from perf.host import Host
 from rawattn.driver import context
 from rawattn.driver.launch import BoundLaunch
-from rawattn.runtime import plans
+from rawattn.runtime.plan import Plan
 counts, host = {"maps": 0, "launches": 0, "issued": 0, "plans": 0}, Host(30, dry=True)
 
 def counting(owner, name, what):
@@ -37,7 +37,7 @@ def counting(owner, name, what):
 counting(context.library(), "cuTensorMapEncodeTiled", "maps")
 counting(BoundLaunch, "__init__", "launches")
 counting(BoundLaunch, "__call__", "issued")
-counting(plans.Plan, "__init__", "plans")
+counting(Plan, "__init__", "plans")
 found = {}
 for name in (
     "eager", "plan", "step", "new_pointers", "new_kv_len", "kvcache_64", "new_step", "plan_new_step", "append_new_step",

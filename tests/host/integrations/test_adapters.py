@@ -1,5 +1,5 @@
 """The adapters keep calls for tensors as they were given. Such a call launches what a new one launches, its result lies
-so. The harness is that of ``tests/host/runtime/test_plans.py``."""
+so. The harness is that of ``tests/host/runtime/test_bound_call.py``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rawattn.errors import ProblemError
-from rawattn.runtime import plans
-from tests.host.runtime.test_plans import LAUNCHED, STATE, forget, gpu
+from rawattn.runtime import call_cache
+from tests.host.runtime.test_bound_call import LAUNCHED, STATE, forget, gpu
 
 torch = pytest.importorskip("torch")
 sdpa = pytest.importorskip("rawattn.integrations.sdpa")
@@ -54,9 +54,9 @@ def test_a_kept_call(name: str, options: dict[str, Any]) -> None:
         STATE["stream"] = stream
         LAUNCHED.clear()
         o, lse = sdpa.attended(*given, dict(options))
-        launched, call = [(bytearray(args), on) for args, on in LAUNCHED], list(plans._calls.values())[-1]
+        launched, call = [(bytearray(args), on) for args, on in LAUNCHED], list(call_cache._calls.values())[-1]
         for (args, _), places in zip(launched, call._places, strict=True):
-            for _, offset in [each for each in places if each[0] >= len(call.names)]:
+            for _, offset in [each for each in places if each[0] >= len(call.inputs)]:
                 args[offset : offset + 8] = bytes(8)
         lies = [None if x is None else (x.shape, x.stride(), x.dtype) for x in (o, lse)]
         assert o.shape == (*given[0].shape[:3], given[2].shape[3])
@@ -69,8 +69,8 @@ def test_a_kept_call(name: str, options: dict[str, Any]) -> None:
         cold.append(said(*each))
     forget()
     assert [said(*each) for each in every] == cold
-    count = len(plans._calls)
-    assert [said(*each) for each in every] == cold and len(plans._calls) == count, "all are kept"
+    count = len(call_cache._calls)
+    assert [said(*each) for each in every] == cold and len(call_cache._calls) == count, "all are kept"
 
 
 def test_a_kept_call_is_for_these_tensors() -> None:

@@ -18,7 +18,7 @@ from rawattn.driver.device import TYPICAL
 from rawattn.kernel.append import APPEND, AppendConfig
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from rawattn.testing import _moved
 from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
@@ -232,10 +232,10 @@ def test_public_call(form: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     before = cache.k._version
     for q_out in (None, torch.full_like(tensors["q"], np.nan), tensors["q"]):
         found = rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out)
-        kept = len(plans._calls)
+        kept = len(call_cache._calls)
         if q_out is not tensors["q"]:
             assert (rawattn.append(cache, step, **tensors, rotary=rotary, q_out=q_out) is q_out) == (q_out is not None)
-        assert len(plans._calls) == kept
+        assert len(call_cache._calls) == kept
         assert found is q_out or q_out is None
         np.testing.assert_allclose(found.numpy()[~np.isnan(wanted[2])], wanted[2][~np.isnan(wanted[2])], atol=1e-5)
         if q_out is not tensors["q"]:

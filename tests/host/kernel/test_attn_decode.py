@@ -22,7 +22,7 @@ from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_decode
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.operation.spec import Spec
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from rawattn.runtime.select import select
 from rawattn.testing import _moved, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
@@ -612,9 +612,9 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
         k, v = case.keys(i)
         wanted = expect(case.of(case.rows(4, 32, 1), i)[None], k[None], v[None], mask=case.mask(i), sinks=sinks)
         wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
-    kept, out = len(plans._calls), torch.full_like(o, torch.nan)
+    kept, out = len(call_cache._calls), torch.full_like(o, torch.nan)
     assert rawattn.attention_kvcache(q, cache, step, return_lse=True, out=out, **options)[0] is out and torch.equal(out, o)
-    assert len(plans._calls) == kept, "the call is kept"
+    assert len(call_cache._calls) == kept, "the call is kept"
 
 
 REFUSED = {

@@ -18,7 +18,7 @@ from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from rawattn.kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from rawattn.kernel.paging import over_tensors
 from rawattn.operation.operand import Layout
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from rawattn.runtime.select import select
 from rawattn.testing import _moved, expect
 from rawattn.variant import kv
@@ -241,8 +241,8 @@ def test_no_call_of_another_stand_in_is_kept(tmp_path: pathlib.Path, monkeypatch
     """Its launches count in memory that went with it; torch may give other tensors the addresses of its own."""
     for _ in range(2):
         stand_in(monkeypatch, tmp_path)
-        assert not plans._calls
-        plans.keep("a call", None)
+        assert not call_cache._calls
+        call_cache.keep("a call", None)
 
 
 @pytest.mark.parametrize("kernel", ["attn_decode", "attn_fwd"])

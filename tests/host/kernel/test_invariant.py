@@ -22,7 +22,7 @@ from rawattn.operation import Forward
 from rawattn.operation.operand import Layout
 from rawattn.operation.spec import Spec
 from rawattn.runtime.select import select
-from rawattn.serving import api
+from rawattn.serving import attention
 from rawattn.variant.element import BF16, E4M3, ELEMENTS, FP32
 from tests.caches import Cached
 from tests.decode import Decode
@@ -234,8 +234,8 @@ def test_functions_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Cached(((300, 400), (1, 20)), page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=64, head_dim_v=64, whole=True)
     ids = np.zeros((2, 500), np.int32)
     options = {"window": None, "softcap": None, "scale": None, "score": None, "invariant": True}
-    asked = api.request_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
-    op, _ = api.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, None)
+    asked = attention.request_of(case.step(), {**options, "mask": lambda b, q, kv: ids[b, q] == ids[b, kv]}, False)
+    op, _ = attention.attention_of(case.rows(8, 64, 1), case.cache(), case.step(max_q_len=300), asked, None)
     spilled = 0
     for arch, name in (("sm_90a", "attn_decode+attn_fwd"), ("sm_89", "attn_decode+attn_fwd_mma")):
         both, alone = (select(each, TYPICAL[arch]) for each in (op, dataclasses.replace(op, q_len=64)))

@@ -16,7 +16,7 @@ from rawattn.operation.spec import Spec
 from rawattn.runtime.select import KERNELS_OF
 from rawattn.variant.element import BF16, FP32
 from rawattn.variant.mask import Causal, Full
-from tests.host.runtime.test_plans import gpu  # noqa: F401  # a fixture
+from tests.host.runtime.test_bound_call import gpu  # noqa: F401  # a fixture
 from tests.operations import forward
 
 torch = pytest.importorskip("torch")

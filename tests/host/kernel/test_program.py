@@ -22,7 +22,7 @@ from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.program import Buffer, Launch, Program, offsets
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operation.operand import Layout
-from rawattn.runtime.plans import _addresses, _form, _map
+from rawattn.runtime.fill import addresses_in, tensor_map_of, value_of
 from rawattn.runtime.select import select
 from rawattn.variant import softmax, store
 from rawattn.variant.element import BF16, FP32
@@ -67,22 +67,22 @@ def test_fills_of_different_types_differ() -> None:
 
 def test_lengths_and_strides_of_any_array() -> None:
     array = Array("numpy", CPU, "int32", (2, 3, 4), (100, 20, 1), 64, None)
-    assert [_form(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
-    assert [_form(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
+    assert [value_of(Dim("x", axis), array) for axis in range(3)] == [2, 3, 4]
+    assert [value_of(AxisStride("x", axis), array) for axis in range(3)] == [100, 20, 1]
     pages = Array("numpy", CPU, "fp32", (7, 3, 4, 5), (1000, 100, 20, 1), 64, None)
-    assert struct.unpack("<5q", _form(PagePool("x", 0), pages)) == (0, 4000, 400, 80, 7), "strides in bytes, then the pages"
-    assert struct.unpack("<4q", _form(View("x"), pages)) == (0, 4000, 400, 80)
-    assert [_form(Stride("x", axis), pages) for axis in ("batch", "row", "head", "line")] == [1000, 100, 20, 20]
+    assert struct.unpack("<5q", value_of(PagePool("x", 0), pages)) == (0, 4000, 400, 80, 7), "strides in bytes, then the pages"
+    assert struct.unpack("<4q", value_of(View("x"), pages)) == (0, 4000, 400, 80)
+    assert [value_of(Stride("x", axis), pages) for axis in ("batch", "row", "head", "line")] == [1000, 100, 20, 20]
     packed = Array("numpy", CPU, "fp32", (9, 4, 5), (100, 20, 1), 64, None)
-    assert struct.unpack("<4q", _form(View("x"), packed)) == (0, 0, 400, 80), "which has no batch"
+    assert struct.unpack("<4q", value_of(View("x"), packed)) == (0, 0, 400, 80), "which has no batch"
 
 
 def test_addresses_in_a_field() -> None:
     """By operand or buffer, and where in the field; a tensor map has its own."""
-    assert _addresses(Parts(2)) == [("o_0", 0), ("lse_0", 8), ("o_1", 64), ("lse_1", 72)]
-    assert [_addresses(fill) for fill in (Pointer("q"), View("k"), PagePool("v", 0))] == [[("q", 0)], [("k", 0)], [("v", 0)]]
-    assert _addresses(Scratch("a")) == [("scratch a", 0)]
-    assert [_addresses(fill) for fill in (PagePool("v", 16), TensorMap("q", 64), Value(), Stride("q", "row"))] == [[]] * 4
+    assert addresses_in(Parts(2)) == [("o_0", 0), ("lse_0", 8), ("o_1", 64), ("lse_1", 72)]
+    assert [addresses_in(fill) for fill in (Pointer("q"), View("k"), PagePool("v", 0))] == [[("q", 0)], [("k", 0)], [("v", 0)]]
+    assert addresses_in(Scratch("a")) == [("scratch a", 0)]
+    assert [addresses_in(fill) for fill in (PagePool("v", 16), TensorMap("q", 64), Value(), Stride("q", "row"))] == [[]] * 4
 
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         (PackedHeads("q", 64, 4), pool, "q", (4, 0)),
         (TensorMap("k", 64), pool, "k", (1, 1)),
     ):
-        found, _, more = _map(fill, {"q": q, "k": k})
+        found, _, more = tensor_map_of(fill, {"q": q, "k": k})
         assert (found, struct.unpack(f"<{len(more) // 4}i", more)) == (name, rest)
 
 

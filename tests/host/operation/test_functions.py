@@ -19,7 +19,8 @@ from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel.attn_fwd import ATTN_FWD, smem_bytes
 from rawattn.operation import Backward, Forward, from_json, functions
-from rawattn.runtime import explain, plans
+from rawattn.runtime import explain
+from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import select
 from rawattn.testing import Case, expect, expect_backward
 from rawattn.variant.mask import And, Causal, Window
@@ -326,8 +327,8 @@ def documents(doc: Array, reach: int = 5) -> Any:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The plans that are made."""
     found: list[Any] = []
-    own = plans.Plan.__init__
-    monkeypatch.setattr(plans.Plan, "__init__", lambda self, *given: (found.append(given), own(self, *given))[1])
+    own = Plan.__init__
+    monkeypatch.setattr(Plan, "__init__", lambda self, *given: (found.append(given), own(self, *given))[1])
     return found
 
 

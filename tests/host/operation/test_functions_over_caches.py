@@ -114,10 +114,10 @@ def test_one_that_says_what_the_library_has_is_that() -> None:
 def test_operation() -> None:
     """Captured arrays are its operands; a GPU's kernel says that it takes no functions yet."""
     case = dataclasses.replace(CASE, dtype="bf16", causal=(1, 0, 1, 1, 0))
-    asked = rawattn.serving.api.request_of(
+    asked = rawattn.serving.attention.request_of(
         case.step(), {"mask": MASK, "score": SCORE, "window": None, "softcap": None, "scale": None}, False
     )
-    op, _ = rawattn.serving.api.attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, None)
+    op, _ = rawattn.serving.attention.attention_of(case.rows(4, 16, 1), case.cache(), case.step(), asked, None)
     names = [each.name for each in op.inputs]
     assert names[-3:] == ["mask_0", "mask_1", "score_0"] and "causal" not in names
     assert {each.title for each in op.captured} == {

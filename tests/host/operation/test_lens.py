@@ -18,7 +18,7 @@ from rawattn.array import arrays
 from rawattn.driver.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.operation.spec import Spec
-from rawattn.runtime import plans
+from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import select
 from rawattn.testing import Case, cases, expect, expect_backward
 from tests.emulator import gpu
@@ -227,7 +227,7 @@ def test_a_kept_program_reads_as_many_keys_as_there_are(monkeypatch: pytest.Monk
     steps = [(600, 0), (601, 1), (513, 0)]
     wanted = [rawattn.attention(q, layers[i][:, :n], layers[1 - i][:, :n], causal=True) for n, i in steps]
     gpu.stand_in(monkeypatch, tmp_path, sm_count=4)
-    monkeypatch.setattr(plans.Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
+    monkeypatch.setattr(Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
     for (length, layer), o in zip(steps, wanted, strict=True):
         k, v = (layers[i].clone() for i in (layer, 1 - layer))
         k[:, length:], v[:, length:] = torch.nan, torch.nan

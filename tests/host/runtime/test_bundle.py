@@ -28,10 +28,10 @@ from rawattn.driver.device import TYPICAL, Device, boards
 from rawattn.errors import BinaryError, ProblemError, UnsupportedError
 from rawattn.operation import Append, AttentionKVCache, Forward, Operation
 from rawattn.operation.spec import Spec
-from rawattn.runtime import bundle, plans
+from rawattn.runtime import bundle, call_cache, loaded_kernel
 from rawattn.runtime.model_config import Layer
 from rawattn.runtime.select import select
-from rawattn.serving import api as serving_api
+from rawattn.serving import append, attention
 from rawattn.variant.element import BF16
 from tests.host.kernel.test_compile_matrix import is_known
 
@@ -161,16 +161,16 @@ def ada(monkeypatch: pytest.MonkeyPatch) -> Device:
         raise UnsupportedError(f"compiling a kernel needs CuPy and NVRTC (no such thing); {errors.INSTALL_EITHER}")
 
     monkeypatch.setattr(compiler, "_nvrtc", missing)
-    monkeypatch.setattr(plans, "_kernels", {})
+    monkeypatch.setattr(loaded_kernel, "_kernels", {})
     monkeypatch.setattr(context, "device", lambda index: ADA[0])
-    monkeypatch.setattr(plans, "LoadedFunction", lambda cubin, entry, index: (entry, cubin))
+    monkeypatch.setattr(loaded_kernel, "LoadedFunction", lambda cubin, entry, index: (entry, cubin))
     return ADA[0]
 
 
 def test_warm_up_from_a_bundle(made: pathlib.Path, ada: Device, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAWATTN_CACHE", str(tmp_path / "nowhere"))
     rawattn.load_bundle(made)
-    assert rawattn.warm_up([OP]) == 1 and {key for key, _ in plans._kernels} == {each.key for each in sources(OP, ada)}
+    assert rawattn.warm_up([OP]) == 1 and {key for key, _ in loaded_kernel._kernels} == {each.key for each in sources(OP, ada)}
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -199,7 +199,7 @@ def test_a_bundle_that_the_driver_refuses(made: pathlib.Path, ada: Device, monke
         raise BinaryError("cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE (200).", 200)
 
     rawattn.load_bundle(made)
-    monkeypatch.setattr(plans, "LoadedFunction", refused)
+    monkeypatch.setattr(loaded_kernel, "LoadedFunction", refused)
     with pytest.raises(
         UnsupportedError, match=r"INVALID_IMAGE \(200\)\. NVRTC \d+\.\d+ made what was to be loaded; compiling a "
     ):
@@ -383,8 +383,9 @@ def test_usual_operations_are_what_a_server_asks_for(
         asked.append(dataclasses.replace(op, width=8) if isinstance(op, Append) else op)  # as on a GPU
         return lambda *_, **__: (found["k" if "q" not in found else "q"].object,) * 2
 
-    monkeypatch.setattr(plans, "_calls", {})
-    monkeypatch.setattr(serving_api, "call_of", call_of)
+    monkeypatch.setattr(call_cache, "_calls", {})
+    monkeypatch.setattr(append, "call_of", call_of)
+    monkeypatch.setattr(attention, "call_of", call_of)
     cache = rawattn.KVCache(*torch.zeros(2, 150, 16, layer.kv_heads, layer.head_dim, dtype=torch.bfloat16))
     starts = {"cu_seqlens_q": torch.tensor([0, rows, 2 * rows, 3 * rows], dtype=torch.int32), "max_q_len": rows} if packed else {}
     step = rawattn.Step(torch.full((3,), 700, dtype=torch.int32), torch.zeros(3, 50, dtype=torch.int32), **starts)

@@ -1,5 +1,5 @@
 """Plans of an operation that has as many inputs as a call gives, and several outputs: nothing between the public calls and the
-launch knows an operand by its name. And of the backward, which has three launches. No GPU is needed, as in ``test_plans``."""
+launch knows an operand by its name. And of the backward, which has three launches. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from rawattn.kernel.base import Kernel
 from rawattn.kernel.program import Buffer, Launch, Program
 from rawattn.operation import OPERATIONS, Operation, from_json
 from rawattn.operation.operand import PLAIN, Layout, Operand, layout_of
-from rawattn.runtime import calls, explain, plans, request, select
+from rawattn.runtime import calls, explain, request, select
+from rawattn.runtime.plan import Plan
 from rawattn.variant.field import Field, Pointer, Scratch, View
-from tests.host.runtime.test_plans import LAUNCHED, calls_kept, forget, gpu, keys_kept
+from tests.host.runtime.test_bound_call import LAUNCHED, calls_kept, forget, gpu, keys_kept
 
 torch = pytest.importorskip("torch")
 fixture = gpu  # its fixture, for this file too
@@ -194,7 +195,7 @@ def test_plan() -> None:
             plan.run(*given)
     with pytest.raises(ProblemError, match="parts is empty"):
         extremes()
-    assert from_json(plan.op.to_json()) == plan.op and isinstance(plan, plans.Plan)
+    assert from_json(plan.op.to_json()) == plan.op and isinstance(plan, Plan)
     assert "Extremes" in str(explain.explain_operation(plan.op, plan.device))
 
 
@@ -211,7 +212,7 @@ def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
 def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for the same addresses, whether the call, its plan or its family was met before."""
     memory = torch.empty(1 << 23, dtype=torch.uint8)
-    monkeypatch.setattr(plans.arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
+    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
     given = []
     for length in (80, 80, 79, 78):
         call = gradients(length, sinks)
@@ -245,8 +246,8 @@ def test_what_the_backward_writes() -> None:
     for x, name in zip(found, ("q", "k", "v", "sinks"), strict=True):
         assert (x.shape, x.dtype) == (call[name].shape, call[name].dtype)
     (kept,) = calls_kept()
-    dq = next(field for field in kept._plan.program.launches[1].fields if field.name == "dq")
-    at = render.layout(kept._plan.program.launches[1].fields).offsets[dq.name]
+    dq = next(field for field in kept.plan.program.launches[1].fields if field.name == "dq")
+    at = render.layout(kept.plan.program.launches[1].fields).offsets[dq.name]
     args = [args for args, _ in LAUNCHED[-3:]]
     assert struct.unpack_from("<4q", args[1], at) == (found[0].data_ptr(), 80 * 4 * 128, 4 * 128, 128)
 

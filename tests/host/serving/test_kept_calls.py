@@ -20,7 +20,7 @@ import pytest
 import rawattn
 from rawattn import ProblemError
 from rawattn.array import arrays
-from rawattn.runtime import plans
+from rawattn.runtime import call_cache
 from tests.host.serving.test_plan import compilations
 
 torch = pytest.importorskip("torch")
@@ -42,7 +42,7 @@ def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def forget() -> None:
-    plans._calls.clear()
+    call_cache._calls.clear()
 
 
 class Cupy:
@@ -197,7 +197,7 @@ def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses may be the same on two devices."""
     step = rawattn.Step(LENS, TABLE)
     rawattn.attention_kvcache(Q, CACHE, step)
-    devices = [call._device for call in dict.fromkeys(plans._calls.values())]
+    devices = [call._device for call in dict.fromkeys(call_cache._calls.values())]
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 1)
     with pytest.raises(ProblemError, match=r"k.* is on the CPU but .*q.* is on GPU 1"):
         rawattn.attention_kvcache(Q, CACHE, step)
@@ -205,7 +205,7 @@ def test_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProblemError, match="kv_lens is on the CPU"):
         rawattn.attention_kvcache(Q, there, step)
     rawattn.attention_kvcache(Q, there, rawattn.Step(LENS, TABLE))
-    assert [call._device for call in dict.fromkeys(plans._calls.values())] == [*devices, 1] and devices == [-1]
+    assert [call._device for call in dict.fromkeys(call_cache._calls.values())] == [*devices, 1] and devices == [-1]
     with pytest.raises(ProblemError, match="kv_lens is on the CPU"):
         rawattn.attention_kvcache(Q, there, step)
 
@@ -288,7 +288,7 @@ def test_what_is_appended_lies_apart_from_the_cache() -> None:
     for k, v in (NEW, NEW.clone()):
         rawattn.append(CACHE, step, k, v)
         rawattn.append(CACHE, step, k, v, rotary=rotary, q=q, q_out=q)
-    assert len(set(plans._calls.values())) == 2
+    assert len(set(call_cache._calls.values())) == 2
     LAUNCHED.clear()
     inside = POOL[0].view(-1)[: NEW[0].numel()].view(NEW[0].shape)
     with pytest.raises(ProblemError, match="v overlaps the cache's k in memory"):

@@ -12,7 +12,7 @@ import pytest
 
 import rawattn
 from rawattn import ProblemError
-from rawattn.serving import api
+from rawattn.serving.attention import with_slopes
 from tests.caches import Cached
 from tests.host.operation.test_functions_over_caches import CASE, IDS, MASK, SCORE, SLOPES, check
 from tests.options import HeadWindow
@@ -61,7 +61,7 @@ def by_plan(q: Any, case: Cached, options: dict[str, Any]) -> Any:
 
 
 def by_operator(q: Any, case: Cached, options: dict[str, Any]) -> Any:
-    score, softcap = api.with_slopes(options.get("softcap"), options.get("score"), options.get("alibi"), None, 0)
+    score, softcap = with_slopes(options.get("softcap"), options.get("score"), options.get("alibi"), None, 0)
     named = {name: options.get(name) for name in ("window", "scale", "mask")} | {"score": score, "softcap": softcap}
     named["invariant"] = options.get("invariant", False)
     rest = options.get("sinks"), options.get("split", "auto")

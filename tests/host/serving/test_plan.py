@@ -17,10 +17,10 @@ from rawattn.array import arrays
 from rawattn.compile import compiler
 from rawattn.driver import counters
 from rawattn.driver.device import TYPICAL
-from rawattn.runtime import plans
+from rawattn.runtime import bound_call, call_cache, loaded_kernel
 from rawattn.runtime.record import operations_of
 from rawattn.runtime.select import select
-from rawattn.serving import api
+from rawattn.serving import call as cache_call
 from rawattn.serving import plan as planning
 from rawattn.testing import _moved
 from tests.caches import Cached
@@ -119,7 +119,7 @@ def test_other_arrays_are_refused(name: str) -> None:
 
 def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched: list[Any]) -> list[str]:
     """The kernels that are compiled from now on, on a GPU that computes nothing, and notes what is ``launched``."""
-    load, found = plans._load, list[str]()
+    load, found = loaded_kernel.load, list[str]()
     stand_in(monkeypatch, folder)
 
     class Noted(Launch):
@@ -131,8 +131,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, launched
         return compiler.Binary(source.key.encode(), "", "", 0.0, "memory", source.key)
 
     for owner, name, value in (
-        (plans, "_load", load), (plans, "_kernels", {}), (compiler, "compile_together", together),
-        (plans, "LoadedFunction", lambda cubin, *_: cubin), (plans, "BoundLaunch", Noted),
+        (loaded_kernel, "load", load), (loaded_kernel, "_kernels", {}), (compiler, "compile_together", together),
+        (loaded_kernel, "LoadedFunction", lambda cubin, *_: cubin), (bound_call, "BoundLaunch", Noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     return found
@@ -150,13 +150,13 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     given = [(q, cache, step), (q.clone(), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4))]
     wanted, count = list[Any](), len(compiled)
     for each in given:
-        monkeypatch.setattr(plans, "_calls", {})
+        monkeypatch.setattr(call_cache, "_calls", {})
         launched.clear()
         rawattn.attention_kvcache(*each, return_lse=True, out=results[0], lse=results[1])
         wanted += launched
     plan.run(q, cache, step, out=results[0], lse=results[1])
     with monkeypatch.context() as patch:
-        for owner, name in ((planning, "attention_of"), (api, "select")):
+        for owner, name in ((planning, "attention_of"), (cache_call, "select")):
             patch.setattr(owner, name, None)
         launched.clear()
         for each in given:
@@ -289,7 +289,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
     few, many = SMALL, dataclasses.replace(SMALL, lengths=((300, 400), (1, 2)))
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     compiled = compilations(monkeypatch, tmp_path, [])
-    monkeypatch.setattr(plans, "_calls", {})
+    monkeypatch.setattr(call_cache, "_calls", {})
     serve([few, many])
     recorded, lines = [*compiled], log.read_text().splitlines()
     assert len(recorded) >= 4, "attn_decode, attn_fwd, append, combine"
@@ -299,8 +299,8 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
     monkeypatch.delenv("RAWATTN_LOG")
     operations = operations_of(log)
     assert {type(op).__name__ for op in operations} == {"AttentionKVCache", "Append", "Combine"}
-    monkeypatch.setattr(plans, "_calls", {})
-    monkeypatch.setattr(plans, "_kernels", {})
+    monkeypatch.setattr(call_cache, "_calls", {})
+    monkeypatch.setattr(loaded_kernel, "_kernels", {})
     compiled.clear()
     assert rawattn.warm_up(log) == len(operations)
     warm = [*compiled]
@@ -311,7 +311,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
 def test_a_bundle_takes_them(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded on the CPU, too: one line for each kind."""
     log, made = tmp_path / "operations.jsonl", set[str]()
-    monkeypatch.setattr(plans, "_calls", {})
+    monkeypatch.setattr(call_cache, "_calls", {})
     monkeypatch.setenv("RAWATTN_LOG", str(log))
     case = dataclasses.replace(SMALL, lengths=((1, 20),))
     for lengths in (((1, 20),), ((1, 9), (1, 20)), ((1, 3),) * 3):
@@ -332,7 +332,7 @@ def test_the_log_has_all_that_need_other_kernels(arch: str, tmp_path: pathlib.Pa
     lengths = (1, 2, 100, 128, 70, 65, 200, 129, 255)
     for q_len in lengths:
         op = Decode(batch=4, q_len=q_len, page=4).operation
-        api.log(op)
+        cache_call.log(op)
         selection = select(op, device)
         needed |= sources([selection.kernel.lower(op, selection.config, device)])
     recorded = operations_of(log)

@@ -14,7 +14,7 @@ import rawattn
 from rawattn.api import attention
 from rawattn.errors import ProblemError
 from rawattn.operation import Backward
-from rawattn.runtime import calls, plans
+from rawattn.runtime import bound_call, call_cache, calls
 from rawattn.runtime.request import Request
 from tests.training import Model, gap, losses, sdpa
 from tests.versions import since
@@ -65,13 +65,13 @@ def same(found: Tensors, wanted: Tensors) -> bool:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists what was computed: "forward" and "backward"."""
     found: list[str] = []
-    compute = plans.CpuCall.__call__
+    compute = bound_call.CpuCall.__call__
 
     def counted(self: Any, *args: Any) -> Any:
         found.append("backward" if isinstance(self.op, Backward) else "forward")
         return compute(self, *args)
 
-    monkeypatch.setattr(plans.CpuCall, "__call__", counted)
+    monkeypatch.setattr(bound_call.CpuCall, "__call__", counted)
     return found
 
 
@@ -224,14 +224,14 @@ def test_kernel_and_config_are_the_forward_s() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, compile_it: bool, deterministic: bool) -> None:
     """The kernel that gives the gradients may be chosen by it."""
-    seen, own = [], calls._first
+    seen, own = [], calls._run_unkept
 
     def first(given: Any, captured: Any, request: Request, out: Any) -> Any:
         seen.append((request.operation is Backward, request.options["deterministic"]))
         return own(given, captured, request, out)
 
-    monkeypatch.setattr(calls, "_first", first)
-    monkeypatch.setattr(plans, "_calls", {})  # of arrays that lay where these lie
+    monkeypatch.setattr(calls, "_run_unkept", first)
+    monkeypatch.setattr(call_cache, "_calls", {})  # of arrays that lay where these lie
     function = functools.partial(rawattn.attention, deterministic=deterministic)
     gradients(lambda *given: loss((compiled(function)[0] if compile_it else function)(*given)), make())
     assert seen == [(False, deterministic), (True, deterministic)]

@@ -18,7 +18,7 @@ import pytest
 import rawattn
 from rawattn.array import arrays
 from rawattn.errors import ProblemError
-from rawattn.runtime import plans
+from rawattn.runtime import bound_call
 from tests.versions import since
 
 torch = pytest.importorskip("torch")
@@ -273,13 +273,13 @@ HANDLED = {"negative bit": -1.0, "functional": 1.0, "grad's, ended": 1.0}  # by 
 def pointers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that reach a kernel."""
     found: list[int] = []
-    real = plans.CpuCall._inputs
+    real = bound_call.CpuCall._inputs_at
 
     def inputs(self: Any, addresses: Any) -> Any:
         found.extend(addresses)
         return real(self, addresses)
 
-    monkeypatch.setattr(plans.CpuCall, "_inputs", inputs)
+    monkeypatch.setattr(bound_call.CpuCall, "_inputs_at", inputs)
     return found
 
 
@@ -521,8 +521,8 @@ def test_jit_trace() -> None:
 @since(2, 5)
 def test_selective_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
-    real = plans.CpuCall.__call__
-    monkeypatch.setattr(plans.CpuCall, "__call__", lambda *args: (runs.append(None), real(*args))[1])
+    real = bound_call.CpuCall.__call__
+    monkeypatch.setattr(bound_call.CpuCall, "__call__", lambda *args: (runs.append(None), real(*args))[1])
     policies = checkpointing.CheckpointPolicy
     q, k, v = make()
 

@@ -8,9 +8,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
-import pathlib
-import struct
 import types
 import warnings
 import weakref
@@ -30,9 +27,10 @@ from rawattn.errors import ProblemError, SlowKernelWarning
 from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.operation import Forward
 from rawattn.operation.base import three_bits
+from rawattn.runtime import bound_call, call_cache, loaded_kernel, request, select
 from rawattn.runtime import calls as kept_calls
-from rawattn.runtime import plans, record, request, select
-from rawattn.serving import api as serving
+from rawattn.runtime.plan import Plan
+from rawattn.serving import call as cache_call
 from tests.emulator import gpu as stand_ins
 
 torch = pytest.importorskip("torch")
@@ -41,7 +39,7 @@ from rawattn.torch import dispatcher  # noqa: E402
 GPU = dataclasses.replace(TYPICAL["sm_90a"], index=-1)  # of torch's tensors on the CPU
 LAUNCHED: list[tuple[bytes, int]] = []  # arguments and stream
 STATE = {"stream": 0, "capturing": False}
-LOAD = plans._load
+LOAD = loaded_kernel.load
 
 
 class Launch(stand_ins.Launch):
@@ -59,11 +57,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (counters, "of_device", lambda index, size: words),
         (context, "current", lambda index: contextlib.nullcontext()),
         (context, "device", lambda index: GPU),
-        (plans, "BoundLaunch", Launch),
+        (bound_call, "BoundLaunch", Launch),
         (graph, "stream_state", lambda stream, index: (stream, STATE["capturing"])),
         (counters, "violations", lambda index: 1 << 21),
         (tensor_map, "tensor_maps", lambda *args: lambda pointer: repr((pointer, *args)).encode().ljust(128)[-128:]),
-        (plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, None, launch, op)),
+        (loaded_kernel, "load", lambda launch, op, *_: loaded_kernel.LoadedKernel.of(None, None, launch, op)),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STATE["stream"], raising=False)
@@ -75,17 +73,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    plans._calls.clear()
+    call_cache._calls.clear()
 
 
 def calls_kept() -> list[Any]:
     """Each once."""
-    return [*dict.fromkeys(plans._calls.values())]
+    return [*dict.fromkeys(call_cache._calls.values())]
 
 
 def keys_kept(kind: str) -> list[Any]:
     """Keys of a "family" of calls, of "lengths" for which the same kernels are launched, or of forms that were read ("torch")."""
-    return [key for key in plans._calls if kind in (key[0], key[1][0])]
+    return [key for key in call_cache._calls if kind in (key[0], key[1][0])]
 
 
 def tensors(length: int = 80, heads: int = 4) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def variations() -> dict[str, dict[str, Any]]:
 def test_no_garbage_is_collected_while_a_plan_is_made_in_a_capture(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph of anybody's may be among it, and to destroy that would spoil the capture."""
     seen: list[bool] = []
-    for owner in (kept_calls, serving):
+    for owner in (kept_calls, cache_call):
         select = owner.select
         monkeypatch.setattr(owner, "select", lambda *given, select=select: seen.append(gc.isenabled()) or select(*given))
     STATE["capturing"] = capturing
@@ -130,7 +128,7 @@ def test_a_warm_call_launches_what_a_cold_one_does(return_lse: bool) -> None:
         """Without the address of lse, which is new at every call."""
         args, stream = bytearray(said[0]), said[1]
         if return_lse:
-            at = plan._loaded[0].layout.offsets["lse"]
+            at = plan.kernels[0].layout.offsets["lse"]
             args[at : at + 8] = bytes(8)
         return bytes(args), stream
 
@@ -171,17 +169,17 @@ def test_another_number_launches_what_it_does_alone(name: str, monkeypatch: pyte
     after: list[Any] = []
     calls = {number: tensors() for number in map(repr, numbers)}  # elsewhere for each number
 
-    used, issue = list[Any](), plans.GpuCall.__call__
-    monkeypatch.setattr(plans.GpuCall, "__call__", lambda self, *given: used.append(self) or issue(self, *given))
+    used, issue = list[Any](), bound_call.GpuCall.__call__
+    monkeypatch.setattr(bound_call.GpuCall, "__call__", lambda self, *given: used.append(self) or issue(self, *given))
 
     def launched(number: Any) -> Any:
         LAUNCHED.clear()
         rawattn.attention(**calls[repr(number)], **{role: make(number)})
         bound = used[-1]
-        sources = [(launch.source.key, launch.grid) for launch in bound._plan.program.launches]
+        sources = [(launch.source.key, launch.grid) for launch in bound.plan.program.launches]
         found = [bytearray(args) for args, _ in LAUNCHED]
         for args, places in zip(found, bound._places, strict=True):  # but for addresses of what is made anew
-            for _, offset in [each for each in places if each[0] >= len(bound.names)]:
+            for _, offset in [each for each in places if each[0] >= len(bound.inputs)]:
                 args[offset : offset + 8] = bytes(8)
         return sources, found
 
@@ -200,7 +198,7 @@ def test_another_number_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     overflow raise, whatever was proved of those before."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made = [0]
-    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
+    monkeypatch.setattr(Plan, "__init__", counting(Plan.__init__, made))
     call, long = {name: x[:, :80] for name, x in tensors(96).items()}, torch.zeros(4096, dtype=torch.int32)
 
     def attend(n: int, length: int = 80) -> int:
@@ -222,8 +220,8 @@ def test_lengths_are_proved_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of a family is resized, and its functions are proved for the new lengths; those of one step have one proof."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
     made, resized = [0], [0]
-    monkeypatch.setattr(plans.Plan, "__init__", counting(plans.Plan.__init__, made))
-    monkeypatch.setattr(plans.Plan, "resized", counting(plans.Plan.resized, resized))
+    monkeypatch.setattr(Plan, "__init__", counting(Plan.__init__, made))
+    monkeypatch.setattr(Plan, "resized", counting(Plan.resized, resized))
     f = lambda b, h, q, kv: kv * kv * 100 % 7 < 3  # noqa: E731
     q, k = torch.zeros(1, 1, 4, 64), torch.zeros(1, 5100, 4, 64)
     for length, wanted in ((4100, 0), (4101, 0), (4352, 0), (4353, 1), (4102, 1), (4608, 1)):
@@ -286,10 +284,12 @@ def test_other_lengths_launch_what_a_new_call_does(
         return lambda _: scratch.setdefault((shape, dtype), torch.empty(shape, dtype=torch.bfloat16))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "BoundLaunch", Noted)
+        patch.setattr(bound_call, "BoundLaunch", Noted)
         patch.setattr(compiler, "compile_all", lambda sources: {})
         patch.setattr(arrays, "maker", maker)
-        patch.setattr(plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, launch.source.key, launch, op))
+        patch.setattr(
+            loaded_kernel, "load", lambda launch, op, *_: loaded_kernel.LoadedKernel.of(None, launch.source.key, launch, op)
+        )
         patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
         forget()
         warm = [step(*each) for each in steps]
@@ -347,14 +347,16 @@ def test_other_queries_launch_what_a_new_call_does(
         assert o.shape == (2, q_len, 6, 64) and all(x.shape == (2, 6, q_len) for x in lse)
         return [*launched]
 
-    monkeypatch.setattr(plans, "BoundLaunch", Noted)
+    monkeypatch.setattr(bound_call, "BoundLaunch", Noted)
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
-    monkeypatch.setattr(plans, "_load", lambda launch, op, *_: plans.LoadedKernel.of(None, launch.source.key, launch, op))
+    monkeypatch.setattr(
+        loaded_kernel, "load", lambda launch, op, *_: loaded_kernel.LoadedKernel.of(None, launch.source.key, launch, op)
+    )
     monkeypatch.setattr(arrays, "maker", maker)
     monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
     lowered = [0]
     for made in ("__init__", "resized"):
-        monkeypatch.setattr(plans.Plan, made, counting(getattr(plans.Plan, made), lowered))
+        monkeypatch.setattr(Plan, made, counting(getattr(Plan, made), lowered))
     steps = [(n, more) for i, n in enumerate(QUERIES) for more in (i % 3, 5)]
     warm, used = [launches(*each) for each in steps], lowered[0]
     for each, found in zip(steps, warm, strict=True):
@@ -368,7 +370,7 @@ def test_a_decode_loop_lowers_once_in_256_steps(monkeypatch: pytest.MonkeyPatch)
     q, rows = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1600, 2, 64).bfloat16()
     rawattn.attention(q, rows[:, :1025], rows[:, :1025])
     with monkeypatch.context() as patch:
-        patch.setattr(plans.Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
+        patch.setattr(Plan, "resized", lambda *_: pytest.fail("a program was lowered"))
         for kv_len in range(1026, 1281):
             rawattn.attention(q, rows[:, :kv_len], rows[:, :kv_len])
     for n in (1100, 1101):
@@ -395,9 +397,9 @@ def test_a_launch_is_kept_for_each_output_and_stream() -> None:
     STATE["stream"] = 7
     rawattn.attention(**call)
     assert len(call_kept._launches) == 2 and len(LAUNCHED) == 5
-    for _ in range(3 * plans.KEPT_LAUNCHES):
+    for _ in range(3 * bound_call.KEPT_LAUNCHES):
         rawattn.attention(**call | {"out": torch.empty_like(call["q"])})
-        assert len(call_kept._launches) <= plans.KEPT_LAUNCHES
+        assert len(call_kept._launches) <= bound_call.KEPT_LAUNCHES
 
 
 def test_a_captured_launch_is_not_kept() -> None:
@@ -528,10 +530,10 @@ def test_outputs_are_compared_with_inputs_that_moved() -> None:
 
 
 def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "KEPT_CALLS", 4)
+    monkeypatch.setattr(call_cache, "KEPT_CALLS", 4)
     for length in (*range(80, 86), *[80] * 6):
         rawattn.attention(**tensors(length))
-        assert 0 < len(plans._calls) <= 4
+        assert 0 < len(call_cache._calls) <= 4
     assert request._request.cache_info().maxsize == request.KEPT_REQUESTS
 
 
@@ -605,104 +607,6 @@ def test_constant_time_is_a_plan_of_its_own() -> None:
     assert "constant_time" in repr(steady) and "constant_time" not in repr(plain)
 
 
-# ---- what is compiled, and when ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of what is compiled, in order; but for NVRTC and the driver, kernels are loaded as they are."""
-    keys: list[str] = []
-
-    def compile_together(source: Any, others: Any, on_compile: Any = None) -> Any:
-        if source.key not in keys:
-            keys.extend(dict.fromkeys(each.key for each in (source, *others) if each.key not in keys))
-        return types.SimpleNamespace(cubin=b"")
-
-    monkeypatch.setattr(plans, "_load", LOAD)
-    monkeypatch.setattr(plans, "_kernels", {})
-    monkeypatch.setattr(compiler, "compile_together", compile_together)
-    monkeypatch.setattr(plans, "LoadedFunction", lambda *_: None)
-    return keys
-
-
-def test_a_new_length_compiles_nothing(compiled: list[str]) -> None:
-    """And loads nothing where it is nearly the same."""
-    call, kernels = tensors(), plans._kernels
-    rawattn.attention(**call)
-    first = [*compiled]
-    assert first and len(kernels) == 1
-    for length in range(81, 97):
-        rawattn.attention(call["q"], *[torch.randn(2, length, 4, 64).bfloat16()] * 2)
-    assert len(kernels) == 1 and len(LAUNCHED) == 17
-    for batch, q_len, kv_len, heads in ((1, 65, 5000, 2), (3, 3000, 3000, 8), (1, 70, 9, 16)):
-        q, k = torch.randn(batch, q_len, heads, 64).bfloat16(), torch.randn(batch, kv_len, 2, 64).bfloat16()
-        rawattn.attention(q, k, k)
-    assert compiled == first and {key for key, _ in kernels} <= set(first)
-
-
-def test_a_decode_loop_compiles_once(compiled: list[str]) -> None:
-    """Few queries are a kind of their own, in which keys may be split; all it needs comes with the first step."""
-    first: list[str] = []
-    for kv_len in (1, 100, 511, 512, 3000, 100_000):
-        q, k = torch.zeros(1, 1, 4, 64).bfloat16(), torch.zeros(1, 1, 1, 64).bfloat16().expand(1, kv_len, 2, 64)
-        rawattn.attention(q, k.contiguous(), k.contiguous())
-        first = first or [*compiled]
-    assert compiled == first and {key for key, _ in plans._kernels} <= set(first) and len(LAUNCHED) > 6
-
-
-def test_new_offsets_make_nothing_new(compiled: list[str]) -> None:
-    """As in a step of a decode loop, or of a ring: no kernel, no family; the launch has the new positions."""
-    given = {name: torch.randn(1, 1 if name == "q" else 80, 4, 64).bfloat16() for name in "qkv"}
-    rawattn.attention(**given, causal=True, q_offset=5000)
-    compiles, at = len(compiled), []
-    for q_offset, kv_offset in ((5001, None), (5117, 0), (5002, 0)):
-        rawattn.attention(**given, causal=True, q_offset=q_offset, kv_offset=kv_offset)
-        (family,) = keys_kept("family")
-        call = plans._calls[family]
-        layout = call.plan._loaded[0].layout
-        at += [struct.unpack_from("i", LAUNCHED[-1][0], layout.offsets[name])[0] for name in ("q_offset", "kv_offset")]
-        assert call.op.spec.offsets == (5000, 0)
-    assert at == [5001, 0, 5117, 0, 5002, 0] and len(compiled) == compiles and len(keys_kept("torch")) == 1
-    rawattn.attention(**given, causal=True, q_offset=6000)
-    assert len(keys_kept("family")) == 2 and len(compiled) == compiles
-    for wrong in (True, -1, 5000.0, torch.tensor(5000), 1 << 30):
-        with pytest.raises(ProblemError, match=r"q_offset is .*it must be"):
-            rawattn.attention(**given, causal=True, q_offset=wrong)
-
-
-def test_another_kind_compiles(compiled: list[str]) -> None:
-    rawattn.attention(**tensors())
-    for options in ({"causal": True}, {"softcap": 3.0}, {"return_lse": True}, {"scale": -1.0}, {"constant_time": True}):
-        count = len(compiled)
-        rawattn.attention(**tensors(), **options)
-        assert len(compiled) > count, options
-
-
-def test_the_log_has_every_length_and_offset(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of operations that a plan of the same family serves."""
-    log, queries = tmp_path / "operations.jsonl", torch.randn(1, 200, 4, 64).bfloat16()
-    monkeypatch.setattr(record, "_logged", set())
-    monkeypatch.setenv("RAWATTN_LOG", str(log))
-    once = [(1, 1025, None), (1, 1026, None), (1, 1100, None), (1, 1025, 1030), (1, 1025, 1031)]
-    once += [(160, 1025, None), (159, 1025, None), (159, 1026, None), (160, 1026, None), (161, 1025, None)]
-    for q_len, kv_len, q_offset in (*once, *once[::-1]):
-        k = torch.randn(1, kv_len, 4, 64).bfloat16()
-        rawattn.attention(queries[:, :q_len], k, k, causal=True, q_offset=q_offset)
-    found = [Forward.from_json(json.loads(line)) for line in log.read_text().splitlines()]
-    assert [(op.q_len, op.kv_len, op.spec.q_offset) for op in found] == once and len(keys_kept("family")) == 4
-
-
-def test_a_log_that_cannot_be_written(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing goes on without it: what was not written is not taken for written."""
-    monkeypatch.setattr(record, "_logged", set())
-    monkeypatch.setenv("RAWATTN_LOG", str(tmp_path))
-    for _ in range(2):
-        with pytest.raises(ProblemError, match=r"RAWATTN_LOG is .* can be written .*directory.*; name a file that can be"):
-            rawattn.attention(**tensors())
-    monkeypatch.delenv("RAWATTN_LOG")
-    rawattn.attention(**tensors())
-
-
 @pytest.mark.parametrize("call", [rawattn.plan, rawattn.explain, rawattn.plan_backward, rawattn.explain_backward])
 def test_an_option_that_there_is_not(call: Any) -> None:
     given = [tensors()["q"]] * (6 if "backward" in call.__name__ else 3)
@@ -711,86 +615,6 @@ def test_an_option_that_there_is_not(call: Any) -> None:
         call(*given, casual=True)
     with pytest.raises(TypeError, match=rf"{said}'out'. Its arguments are .*causal, window, .*bias"):
         call(*given, out=given[0])
-
-
-def test_a_log_whose_last_line_has_no_newline(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "operations.jsonl"
-    log.write_text("{}")
-    monkeypatch.setattr(record, "_logged", set())
-    monkeypatch.setenv("RAWATTN_LOG", str(log))
-    for causal in (False, True):
-        rawattn.attention(**tensors(), causal=causal)
-    first, *others = log.read_text().splitlines()
-    assert first == "{}" and [Forward.from_json(json.loads(line)).mask.cuda_type for line in others] == ["Full", "Causal"]
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="has no device without an end")
-def test_a_log_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is there one byte is read: all of /dev/full, which gives zeros, fits into no memory."""
-    monkeypatch.setattr(record, "_logged", set())
-    monkeypatch.setenv("RAWATTN_LOG", "/dev/full")
-    with pytest.raises(ProblemError, match=r"RAWATTN_LOG is '/dev/full', where no operation can be written"):
-        rawattn.attention(**tensors(), causal=True)
-
-
-def test_log_and_warm_up(compiled: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each new operation is written once, and a process that has read them compiles nothing."""
-    log = tmp_path / "operations.jsonl"
-    monkeypatch.setattr(record, "_logged", set())
-    monkeypatch.setenv("RAWATTN_LOG", str(log))
-    packed, starts = torch.randn(80, 4, 64).bfloat16(), torch.tensor([0, 30, 80], dtype=torch.int32)
-
-    def calls() -> None:
-        for _ in range(2):
-            rawattn.attention(**tensors())
-            rawattn.attention(**tensors(), window=(3, 0), causal=True)
-            rawattn.attention_varlen(packed, packed, packed, starts, starts, softcap=2.0)
-            rawattn.plan(**tensors(), return_lse=True)
-
-    calls()
-    lines = log.read_text().splitlines()
-    assert len(lines) == 4 == len(set(lines))
-    operations = [Forward.from_json(json.loads(line)) for line in lines]
-    assert operations == [plans._calls[key].op for key in keys_kept("torch")]
-    forget()
-    calls()
-    assert log.read_text().splitlines() == lines
-    monkeypatch.delenv("RAWATTN_LOG")
-
-    for given in (log, str(log), operations, iter(operations)):
-        forget()
-        compiled.clear(), plans._kernels.clear()
-        assert rawattn.warm_up(given) == 4
-        warm, loaded = [*compiled], {*plans._kernels}
-        calls()
-        for length in (65, 3000):
-            rawattn.attention(**tensors(length))
-        other = torch.zeros(1, 512, 8, 64, dtype=torch.bfloat16)  # which gets another configuration
-        rawattn.attention(other, other, other)
-        assert len({call.plan.config for call in calls_kept() if call.op.kind == operations[0].kind}) > 1
-        assert compiled == warm and {*plans._kernels} == loaded, "all that a kind may get is loaded"
-
-    elsewhere = tmp_path / "elsewhere.jsonl"
-    with pytest.raises(ProblemError, match=r"operations has None; it must have operations such as rawattn\.Forward"):
-        rawattn.warm_up(None)
-    monkeypatch.setenv("RAWATTN_LOG", str(elsewhere))
-    forget()
-    rawattn.attention(**tensors())
-    assert elsewhere.read_text().splitlines() == lines[:1]
-    assert log.read_text().splitlines() == lines
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "{", "[]", "{}", '{"element": "bf17"}', '{"element": "bf16", "spec": {"mask": {"class": "os:system"}}, "layout": []}'],
-)
-def test_a_line_that_is_no_operation(line: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "log").write_text(f"{line}\n")
-    with pytest.raises(ProblemError, match="operations has the line"):
-        rawattn.warm_up(tmp_path / "log")
-    (tmp_path / "log").write_bytes(b"\xff\xfe")
-    with pytest.raises(ProblemError, match=r"operations is '.*log', which is no text .*; name a file of RAWATTN_LOG"):
-        rawattn.warm_up(tmp_path / "log")
 
 
 def test_calls_on_arrays_that_were_read_are_kept_by_form() -> None:
