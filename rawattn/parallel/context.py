@@ -285,7 +285,7 @@ class _Transfers:
         return tuple(x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v))
 
     def _advance(self) -> None:
-        """Posts what can be posted."""
+        """Posts the next transfers, up to one that has to wait."""
         before = self._next
         while self._next < len(self._order):
             what, i = self._order[self._next]
@@ -445,14 +445,9 @@ class _Gradients:
     added up in ``sums``, in float32 (float64 for fp64)."""
 
     def __init__(
-        self,
-        do: Any,
-        dlse: Any,
-        saved: tuple[Any, ...],
-        call: ContextCall,
-        captured: tuple[Any, ...] = (),
+        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: ContextCall, captured: tuple[Any, ...] = (),
         wrt: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.o, self.lse = saved
         self.do, self.dlse, self.call, self.captured = do, dlse, call, captured
         self.wrt = tuple(captured[i] for i in wrt)
@@ -527,7 +522,7 @@ def _start_sums(work: _Gradients, tensors: tuple[Any, Any, Any]) -> tuple[list[_
         first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
         soon, *late = work.make_halves()
         soon(*first)
-        sums = [_Sum(x, made) for x, made in zip(tensors, first, strict=True)]
+        sums = [_Sum(x, gradient) for x, gradient in zip(tensors, first, strict=True)]
         return sums, [functools.partial(half, *first) for half in late]
     sums = [_Sum(x) for x in tensors]
     for task in local:

@@ -47,7 +47,7 @@ class PartialResults:
         self._room = sum(lengths) if fits else (MOST_HELD - of_sum) * q.shape[1]  # in rows
 
     def make_room(self, task: Task) -> None:
-        """Adds up the results where there is no room for the task's besides. The caller asks before it makes that one."""
+        """Makes room for a task's result, before that takes memory: adds the results up where they leave none."""
         held = sum(x.o.shape[1] for x in self._results)
         if self._results and (held + task.q[1] - task.q[0] > self._room or len(self._results) == MOST_ARRAYS - 1):
             self._add_up()
@@ -90,7 +90,7 @@ class PartialResults:
 
 
 def _group_by_rows(rows: Range, results: list[_Partial]) -> Iterator[tuple[Range, list[tuple[Any, Any]]]]:
-    """Gives runs of ``rows`` in which the same results are, and the pairs (o, lse) of each run."""
+    """Groups results by rows: gives runs of ``rows``, and for each the pairs (o, lse) of the results that have its rows."""
     for begin, end in itertools.pairwise(sorted({*rows, *(x for result in results for x in result.rows)})):
         covering = [(result, result.rows[0]) for result in results if result.rows[0] <= begin and end <= result.rows[1]]
         yield (begin, end), [(x.o[:, begin - a : end - a], x.lse[..., begin - a : end - a]) for x, a in covering]
