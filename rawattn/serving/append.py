@@ -14,9 +14,10 @@ from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written
+from ..runtime.plan import NO_GRADIENT
 from .attention import attention_kvcache
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .rotary import Rotary
 from .step import Step
 

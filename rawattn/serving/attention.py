@@ -18,12 +18,12 @@ from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.outputs import one_or_all
-from ..runtime.plan import device_of
+from ..runtime.plan import NO_GRADIENT, device_of
 from ..runtime.request import KEPT_REQUESTS
 from ..trace.proofs import Limits
 from ..variant.mask import causal_and
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .step import Step
 
 

@@ -13,9 +13,10 @@ from ..operation.operand import check_output
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written, to_libraries
+from ..runtime.plan import NO_GRADIENT
 from ..variant.element import ELEMENTS
 from ..variant.store import MOST_ARRAYS
-from .call import NO_GRADIENT, call_of
+from .call import call_of
 
 
 def merge_states(

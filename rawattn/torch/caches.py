@@ -15,10 +15,10 @@ from ..errors import ProblemError
 from ..operation import append as append_operation
 from ..operation import functions, kvcache
 from ..operation.spec import Spec
+from ..runtime.plan import NO_GRADIENT
 from ..serving import KVCache, Rotary, Step, attention
 from ..serving.append import write
 from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
-from ..serving.call import NO_GRADIENT
 from ..serving.merge import merge_states
 from ..serving.plan import KVCachePlan
 from ..serving.rotary import check_angles
