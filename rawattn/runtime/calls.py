@@ -17,7 +17,7 @@ from . import front_end
 from .bound_call import CpuCall, GpuCall, Numbered, addresses_of
 from .call_cache import find, keep
 from .outputs import one_or_all
-from .plan import NO_GRADIENT, Plan, device_of, spared_capture
+from .plan import NO_GRAD, Plan, device_of, spared_capture
 from .record import is_logging, log_operation
 from .request import Request, request_for, with_numbers
 from .select import select, warn_once
@@ -155,7 +155,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
 def call_on(request: Request, operands: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
     """The call on operands of these forms, by name, which is kept or made."""
     if arrays.requires_grad(*(array.object for array in operands.values())):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     key = (request, *map(arrays.form_of, operands.values()), *operands)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:

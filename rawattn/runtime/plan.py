@@ -21,7 +21,7 @@ from .call_cache import KEPT_CALLS, cache_put
 from .outputs import one_or_all
 from .select import Selection
 
-NO_GRADIENT = (
+NO_GRAD = (
     "an input requires grad, and plans, calls over caches and merges have no backward; call rawattn.attention, or make and run "
     "this under torch.no_grad(), or detach the inputs yourself. Nothing is detached silently."
 )
@@ -111,7 +111,7 @@ class Plan:
             assert array is not None
             read[operand.name] = array
         if arrays.requires_grad(*given):
-            raise ProblemError(NO_GRADIENT)
+            raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
             layout = self.op.layout_of(read)
             reason = self.selection.kernel.layout_reason(layout)

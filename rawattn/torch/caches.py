@@ -15,7 +15,7 @@ from ..errors import ProblemError
 from ..operation import append as append_operation
 from ..operation import functions, kvcache
 from ..operation.spec import Spec
-from ..runtime.plan import NO_GRADIENT
+from ..runtime.plan import NO_GRAD
 from ..serving import KVCache, Rotary, Step, attention
 from ..serving.append import write
 from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
@@ -219,7 +219,7 @@ def _refuse_gradients(operator: Any) -> Any:
         values = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ProblemError(NO_GRADIENT)
+            raise ProblemError(NO_GRAD)
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise ProblemError(NO_TANGENT)
         with torch._C._AutoDispatchBelowAutograd():
