@@ -14,9 +14,10 @@ from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written
+from ..runtime.plan import NO_GRAD
 from .attention import attention_kvcache
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .rotary import Rotary
 from .step import Step
 
@@ -101,7 +102,7 @@ def _append_of(cache: KVCache, step: Step | None, rotary: Rotary | None, new: di
     if not cache.v_in_k and new["v"] is None and new["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*new.values()):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     inputs = arrays.named(tuple(new), tuple(new.values()))
     q_out = inputs.pop("q_out", None)
     inputs |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)

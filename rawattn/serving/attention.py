@@ -18,12 +18,12 @@ from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.outputs import one_or_all
-from ..runtime.plan import device_of
+from ..runtime.plan import NO_GRAD, device_of
 from ..runtime.request import KEPT_REQUESTS
 from ..trace.proofs import Limits
 from ..variant.mask import causal_and
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .step import Step
 
 
@@ -206,7 +206,7 @@ def attention_of(
     inputs = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
     inputs |= functions.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
     if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
     if traced:
         if "mask" in traced:  # which has in it what the step says

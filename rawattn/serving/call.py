@@ -20,11 +20,6 @@ from .cache import KVCache
 from .rotary import Rotary
 from .step import Step
 
-NO_GRADIENT = (
-    "an input requires grad, and calls over caches and merge_states have no gradient; call under torch.no_grad(), or detach the "
-    "inputs yourself. Nothing is detached silently."
-)
-
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
     """Raises ProblemError where an argument is of another class than it must be, or its arrays lie elsewhere than they did."""

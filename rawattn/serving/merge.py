@@ -13,9 +13,10 @@ from ..operation.operand import check_output
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written, to_libraries
+from ..runtime.plan import NO_GRAD
 from ..variant.element import ELEMENTS
 from ..variant.store import MOST_ARRAYS
-from .call import NO_GRADIENT, call_of
+from .call import call_of
 
 
 def merge_states(
@@ -96,7 +97,7 @@ def _merge_of(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[C
     names = Combine.input_names(len(states))
     named = dict(zip(names, states, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if arrays.requires_grad(*named.values()):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     inputs = {name: arrays.read(x, name) for name, x in named.items()}
     op = Combine.of_call(inputs, options, ())
     if op.in_place:
