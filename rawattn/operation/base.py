@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..array.arrays import DTYPES, Array
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
-from ..variant.score import Score
+from ..variant.score import Scale, Score
 from . import functions
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
@@ -244,6 +244,11 @@ class OverKeys(Operation):
     @property
     def score(self) -> Score:
         return self.spec.score
+
+    @property
+    def has_plain_score(self) -> bool:
+        """Says whether a logit is the scaled dot product itself."""
+        return isinstance(self.spec.score, Scale)
 
     @property
     def return_lse(self) -> bool:
