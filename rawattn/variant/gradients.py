@@ -17,11 +17,8 @@ PARTS: Fields = (
     Field("part_rows", "i64"), Field("batch_rows", "i64"), Field("group_parts", "i32"),
 )  # fmt: skip
 # dq, its float32 sums in scratch, and how many blocks have added to each of these.
-DQ, DQ_SUM, TURNS = (
-    Field("dq", "StridedOutput", View("dq")),
-    Field("dq_sum", "float*", Scratch("dq_sum")),
-    Field("turns", "i32*", Scratch("turns")),
-)
+DQ, DQ_SUM = Field("dq", "StridedOutput", View("dq")), Field("dq_sum", "float*", Scratch("dq_sum"))
+TURNS = Field("turns", "i32*", Scratch("turns"))
 
 
 # ---- Group: which of the query heads that share a key head one work has, and where its dk and dv go

@@ -53,7 +53,7 @@ class IntervalCursor(Option):
 
     @property
     def cuda_type(self) -> str:
-        return f"IntervalCursor<{str(self.up).lower()}>"
+        return f"{self.cuda_name}<{str(self.up).lower()}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,6 @@ class ListCursor(IntervalCursor):
     """A list of key tiles, for such warps."""
 
     source: ClassVar[str] = "variant/walk/list_cursor.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"ListCursor<{str(self.up).lower()}>"
 
 
 @dataclasses.dataclass(frozen=True)
