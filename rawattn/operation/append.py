@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..array.memory import overlap
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, KV_ELEMENTS, Element

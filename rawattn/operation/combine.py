@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, Element
 from .base import Operation

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..array.tma import readable
 from ..errors import ProblemError, brief
 from ..trace.canonical import number_keys

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
 from ..variant.mask import causal_and, kept_pairs

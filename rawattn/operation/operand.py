@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ..array.arrays import CPU, DTYPES, META, Array, contiguous_strides
+from ..array.array import CPU, DTYPES, META, Array, contiguous_strides
 from ..array.memory import overlap
 from ..array.tma import readable, tma_unsupported_reason, unaligned_reason
 from ..errors import ProblemError

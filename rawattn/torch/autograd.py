@@ -56,7 +56,7 @@ class LowestFunction(_SingleLevelFunction):
     """An autograd.Function below an operator or a call, whose ``apply`` looks for no transform.
 
     That of ``torch.autograd.Function`` looks for transforms and for what they left behind, which costs a microsecond, and takes a
-    Function below a transform only where it has ``setup_context``. ``_followed`` knows of transforms, and ``arrays.read``
+    Function below a transform only where it has ``setup_context``. ``_followed`` knows of transforms, and ``reading.read``
     refuses a tensor that one left behind."""
 
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)

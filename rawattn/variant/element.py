@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..array.arrays import FLOATS
+from ..array.array import FLOATS
 from ..trace.cuda_lines import CTYPES
 from . import Option, Wrapper
 
