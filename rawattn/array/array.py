@@ -36,7 +36,7 @@ class Array(NamedTuple):
         return self.device == CPU
 
     def without_memory(self) -> Array:
-        """The same, which keeps no memory alive."""
+        """The array without its object: it keeps no memory alive."""
         return self if self.object is None else self._replace(object=None)
 
 

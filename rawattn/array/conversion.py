@@ -37,14 +37,14 @@ def on_host(x: Any) -> npt.NDArray[Any]:
         return as_numpy(array)
     if array.library == "torch":
         return as_numpy(read(array.object.detach().cpu(), "array"))
-    found: npt.NDArray[Any] = array.object.get()
-    return found
+    copy: npt.NDArray[Any] = array.object.get()
+    return copy
 
 
 def as_numpy(array: Array) -> npt.NDArray[Any]:
     """An array on the CPU in NumPy: itself if it is NumPy's, else ``view``."""
-    found: npt.NDArray[Any] = array.object if array.library == "numpy" else view(array)
-    return found
+    x: npt.NDArray[Any] = array.object if array.library == "numpy" else view(array)
+    return x
 
 
 def view(array: Array) -> npt.NDArray[Any]:

@@ -13,7 +13,7 @@ from .array import Array
 from .reading import has_room, read
 
 
-def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]] | None:
+def forms_of(arrays: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]] | None:
     """The form of each torch tensor, () for None, and the addresses of those that are not None. A form is all that a plan depends
     on: the address modulo 16, dtype, shape, strides and device. Tensors whose storages hold their elements pass every check that
     others of these forms passed. Returns None where one is of another library, has no plain memory, or autograd would follow.
@@ -24,7 +24,7 @@ def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[i
     forms: list[tuple[Any, ...]] = []
     addresses = []
     try:
-        for x in given:
+        for x in arrays:
             if type(x) in plain_tensors and not (x.requires_grad and torch_state.grad_enabled()) and not x.is_neg():
                 address = x.data_ptr()
                 if not address:
@@ -40,18 +40,18 @@ def forms_of(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[i
     return tuple(forms), tuple(addresses)
 
 
-def forms_of_any(given: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...], Any] | None:
-    """``forms_of``, of arrays of other libraries, too; and what keeps the addresses alive. None where an array cannot be read,
-    and where autograd would follow."""
-    if (found := forms_of(given)) is not None:
-        return (*found, given)
-    if torch_state.requires_grad(*given):
+def forms_of_any(arrays: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[int, ...], Any] | None:
+    """``forms_of`` of arrays of any library, and what keeps the addresses alive. Returns None where an array cannot be read, and
+    where autograd would follow."""
+    if (forms := forms_of(arrays)) is not None:
+        return (*forms, arrays)
+    if torch_state.requires_grad(*arrays):
         return None
     try:
-        each = [None if x is None else read(x, "array") for x in given]
+        found = [None if x is None else read(x, "array") for x in arrays]
     except (ProblemError, UnsupportedError):  # the caller says so, with the array's name
         return None
-    return tuple([form_of(x) if x else () for x in each]), tuple([x.pointer for x in each if x]), each
+    return tuple([form_of(x) if x else () for x in found]), tuple([x.pointer for x in found if x]), found
 
 
 def form_of(array: Array) -> tuple[Any, ...]:
@@ -67,15 +67,15 @@ def of_forms(forms: Iterable[tuple[Any, ...]]) -> list[Array]:
     ]
 
 
-def are_held(given: Sequence[Any]) -> bool:
+def are_held(tensors: Sequence[Any]) -> bool:
     """Says whether the storages of torch tensors hold their elements. In a storage that was freed, as FSDP does, the address of a
     tensor is its offset, which its form does not say."""
-    return all(x is None or has_room(x, x.size(), x.stride()) for x in given)
+    return all(x is None or has_room(x, x.size(), x.stride()) for x in tensors)
 
 
 @functools.lru_cache(maxsize=4096)
 def unique(*values: Any) -> object:
-    """One object for all that gives these values: it is hashed and compared quickly."""
+    """Returns one object for equal values, which is hashed and compared quickly."""
     return object()
 
 
@@ -85,13 +85,13 @@ class Held:
     Attributes: ``addresses``; ``forms``, one object for all whose arrays have these names and forms.
     """
 
-    def __init__(self, found: Mapping[str, Array], *beside: Any) -> None:
-        """``beside`` is what a call depends on besides."""
-        self.addresses = tuple([array.pointer for array in found.values()])
-        self.forms = unique(tuple(found), *[form_of(array) for array in found.values()], *beside)
-        tensors = {name: array for name, array in found.items() if array.library == "torch"}
+    def __init__(self, arrays: Mapping[str, Array], *values: Any) -> None:
+        """``values`` are what a call depends on besides the arrays."""
+        self.addresses = tuple([array.pointer for array in arrays.values()])
+        self.forms = unique(tuple(arrays), *[form_of(array) for array in arrays.values()], *values)
+        tensors = {name: array for name, array in arrays.items() if array.library == "torch"}
         self._names, self._tensors = tuple(tensors), [array.object for array in tensors.values()]
-        self._there = [array.pointer for array in tensors.values()]
+        self._tensor_addresses = [array.pointer for array in tensors.values()]
 
     @property
     def requires_grad(self) -> bool:
@@ -102,8 +102,8 @@ class Held:
         """Raises ProblemError where a tensor has other memory than it had, which dynamo cannot ask."""
         if torch_state.is_dynamo is not None and torch_state.is_dynamo():
             torch_state.check_untraced(tuple(self._tensors))
-        if [x.data_ptr() for x in self._tensors] != self._there:
-            moved = [x.data_ptr() != place for x, place in zip(self._tensors, self._there, strict=True)]
+        if [x.data_ptr() for x in self._tensors] != self._tensor_addresses:
+            moved = [x.data_ptr() != before for x, before in zip(self._tensors, self._tensor_addresses, strict=True)]
             name = self._names[moved.index(True)]
             raise ProblemError(
                 f"{name} has other memory than it had when the {owner} was made (resized, freed, or its data replaced?); make "
@@ -112,14 +112,14 @@ class Held:
 
 
 class Remade:
-    """A dataclass over arrays. Copies and pickles are made from its fields: what else it knows is true of its own arrays. What a
+    """A dataclass over arrays. Copies and pickles are made from its fields, for what else it knows is of its arrays alone. What a
     subclass keeps besides goes with them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {each.name: each.init for each in dataclasses.fields(self)}  # type: ignore[arg-type]
-        given = {name: getattr(self, name) for name, is_given in fields.items() if is_given}
-        return _remade, (type(self), given), {name: x for name, x in vars(self).items() if name not in fields} or None
+        fields = {field.name: field.init for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        arguments = {name: getattr(self, name) for name, is_argument in fields.items() if is_argument}
+        return _remake, (type(self), arguments), {name: x for name, x in vars(self).items() if name not in fields} or None
 
 
-def _remade(cls: type, given: dict[str, Any]) -> Any:
-    return cls(**given)
+def _remake(cls: type, arguments: dict[str, Any]) -> Any:
+    return cls(**arguments)

@@ -14,37 +14,37 @@ from .array import DTYPES, Array, contiguous, contiguous_strides
 from .reading import read
 
 
-def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
-    """A function that makes new, contiguous arrays in ``like``'s library and on its device, given an array that lies there."""
-    if like.library == "torch":
+def maker(original: Array, shape: tuple[int, ...], dtype: str) -> Callable[[Any], Any]:
+    """A function that makes new, contiguous arrays beside the array that it gets, in ``original``'s library and on its device."""
+    if original.library == "torch":
         torch, torch_dtype = sys.modules["torch"], torch_state.dtypes[dtype]
-        if like.dtype == dtype and like.shape == shape and tuple(like.strides) == contiguous(shape, dtype).strides:
+        if original.dtype == dtype and original.shape == shape and tuple(original.strides) == contiguous(shape, dtype).strides:
             return torch.empty_like  # takes half as long as torch.empty
-        if like.dtype == dtype:
+        if original.dtype == dtype:
             return operator.methodcaller("new_empty", shape)  # to name the dtype takes half as long again
         return lambda beside: beside.new_empty(shape, dtype=torch_dtype)
-    if like.library == "cupy":
-        return lambda beside: _cupy_empty(like.device, shape, DTYPES[dtype])
+    if original.library == "cupy":
+        return lambda beside: _make_on_cupy(original.device, shape, DTYPES[dtype])
     return lambda beside: np.empty(shape, DTYPES[dtype])
 
 
-def _cupy_empty(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
+def _make_on_cupy(device: int, shape: tuple[int, ...], dtype: Any) -> Any:
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):
         return cupy.empty(shape, dtype)
 
 
-def scratch_maker(like: Array, size: int) -> Callable[[Any], Any]:
-    """A function that makes ``size`` bytes or a few more, given an array that lies there, of whose dtype they are."""
-    return maker(like, (-(-size // DTYPES[like.dtype].itemsize),), like.dtype)
+def scratch_maker(original: Array, size: int) -> Callable[[Any], Any]:
+    """A function that makes an array of ``size`` bytes or a few more, of ``original``'s dtype, as those of ``maker``."""
+    return maker(original, (-(-size // DTYPES[original.dtype].itemsize),), original.dtype)
 
 
 def one_int64(beside: Any, number: int) -> Any:
     """A new array of this number, (1,), in the library of ``beside``, a NumPy array or one of a GPU that CuPy can see."""
-    like = read(beside, "q")
-    if like.library == "numpy":
+    original = read(beside, "q")
+    if original.library == "numpy":
         return np.array([number], np.int64)
-    with sys.modules["cupy"].cuda.Device(like.device):
+    with sys.modules["cupy"].cuda.Device(original.device):
         return sys.modules["cupy"].full((1,), number, np.int64)
 
 

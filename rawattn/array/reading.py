@@ -28,15 +28,15 @@ def read(x: Any, name: str) -> Array:
     read_it = _readers.get(cls)
     if read_it is None:
         read_it = _readers[cls] = _find_reader(cls)
-    found = read_it(x, name)
-    if found.pointer == 0 and 0 not in found.shape:
-        raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(found.shape)} that has no memory; give a real array.")
-    return found
+    array = read_it(x, name)
+    if array.pointer == 0 and 0 not in array.shape:
+        raise ProblemError(f"{name} is a {cls.__name__} of shape {tuple(array.shape)} that has no memory; give a real array.")
+    return array
 
 
-def read_named(names: tuple[str, ...], given: tuple[Any, ...]) -> dict[str, Array]:
+def read_named(names: tuple[str, ...], arrays: tuple[Any, ...]) -> dict[str, Array]:
     """The arrays of a call by name, without those that are None."""
-    return {name: read(x, name) for name, x in zip(names, given, strict=False) if x is not None}
+    return {name: read(x, name) for name, x in zip(names, arrays, strict=False) if x is not None}
 
 
 def _find_reader(cls: type) -> Callable[[Any, str], Array]:
@@ -54,12 +54,12 @@ def _read_torch(x: Any, name: str) -> Array:
         torch_state.check_untraced((x,))
     if not (x.is_cuda or x.is_cpu):
         raise ProblemError(f"{name} is on torch's device {x.device}; it must be on a CUDA GPU or the CPU.")
-    if (reason := _pending(x)) is not None:
+    if (reason := _find_pending(x)) is not None:
         raise ProblemError(f"{name} is a {type(x).__name__} {reason}.")
     dtype = torch_state.names.get(x.dtype)
     try:
-        found = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
-        fits = has_room(x, found.shape, found.strides)
+        array = Array("torch", x.get_device(), dtype or str(x.dtype), x.shape, x.stride(), x.data_ptr(), x)
+        fits = has_room(x, array.shape, array.strides)
     except (RuntimeError, NotImplementedError) as error:
         raise ProblemError(f"{name} is a torch tensor without plain memory ({x.layout}, {x.device}): {error}") from None
     if not fits:  # the pointer alone does not tell: in a freed storage it is the offset
@@ -67,7 +67,7 @@ def _read_torch(x: Any, name: str) -> Array:
             f"{name} is a {type(x).__name__} of shape {tuple(x.shape)} that has no memory for its elements (a storage that was "
             "freed, as FSDP does?); give a real tensor."
         )
-    return found
+    return array
 
 
 def has_room(x: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -76,7 +76,7 @@ def has_room(x: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in shape)
 
 
-def _pending(x: Any) -> str | None:
+def _find_pending(x: Any) -> str | None:
     """The reason why a tensor's memory does not hold its numbers; None where it does."""
     torch = sys.modules["torch"]
     if isinstance(x, torch.nn.parameter.UninitializedTensorMixin):
@@ -115,16 +115,16 @@ def _behaves(cls: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or cls is torch.Tensor or not issubclass(cls, torch.Tensor):
         return False
-    own = cls.__torch_function__
-    is_torchs = getattr(own, "__func__", None) is torch.Tensor.__torch_function__.__func__
-    return not is_torchs and own is not torch._C._disabled_torch_function_impl
+    function = cls.__torch_function__
+    is_torchs = getattr(function, "__func__", None) is torch.Tensor.__torch_function__.__func__
+    return not is_torchs and function is not torch._C._disabled_torch_function_impl
 
 
 _behaves._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
 
 
 def _read_cupy(x: Any, name: str) -> Array:
-    return Array("cupy", x.device.id, ELEMENTS.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.data.ptr, x)
+    return Array("cupy", x.device.id, ELEMENTS.get(x.dtype, str(x.dtype)), x.shape, _count_strides(x, name), x.data.ptr, x)
 
 
 def _read_numpy(x: Any, name: str) -> Array:
@@ -132,10 +132,10 @@ def _read_numpy(x: Any, name: str) -> Array:
         raise ProblemError(f"{name} is a masked array; its mask would be ignored. Give {name}.data, or a mask of attention.")
     if x.dtype.byteorder == ">":
         raise ProblemError(f"{name} is big-endian ({x.dtype.str}); give it in this machine's byte order.")
-    return Array("numpy", CPU, ELEMENTS.get(x.dtype, str(x.dtype)), x.shape, _strides(x, name), x.ctypes.data, x)
+    return Array("numpy", CPU, ELEMENTS.get(x.dtype, str(x.dtype)), x.shape, _count_strides(x, name), x.ctypes.data, x)
 
 
-def _strides(x: Any, name: str) -> tuple[int, ...]:
+def _count_strides(x: Any, name: str) -> tuple[int, ...]:
     size = x.dtype.itemsize
     if any(s % size for s in x.strides):
         raise ProblemError(f"{name} has strides of {x.strides} bytes; they must be whole elements of {size} bytes.")
@@ -166,25 +166,25 @@ def _read_foreign(x: Any, name: str) -> Array:
     try:
         kind = 2 if interface else int(x.__dlpack_device__()[0])
     except Exception as error:  # of another library
-        raise ProblemError(f"{name} is a {type(x).__name__}, whose __dlpack_device__ fails ({_said(error)}).") from error
+        raise ProblemError(f"{name} is a {type(x).__name__}, whose __dlpack_device__ fails ({_name_error(error)}).") from error
     if kind not in (1, 2, 13):  # CPU, CUDA, CUDA managed
         raise ProblemError(f"{name} lies on a device of DLPack kind {kind}; it must be on a CUDA GPU or the CPU.")
     module = np if kind == 1 else import_cupy(f"{name} (a {type(x).__name__})")
     try:
-        found = module.asarray(x) if interface else module.from_dlpack(x)
+        array = module.asarray(x) if interface else module.from_dlpack(x)
     except Exception as error:  # of another library
-        raise ProblemError(f"{name} cannot be read without a copy ({_said(error)}); it is a {type(x).__name__}.") from error
-    return _read_numpy(found, name) if kind == 1 else _read_cupy(found, name)
+        raise ProblemError(f"{name} cannot be read without a copy ({_name_error(error)}); it is a {type(x).__name__}.") from error
+    return _read_numpy(array, name) if kind == 1 else _read_cupy(array, name)
 
 
 def _has_interface(x: Any) -> bool:
     """Says whether an array should come in through ``__cuda_array_interface__``. Before version 3 that names no stream to wait
     for, so DLPack, which does, goes first where there is both."""
-    found = getattr(x, "__cuda_array_interface__", None)
-    return isinstance(found, Mapping) and (found.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
+    interface = getattr(x, "__cuda_array_interface__", None)
+    return isinstance(interface, Mapping) and (interface.get("version", 0) >= 3 or not hasattr(x, "__dlpack_device__"))
 
 
-def _said(error: Exception) -> str:
+def _name_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

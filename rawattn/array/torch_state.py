@@ -53,7 +53,7 @@ _load_imported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def requires_grad(*objects: Any) -> bool:
-    """Says whether autograd would have to follow an operation on these."""
+    """Says whether autograd would have to follow an operation on ``objects``."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in objects)
 
@@ -69,11 +69,11 @@ def mark_written(out: Any) -> None:
         _increment_version(out)
 
 
-def check_untraced(given: tuple[Any, ...]) -> None:
-    """Raises ProblemError where torch would put what is done with these into a graph, and sees no operator."""
+def check_untraced(arrays: tuple[Any, ...]) -> None:
+    """Raises ProblemError where torch would put what is done with ``arrays`` into a graph, and sees no operator."""
     if is_dynamo is not None and (is_dynamo() or _is_jit() or _dispatch_modes() or _function_modes()):
-        tracer = _tracer()
-        if tracer and any(isinstance(x, tensor) for x in given):
+        tracer = _name_tracer()
+        if tracer and any(isinstance(x, tensor) for x in arrays):
             raise ProblemError(
                 f"{tracer} traces what is no operator of torch, so that a graph would lack it: a plan or explanation, "
                 "merge_states, or a KVCache, Step or Rotary that is made here. Call rawattn.attention, attention_varlen, "
@@ -82,7 +82,7 @@ def check_untraced(given: tuple[Any, ...]) -> None:
             )
 
 
-def _tracer() -> str:
+def _name_tracer() -> str:
     """Names what of torch makes a graph of this call; "" where nothing does."""
     if is_dynamo():
         return "torch.compile"

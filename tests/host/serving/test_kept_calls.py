@@ -34,7 +34,7 @@ def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     compilations(monkeypatch, tmp_path, LAUNCHED)
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
-    monkeypatch.setattr(making, "_cupy_empty", lambda device, shape, dtype: Cupy(np.empty(shape, dtype)))
+    monkeypatch.setattr(making, "_make_on_cupy", lambda device, shape, dtype: Cupy(np.empty(shape, dtype)))
     forget()
     LAUNCHED.clear()
     yield
