@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rawattn.array.arrays import DTYPES
+from rawattn.array.array import DTYPES
 from rawattn.command import timing
 from rawattn.testing import Case
 

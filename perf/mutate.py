@@ -40,10 +40,15 @@ from .lib import command
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
 TESTS = {  # module -> the files of its tests in tests/host, quickest first, where they are not the one of its own path
-    "rawattn/array/arrays.py": "api/attention operation/forward runtime/bound_call torch/operators",
+    "rawattn/array/array.py": "array/memory operation/operand operation/forward api/attention",
+    "rawattn/array/conversion.py": "array/memory api/attention operation/functions",
+    "rawattn/array/forms.py": "runtime/bound_call torch/operators serving/kept_calls",
+    "rawattn/array/making.py": "api/attention_backward runtime/bound_call serving/kept_calls",
     "rawattn/array/memory.py": "array/memory runtime/bound_call",
-    "rawattn/command/demo.py": "main", "rawattn/command/doctor.py": "main",
-    "rawattn/compile/cache.py": "compile/cache compile/compiler", "rawattn/compile/tokens.py": "compile/compiler",
+    "rawattn/array/reading.py": "api/attention torch/operators driver/driver",
+    "rawattn/array/torch_state.py": "torch/operators torch/traced runtime/bound_call", "rawattn/command/demo.py": "main",
+    "rawattn/command/doctor.py": "main", "rawattn/compile/cache.py": "compile/cache compile/compiler",
+    "rawattn/compile/tokens.py": "compile/compiler",
     **{f"rawattn/cpu/{name}.py": "cpu/kernels cpu/backward" for name in ("cost", "forward", "lanes", "loops", "units")},
     "rawattn/driver/device.py": "runtime/select",
     **{f"rawattn/driver/{name}.py": "driver/driver" for name in ("context", "counters", "graph", "launch", "tensor_map")},

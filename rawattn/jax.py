@@ -22,8 +22,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
 from .api.naming import naming
-from .array import arrays
-from .array.arrays import Array
+from .array import reading
+from .array.array import CPU, DTYPES, Array, contiguous_strides
 from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, functions
@@ -35,8 +35,8 @@ from .variant.element import ELEMENTS
 from .variant.mask import And, Causal, Full
 from .variant.mask import Window as WindowMask
 
-_NAMES = {dtype: name for name, dtype in arrays.DTYPES.items()}
-_BF16 = arrays.DTYPES["bf16"]
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_BF16 = DTYPES["bf16"]
 
 Items = tuple[tuple[str, Any], ...]  # of options, to be hashed
 
@@ -176,7 +176,7 @@ def _make_mask(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[
     return kept
 
 
-_SEED = Array("jax", arrays.CPU, "int64", (1,), (1,), 0, None)
+_SEED = Array("jax", CPU, "int64", (1,), (1,), 0, None)
 
 
 def _split_seed(seed: Any) -> Any:
@@ -206,7 +206,7 @@ def _split_seed(seed: Any) -> Any:
 def _describe(x: Any) -> Array:
     """Describes a traced array, as far as checks of shapes read one."""
     name = _NAMES.get(np.dtype(x.dtype), str(x.dtype))
-    return Array("jax", arrays.CPU, name, tuple(x.shape), arrays.contiguous_strides(x.shape), 0, None)
+    return Array("jax", CPU, name, tuple(x.shape), contiguous_strides(x.shape), 0, None)
 
 
 # ---- the formula of the gradients, as JAX takes it
@@ -343,7 +343,7 @@ def _view_buffers(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, A
     if int(buffers["q"].__dlpack_device__()[0]) == 1:  # kDLCPU
         yield _view_bits(np, buffers)
         return
-    cupy = arrays.import_cupy("rawattn.jax on a GPU")
+    cupy = reading.import_cupy("rawattn.jax on a GPU")
     views = _view_bits(cupy, buffers)
     device = views["q"].device
     # A graph may be under way, in which memory for scratch cannot be had otherwise.

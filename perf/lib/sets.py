@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rawattn.array.arrays import made
+from rawattn.array.array import contiguous
 from rawattn.operation import Backward, Forward
 from rawattn.operation.functions import FLOATS, with_captured
 from rawattn.testing import Case
@@ -43,7 +43,7 @@ class FunctionCase(Case):
         op, role = super().op, functions.FUNCTIONS[self.function].role
         option: Any = functions.option(self.function, self)
         spec: Any = dataclasses.replace(op.spec, **{role: option})
-        captured = {each.name: made(each.shape, each.element) for each in option.arrays}
+        captured = {each.name: contiguous(each.shape, each.element) for each in option.arrays}
         return dataclasses.replace(op, spec=spec, layout=with_captured(op.layout, spec, captured))
 
     @property

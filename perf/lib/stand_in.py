@@ -10,7 +10,8 @@ import types
 from typing import Any
 from unittest import mock
 
-import rawattn.array.arrays
+from rawattn.array import making, reading
+from rawattn.array.array import DTYPES, Array, contiguous_strides
 from rawattn.compile import compiler
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
@@ -25,7 +26,7 @@ def bindings() -> types.SimpleNamespace:
     """``cuda.bindings.driver`` whose functions do nothing and succeed. It has those that a call asks for, and no others."""
     real = importlib.import_module("cuda.bindings.driver")
     answers: dict[str, tuple[Any, ...]] = {
-        "cuInit": (),
+        **dict.fromkeys(("cuInit", "cuLaunchKernelEx", "cuMemsetD8Async", "cuStreamSynchronize"), ()),
         "cuCtxGetCurrent": (real.CUcontext(1),),
         "cuDevicePrimaryCtxRetain": (real.CUcontext(1),),
         "cuDeviceGet": (0,),
@@ -33,9 +34,6 @@ def bindings() -> types.SimpleNamespace:
         "cuStreamCreate": (real.CUstream(1),),
         "cuTensorMapEncodeTiled": (real.CUtensorMap(),),
         "cuThreadExchangeStreamCaptureMode": (0,),
-        "cuLaunchKernelEx": (),
-        "cuMemsetD8Async": (),
-        "cuStreamSynchronize": (),
     }
     found = types.SimpleNamespace(cuuint32_t=real.cuuint32_t, cuuint64_t=real.cuuint64_t)
     vars(found).update({name: value for name, value in vars(real).items() if name.startswith("CU")})
@@ -57,13 +55,13 @@ def install() -> Device:
     import torch
 
     sys.modules["cuda.bindings.driver"] = bindings()  # type: ignore[assignment]
-    number, make = itertools.count(), rawattn.array.arrays.maker
+    number, make = itertools.count(), making.maker
     pools, blocks = dict[str, Any](), dict[Any, Any]()
 
     def compiled(*_: Any) -> compiler.Binary:
         return compiler.Binary(b"", "", "", 0.0, "memory", str(next(number)))
 
-    def maker(like: rawattn.array.arrays.Array, shape: tuple[int, ...], dtype: str) -> Any:
+    def maker(like: Array, shape: tuple[int, ...], dtype: str) -> Any:
         """Gives the same memory again and again, as CUDA's caching allocator does when a result was dropped. A shape that is new
         costs what it costs there, for which the real function is called."""
         make(like, shape, dtype)
@@ -72,17 +70,16 @@ def install() -> Device:
             found = blocks.get((shape, dtype))
             if found is None:
                 if dtype not in pools:
-                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, rawattn.array.arrays.DTYPES[dtype].name))
-                found = pools[dtype].as_strided(shape, rawattn.array.arrays.contiguous_strides(shape))
+                    pools[dtype] = torch.empty(POOL, dtype=getattr(torch, DTYPES[dtype].name))
+                found = pools[dtype].as_strided(shape, contiguous_strides(shape))
                 blocks[shape, dtype] = found
             return found.detach()
 
         return new
 
-    found: list[tuple[Any, str, Any]] = [(context, "device", lambda index: DEVICE)]
+    found: list[tuple[Any, str, Any]] = [(context, "device", lambda index: DEVICE), (making, "maker", maker)]
     found += [(loaded_kernel, "LoadedFunction", Function), (compiler, "compile_together", compiled)]
-    found += [(rawattn.array.arrays, "stream_of", lambda library: lambda device: 0), (rawattn.array.arrays, "maker", maker)]
-    found += [(torch.Tensor, "get_device", lambda tensor: 0)]
+    found += [(reading, "stream_of", lambda library: lambda device: 0), (torch.Tensor, "get_device", lambda tensor: 0)]
     for owner, name, value in found:
         setattr(owner, name, value)
     return DEVICE

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from rawattn.array.arrays import DTYPES
+from rawattn.array.array import DTYPES
 from rawattn.testing import Case
 
 from .functions import FUNCTIONS

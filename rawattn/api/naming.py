@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ..array import torch_state
 from ..errors import ProblemError, UnsupportedError
-from ..operation import functions
 
 _BIAS = re.compile(r"(?:score Biased: )?Biased\.(slopes|bias)(?:, which score captured,)?")  # of alibi or of bias
 
@@ -23,7 +23,7 @@ def naming(raised: type[ProblemError] | None = None, /, **names: str) -> Callabl
             try:
                 return function(*given, **options)
             except (ProblemError, UnsupportedError) as error:
-                if functions.is_compiling():  # torch.compile cannot trace what follows
+                if torch_state.is_compiling():  # torch.compile cannot trace what follows
                     raise
                 error.args = (renamed(str(error), names),)
                 if raised is None or not isinstance(error, ProblemError):

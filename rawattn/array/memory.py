@@ -6,20 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array
+from .array import DTYPES, Array
+from .conversion import Memory
 
 _WORK: Any = 1 << 20  # candidates that are tried, at most a fraction of a second; NumPy's type stubs know only -1 and 0
-
-
-class _Places:
-    """An array's layout alone: NumPy can compute with it, whatever device the addresses are of."""
-
-    def __init__(self, array: Array) -> None:
-        size = np.dtype(DTYPES[array.dtype]).itemsize
-        strides = tuple(s * size for s in array.strides)
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{size}", "shape": tuple(array.shape), "strides": strides, "data": (array.pointer, True)
-        }  # fmt: skip
 
 
 def extent(array: Array) -> tuple[int, int]:
@@ -39,7 +29,7 @@ def overlap(a: Array, b: Array) -> bool:
     if a_end <= b_begin or b_end <= a_begin:
         return False
     try:
-        return bool(np.shares_memory(np.asarray(_Places(a)), np.asarray(_Places(b)), max_work=_WORK))
+        return bool(np.shares_memory(np.asarray(Memory(a)), np.asarray(Memory(b)), max_work=_WORK))
     except np.exceptions.TooHardError:
         return True
 

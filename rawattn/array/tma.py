@@ -94,18 +94,18 @@ def unaligned_reason(name: str, shape: tuple[int, ...], strides: tuple[int, ...]
 
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, box_rows: int) -> Geometry:
     """Returns how TMA reads a (batch, rows, heads, columns) or packed (rows, heads, columns) array that fits it."""
-    columns, (heads, head_bytes, head_step) = shape[-1], _axis(shape[-2], strides[-2], itemsize)
+    columns, (heads, head_bytes, head_step) = shape[-1], _measure_axis(shape[-2], strides[-2], itemsize)
     box = (BOX_COLUMNS, box_rows, 1, 1)
-    rows, row_bytes, _ = _axis(shape[-3], strides[-3], itemsize)
+    rows, row_bytes, _ = _measure_axis(shape[-3], strides[-3], itemsize)
     if len(shape) == 4:
-        batch, batch_bytes, batch_step = _axis(shape[0], strides[0], itemsize)
+        batch, batch_bytes, batch_step = _measure_axis(shape[0], strides[0], itemsize)
         return Geometry((columns, rows, heads, batch), (row_bytes, head_bytes, batch_bytes), box, head_step, batch_step)
     shifts = _RAGGED_EXTENT, _RAGGED_EXTENT
     shift_bytes = RAGGED_STRIDE_LIMIT - row_bytes, row_bytes
     return Geometry((columns, _RAGGED_ROWS, heads, *shifts), (row_bytes, head_bytes, *shift_bytes), (*box, 1), head_step, 0)
 
 
-def _axis(size: int, stride: int, itemsize: int) -> tuple[int, int, int]:
+def _measure_axis(size: int, stride: int, itemsize: int) -> tuple[int, int, int]:
     """Size, stride in bytes and step of an axis: 1, whatever and 0 where nothing is stepped over."""
     return (1, ALIGNMENT, 0) if size == 1 or stride == 0 else (size, stride * itemsize, 1)
 

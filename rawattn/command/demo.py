@@ -19,7 +19,7 @@ from rich.console import Console
 
 from .. import mask, package, reference
 from ..api import attention
-from ..array import arrays
+from ..array import conversion, reading
 from ..compile import compiler
 from ..cpu import loops
 from ..driver import context
@@ -157,7 +157,7 @@ def _convert(library: str, x: Array) -> Any:
 
 
 def _copy_to_host(x: Any) -> Array:
-    return arrays.as_numpy(arrays.read(x.get() if hasattr(x, "get") else x.cpu() if hasattr(x, "cpu") else x, "out"))
+    return conversion.as_numpy(reading.read(x.get() if hasattr(x, "get") else x.cpu() if hasattr(x, "cpu") else x, "out"))
 
 
 def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:

@@ -16,7 +16,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 from ..api import attention as api
 from ..api.naming import naming
-from ..array import arrays
+from ..array import reading
 from ..errors import UnsupportedError
 from . import sdpa
 
@@ -50,7 +50,7 @@ def attention(
         raise UnsupportedError("a parallel_config was given; rawattn does not serve diffusers' context parallelism.")
     sdpa.check_heads(query.shape[2], key.shape[2], enable_gqa)
     if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
-        arrays.check_plain("attn_mask", attn_mask)
+        reading.check_plain("attn_mask", attn_mask)
         attn_mask = attn_mask[:, None, None]  # which of each sequence's keys count, or what is added to their logits
     (batch, q_len, heads, _), kv_len = query.shape, key.shape[1]
     options = sdpa.read_mask(attn_mask, is_causal, (batch, heads, q_len, kv_len))

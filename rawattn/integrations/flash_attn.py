@@ -27,7 +27,7 @@ import torch
 from .. import serving
 from ..api import attention
 from ..api.naming import naming
-from ..array import arrays
+from ..array import torch_state
 from ..errors import ProblemError, UnsupportedError, brief
 from ..operation.spec import Spec
 from ..serving.attention import attention_kvcache
@@ -277,7 +277,7 @@ def varlen(
     step = serving.Step(kv_lens, pages, starts[0], causal=options["causal"], max_q_len=longest[0], max_kv_len=longest[1])
     options = {**without_step(options), "return_lse": return_lse}
     compute = functools.partial(attention_kvcache, q, serving.KVCache(k, v), step, **options)
-    return _Paged.apply(compute, q, k, v) if is_plain() and arrays.requires_grad(q, k, v) else compute()
+    return _Paged.apply(compute, q, k, v) if is_plain() and torch_state.requires_grad(q, k, v) else compute()
 
 
 class _Paged(torch.autograd.Function):

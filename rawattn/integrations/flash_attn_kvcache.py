@@ -8,7 +8,8 @@ import torch
 
 from .. import serving
 from ..api.naming import naming
-from ..array import arrays, eager
+from ..array import eager, torch_state
+from ..array.forms import are_held, forms_of
 from ..errors import ProblemError, brief
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import one_or_all
@@ -48,7 +49,7 @@ def with_kvcache(
         else:
             q = _append_apart(q, _make_cache(pools, scales), new, rotary, step_of, new_starts, lens, moves)
     tensors = (q, *pools, *step_of)
-    read = None if request is None else arrays.forms_of(tensors)
+    read = None if request is None else forms_of(tensors)
     if request is not None and read is not None and (call := find((request.key, read[0], beside))) is not None:
         return one_or_all(call(tensors, read[1]))
     cache, step = _make_cache(pools, scales), serving.Step(*step_of, causal=options["causal"], max_q_len=longest)
@@ -119,7 +120,7 @@ def _count_new_rows(lens: Any, k: Any, starts: Any) -> Any:
         return lens
     if starts is not None and (starts.dtype is not torch.int32 or starts.shape != (len(lens) + 1,)):
         return lens
-    if is_plain() and not arrays.are_held((lens, starts)):
+    if is_plain() and not are_held((lens, starts)):
         return lens
     return lens + (torch.diff(starts) if starts is not None else k.shape[1] if k.dim() > 1 else 0)
 
@@ -155,11 +156,11 @@ def _append(
     q_to_rotate, style, read = None if cos is None else q, None if cos is None else interleaved, None
     if is_plain and type(style) in (bool, type(None)):
         tensors = (k, v, q_to_rotate, *step_of, cos, sin, *pools)
-        read = arrays.forms_of(tensors)
+        read = forms_of(tensors)
         if read is not None and (call := find(("append", read[0], beside, style))) is not None:
             results = call(tensors, read[1])
             for pool in pools:
-                arrays.written(pool)
+                torch_state.mark_written(pool)
             return results[0] if results else q
     cache, step = _make_cache(pools, scales), serving.Step(*step_of, causal=beside[0], max_q_len=beside[1])
     rotary = None if cos is None else serving.Rotary(cos, sin, interleaved)

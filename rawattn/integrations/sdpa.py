@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from .. import mask, score
 from ..api import attention
 from ..api.naming import naming
-from ..array import arrays
+from ..array import reading
 from ..errors import ProblemError, UnsupportedError
 from ..torch import dispatch, seed_of
 
@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
         *tensors, lead = _broadcast((query, key, value), enable_gqa)
         dims, (query, key, value) = max(map(len, (shape, k_shape, v_shape))), tensors
         if len(lead) > 1 and isinstance(attn_mask, torch.Tensor) and attn_mask.dim() > 3:
-            arrays.check_plain("attn_mask", attn_mask)
+            reading.check_plain("attn_mask", attn_mask)
             attn_mask = _join_batch("attn_mask", attn_mask, lead)
         shape, k_shape = query.shape, key.shape
     options = read_mask(attn_mask, is_causal, (*shape[:3], k_shape[2]))
@@ -220,7 +220,7 @@ def _check_mask(attn_mask: Any, shape: tuple[int, ...], name: str) -> None:
     """Raises ProblemError for a mask that torch's own attention does not take."""
     if not isinstance(attn_mask, torch.Tensor):
         raise ProblemError(f"{name} is a {type(attn_mask).__name__}; it must be a torch tensor.")
-    arrays.check_plain(name, attn_mask)
+    reading.check_plain(name, attn_mask)
     if attn_mask.dtype is not torch.bool and not attn_mask.is_floating_point():
         raise ProblemError(f"{name} is {attn_mask.dtype}; it must be bool, True where a key counts, or of floats that are added.")
     if attn_mask.dim() > 4:

@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from .. import mask, serving
 from ..api import attention as api
 from ..api.naming import naming
-from ..array import arrays
+from ..array import reading, torch_state
 from ..errors import UnsupportedError
 from ..serving.attention import attention_kvcache
 from . import sdpa, transformers_paged
@@ -96,7 +96,7 @@ def _make_contiguous(name: str, pairs: Any) -> Any:
     """Returns a bias or a mask whose last dimension is contiguous: a copy where it is not, as in T5, which looks a bias up."""
     if not pairs.dim() or pairs.stride(-1) == 1 or pairs.shape[-1] == 1:
         return pairs
-    arrays.check_plain(name, pairs)
+    reading.check_plain(name, pairs)
     _warn_of_copies(f"{name} is copied in each layer, as its last dimension is not contiguous in memory.")
     return pairs.contiguous()
 
@@ -329,7 +329,7 @@ class LayerMask(BlockMask):
                 return api.attention(q, k, v, **self.options, **options)
             if self.parts is not None and "bias" not in options:
                 return self._attend_end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
-            if not self.has_parts and _NO_CACHE.isdisjoint(options) and not arrays.requires_grad(q, k, v):
+            if not self.has_parts and _NO_CACHE.isdisjoint(options) and not torch_state.requires_grad(q, k, v):
                 return self._attend_over_cache(q, k, v, options)
         if self._option is None:
             self._option = mask.function(self.function())
@@ -346,7 +346,7 @@ class LayerMask(BlockMask):
     def _attend_end_to_end(self, q: Any, k: Any, v: Any, parts: Parts, options: dict[str, Any]) -> Any:
         """Computes o with all rows end to end, padding too. Keys are not copied where rows of all sequences have one stride."""
         step = _find_step(k)
-        if step is None or step != _find_step(v) or (step != k.shape[1] and arrays.requires_grad(q, k, v)):
+        if step is None or step != _find_step(v) or (step != k.shape[1] and torch_state.requires_grad(q, k, v)):
             k, v, step = k.contiguous(), v.contiguous(), k.shape[1]
             _warn_of_copies()
         flat = q.flatten(0, 1)

@@ -20,7 +20,7 @@ import torch
 from .. import mask, serving
 from ..api import attention
 from ..api.naming import naming
-from ..array import arrays
+from ..array import reading
 from ..errors import ProblemError, UnsupportedError
 from ..serving.attention import attention_kvcache
 from .flash_attn import ignore
@@ -152,7 +152,7 @@ def _dispatch(tensors: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> A
 
 def _reshape_bias(bias: Any) -> Any:
     """Returns a tensor of biases as (batch, heads, q_len, kv_len)."""
-    arrays.check_plain("attn_bias", bias)
+    reading.check_plain("attn_bias", bias)
     if bias.dim() == 5:
         return bias.flatten(1, 2)
     return bias[:, None] if bias.dim() == 3 else bias

@@ -18,7 +18,7 @@ from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
-from ..variant.score import Scale, Softcap
+from ..variant.score import Softcap
 from ..variant.walk import QListWalk, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import launches
@@ -86,7 +86,7 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
-    if config.order != "at_once" or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
+    if config.order != "at_once" or not op.has_plain_score or op.spec.dropout or op.spec.offsets is not None:
         return False
     if op.varlen and config.consumers == 3:
         return False
@@ -98,7 +98,7 @@ def _registers_of(op: Forward, store: str) -> AttnBwdConfig:
     for dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their
     rows."""
     size, is_cut = op.widest, any(op.lens)
-    has_window, is_plain = not isinstance(op.mask, (Full, Causal)), isinstance(op.score, Scale)
+    has_window, is_plain = not isinstance(op.mask, (Full, Causal)), op.has_plain_score
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
     if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
@@ -140,7 +140,7 @@ def _of_kind(mask: Any) -> Any:
 def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
     """The configuration that makes dq a step later, where it is ahead for long sequences (notes/attn_bwd.md)."""
     measured = op.head_dim == op.head_dim_v > 112 and isinstance(op.mask, (Full, Causal))
-    if not measured or not isinstance(op.score, Scale) or op.spec.dropout or op.spec.offsets is not None:
+    if not measured or not op.has_plain_score or op.spec.dropout or op.spec.offsets is not None:
         return []
     needy = op.varlen and op.head_dim == WIDEST and isinstance(op.mask, Causal)  # what loads spills with fewer registers
     producer, consumer = (56, 224) if needy else (40, 232)
@@ -241,7 +241,7 @@ class AttnBwd(BackwardKernel):
             )
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
-        plain = isinstance(forward.score, Scale) and not forward.spec.dropout
+        plain = forward.has_plain_score and not forward.spec.dropout
         if config.order == "step_later" and (config.dq_parts == 1 or not plain):
             return (
                 "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"

@@ -16,7 +16,6 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.field import Field, Fields, PageRows, TensorMap
 from ..variant.mask import Full
-from ..variant.score import Scale
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import tiling
 from .base import ForwardKernel
@@ -84,7 +83,7 @@ def smem_bytes(config: AttnFwdConfig, op: Forward) -> int:
 def accumulators(config: AttnFwdConfig, op: Forward) -> int:
     """Registers of a consumer thread that hold S, P and O, and what a score and dropout work with besides."""
     tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and op.varlen  # found by trying
-    score = 13 if tight and not isinstance(op.score, Scale) else 0
+    score = 13 if tight and not op.has_plain_score else 0
     weight = 8 if op.spec.dropout and config.consumers > 2 and (op.varlen or op.spec.offsets is not None) else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
@@ -227,7 +226,7 @@ class AttnFwd(ForwardKernel):
         """The order of the warpgroups' products. Two take turns, but at head_dim 256, where the products of one leave the other's
         softmax time enough; four do where none of them has tiles to skip, nor a softmax so long that it misses its turn
         (perf/notes/attn_fwd.md)."""
-        even = isinstance(op.mask, Full) and isinstance(op.score, Scale) and not op.varlen
+        even = isinstance(op.mask, Full) and op.has_plain_score and not op.varlen
         turns = {2: op.head_dim_v <= 128, 4: even}.get(config.consumers, False)
         return scheduler.PingPong() if turns else scheduler.Unordered()
 

@@ -14,7 +14,6 @@ from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Field, Fields, View
 from ..variant.mask import And, Causal, Full, SplitMask, Window
-from ..variant.score import Scale
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import ForwardKernel
@@ -83,7 +82,7 @@ def smem_bytes(config: AttnFwdMmaConfig, op: Forward) -> int:
 
 def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
-    plain = isinstance(op.mask, (Full, Causal)) and isinstance(op.score, Scale)
+    plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score
     rest = 52 if plain else 76
     if op.head_dim % 16 or op.head_dim_v % 16:
         rest += 8 * plain + 12 * (config.m_tiles_per_warp - 1)

@@ -16,7 +16,6 @@ from ..operation import Backward, Forward
 from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.mask import Full
-from ..variant.offset import OffsetScore
 from ..variant.walk import IntervalTurn, ListTurn, lists
 from . import group, pyramid, tiling
 from .base import Kernel
@@ -71,8 +70,8 @@ def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
 def exact_score(op: Forward) -> Option:
     """The score for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits. Float32 takes it as plain
     arithmetic does, to the last place."""
-    score: Option = op.score if op.element.itemsize > 2 else op.score.constant_time
-    return score if op.spec.offsets is None else OffsetScore(score, *op.spec.offsets)
+    score: Any = op.score if op.element.itemsize > 2 else op.score.constant_time
+    return dataclasses.replace(op.spec, score=score).placed_score
 
 
 def options(op: Forward, **own: Option) -> dict[str, Option]:

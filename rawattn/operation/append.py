@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..array.memory import overlap
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
 from . import kvcache
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_form, check_like, check_output, check_whole
+from .operand import PLAIN, Layout, Operand, check_form, check_like, check_output, check_whole, common_width
 
 LONGEST = (1 << 30) - 1  # keys of a sequence
 ROTARIES = ("", "neox", "interleaved")
@@ -182,11 +182,8 @@ class Append(Operation):
         pages = f"slots in {self.pages} pages of {self.page_size}" if self.k else "q alone"
         words += [pages if self.form == "slots" else kvcache.pages_text(self.form, self.pages, self.page_size)]
         words += [f"{self.rotary} rotary of {self.rotary_dim}"] if self.rotary else []
-        words += (
-            ["positions"] * self.positions
-            + ([f"q with {self.heads} heads"] if self.heads else [])
-            + ["k only"] * (self.k and not self.v)
-        )
+        words += ["positions"] * self.positions + [f"q with {self.heads} heads"] * (self.heads > 0)
+        words += ["k only"] * (self.k and not self.v)
         return f"Append {kvcache.elements_text(self)} {', '.join(words)}"
 
 
@@ -260,12 +257,7 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
 
 def width_of(arrays: dict[str, Array], rotary: str) -> int:
     """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
-    width = 16 // ELEMENTS[rows_of(arrays).dtype].itemsize
-    for name in ("k", "v", "k_cache", "v_cache", "q", "q_out"):
-        if name in arrays:
-            array, size = arrays[name], KV_ELEMENTS[arrays[name].dtype].itemsize
-            steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
-            width = math.gcd(width, *(place // size if place % size == 0 else 1 for place in (array.pointer, *steps)))
-            width = math.gcd(width, array.shape[-1])
+    read = [arrays[name] for name in ("k", "v", "k_cache", "v_cache", "q", "q_out") if name in arrays]
+    width = common_width(read, 16 // ELEMENTS[rows_of(arrays).dtype].itemsize)
     columns = arrays["cos"].shape[1] if rotary else 0
     return math.gcd(width, columns if rotary == "neox" else 2 * columns)

@@ -7,7 +7,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..array.arrays import Array, contiguous_strides, dense
+from ..array.array import Array, contiguous_strides
+from ..array.making import dense
 from ..array.tma import readable
 from ..errors import ProblemError
 from . import functions
@@ -47,7 +48,7 @@ class Backward(Operation):
 
     @classmethod
     def dense(cls, given: Any) -> Any:
-        """Copies do and dlse, of which autograd gives expanded ones: see ``arrays.dense``."""
+        """Copies do and dlse, of which autograd gives expanded ones: see ``making.dense``."""
         do, dlse = dense(given.do), None if given.dlse is None else dense(given.dlse, whole=True)
         return given if do is given.do and dlse is given.dlse else given._replace(do=do, dlse=dlse)
 

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..array.arrays import DTYPES, Array
+from ..array.array import DTYPES, Array
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
-from ..variant.score import Score
+from ..variant.score import Scale, Score
 from . import functions
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
@@ -143,7 +143,7 @@ class Operation(abc.ABC):
 
     @classmethod
     def layout_key(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """A key that torch tensors share, by their forms (``arrays.forms_of``), for which the same kernels are launched."""
+        """A key that torch tensors share, by their forms (``forms.forms_of``), for which the same kernels are launched."""
         return forms
 
     @classmethod
@@ -244,6 +244,11 @@ class OverKeys(Operation):
     @property
     def score(self) -> Score:
         return self.spec.score
+
+    @property
+    def has_plain_score(self) -> bool:
+        """Says whether a logit is the scaled dot product itself."""
+        return isinstance(self.spec.score, Scale)
 
     @property
     def return_lse(self) -> bool:

@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, Element
 from .base import Operation
-from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_like, check_output, check_sinks
+from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_like, check_output, check_sinks, common_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Combine(Operation):
         o, element = arrays["o_0"], ELEMENTS[element_of(arrays, dtype)]
         packed = len(o.shape) == 3
         batch, q_len = (1, o.shape[0]) if packed else o.shape[:2]
-        width = 1 if o.is_cpu else width_of([*(arrays[f"o_{i}"] for i in range(count)), *([] if out is None else [out])])
+        width = 1 if o.is_cpu else common_width([*(arrays[f"o_{i}"] for i in range(count)), *([] if out is None else [out])], 4)
         sizes = batch, q_len, o.shape[-2], o.shape[-1]
         of_sum, to_sum = o.dtype != element.name, dtype not in (None, element.name)
         forms = {"sum": of_sum, "to_sum": to_sum, "in_place": options.get("in_place", False)}
@@ -139,13 +139,3 @@ def check_arrays(arrays: dict[str, Array], count: int, out: str | None = None) -
         raise ProblemError(f"out is {out}; it must be {element}, as the parts, or {number}, a sum.")
     if "sinks" in arrays:
         check_sinks(arrays["sinks"], first.shape[-2], number, "o of part 0", first)
-
-
-def width_of(rows: list[Array], most: int = 4) -> int:
-    """The largest power of two up to ``most`` that divides head_dim_v and the places of all rows, in elements."""
-    width = math.gcd(most, rows[0].shape[-1])
-    for array in rows:
-        size = ELEMENTS[array.dtype].itemsize
-        steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
-        width = math.gcd(width, *(place // size if place % size == 0 else 1 for place in (array.pointer, *steps)))
-    return width

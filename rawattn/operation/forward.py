@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..array.arrays import Array
+from ..array.array import Array
 from ..array.tma import readable
 from ..errors import ProblemError, brief
 from ..trace.canonical import number_keys
@@ -370,16 +370,8 @@ class Forward(OverKeys):
     def kind(self) -> tuple[Any, ...]:
         """Returns what compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and
         in the run-time values of their options."""
-        return (
-            type(self),
-            self.element.name,
-            self.head_dim,
-            self.head_dim_v,
-            self.spec.kind,
-            self.varlen,
-            self.sinks,
-            *self.lens,
-        )
+        element, spec = self.element.name, self.spec.kind
+        return (type(self), element, self.head_dim, self.head_dim_v, spec, self.varlen, self.sinks, *self.lens)
 
     # ---- its size
 

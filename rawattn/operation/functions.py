@@ -12,14 +12,14 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .. import trace
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import reading, torch_state
+from ..array.array import DTYPES, Array, contiguous
 from ..array.eager import eager
 from ..array.tma import begins_box, tma_unsupported_reason
 from ..errors import ProblemError
@@ -111,36 +111,17 @@ class BiasText:
 # ---- at the edge of a call
 
 
-_is_dynamo: Callable[[], bool] | None = None  # torch.compiler.is_dynamo_compiling, once torch is loaded
-
-
-def is_compiling() -> bool:
-    """Says whether torch.compile, or torch.export with strict=True, traces the call."""
-    _load_is_dynamo()
-    return _is_dynamo is not None and _is_dynamo()
-
-
-def _load_is_dynamo() -> None:
-    global _is_dynamo
-    if _is_dynamo is None and sys.modules.get("torch") is not None:
-        _is_dynamo = sys.modules["torch"].compiler.is_dynamo_compiling
-
-
-# Dynamo calls it while it traces: the call may be the first since torch was loaded.
-_load_is_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
     """The score that the shorthands ``alibi`` and ``bias`` mean, beside ``softcap``."""
     if score is not None:
         raise ProblemError("alibi or bias was given beside score; add it in the function that is the score.")
-    arrays.check_plain("alibi", alibi)
-    arrays.check_plain("bias", bias)
+    reading.check_plain("alibi", alibi)
+    reading.check_plain("bias", bias)
     if softcap is not None:
         need = "a finite number > 0, or None or 0.0 for no cap"
         if (softcap := number("softcap", softcap, need) or None) is not None and softcap < 0:
             raise ProblemError(f"softcap is {softcap}; it must be {need}.")
-    if not is_compiling():
+    if not torch_state.is_compiling():
         return Biased(softcap, alibi, bias)
     given = [x for x in (alibi, bias) if x is not None]
     forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in given]
@@ -159,7 +140,7 @@ def bias_text(
 
 
 bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
-ELEMENT_TYPES = {dtype: arrays.DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
+ELEMENT_TYPES = {dtype: DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
 
 
 def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -171,7 +152,7 @@ def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple
         if each is not before:
             options = {**options, role: whole(each, its)}
     if type(wrt) is not tuple or wrt:
-        if is_compiling():
+        if torch_state.is_compiling():
             raise ProblemError(
                 "wrt was given where torch.compile, or torch.export with strict=True, traces the call; leave it out, and let "
                 "autograd follow rawattn.attention."
@@ -236,7 +217,7 @@ def parted(mask: Any, score: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Numb
         mask, captured, of_mask = _parted(mask, "mask")
     if type(score) is BiasText:
         captured += score.arrays
-        if not is_compiling():  # the graph broke since
+        if not torch_state.is_compiling():  # the graph broke since
             score = from_text(score.text, score.numbers, score.sizes)
     elif score is not None and is_function(score):
         score, found, of_score = _parted(score, "score")
@@ -257,7 +238,7 @@ def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
 
 def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
     """A function without its numbers, the arrays that it captured, and the numbers; with them where they stay in it."""
-    if type(value) is types.FunctionType and not is_compiling():
+    if type(value) is types.FunctionType and not torch_state.is_compiling():
         code = value.__code__
         _, traced, shared = _last[role].get(id(code), (None, None, None))
         found = None if traced is None else traced.bind(value)
@@ -274,11 +255,11 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
     if type(value) is BoundFunction:
         if value.role != role:
             raise ProblemError(f"{role} is {value!r}; make it by rawattn.{role}.function(...).")
-        if is_compiling():
+        if torch_state.is_compiling():
             return value.function, value.arrays, ()
         shared = value.without_numbers
         return shared, value.arrays, () if shared is value.function else value.function.numbers
-    if is_compiling():
+    if torch_state.is_compiling():
         raise ProblemError(
             f"{role} is a Python function, and torch.compile, or torch.export with strict=True, traces the call; make "
             f"rawattn.{role}.function(f) outside of what is compiled, and give that."
@@ -295,7 +276,7 @@ def _traced_anew(value: Any, role: str) -> trace.Bound:
     """A function traced, with its captures. Raises ProblemError for a tensor that means what its memory does not hold."""
     found = _bound_anew(value, role)
     for label, x in zip(found.traced.labels, found.arrays, strict=True):
-        arrays.check_plain(label, x)
+        reading.check_plain(label, x)
     return found
 
 
@@ -348,7 +329,7 @@ def labels(options: Mapping[str, Any]) -> dict[str, str]:
 
 def read(options: Mapping[str, Any], captured: tuple[Any, ...]) -> dict[str, Array]:
     """The captured arrays of a call by name. Raises ProblemError, which calls them as ``labels``, where one cannot be read."""
-    return {name: arrays.read(x, words) for (name, words), x in zip(labels(options).items(), captured, strict=True)}
+    return {name: reading.read(x, words) for (name, words), x in zip(labels(options).items(), captured, strict=True)}
 
 
 def title(role: str, label: str) -> str:
@@ -446,8 +427,8 @@ def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
             wanted = describe(q.library, q.device, q.dtype, q.shape)
             raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
         check_contiguous(words, array)
-        if array.pointer % arrays.DTYPES[array.dtype].itemsize:
-            size = arrays.DTYPES[array.dtype].itemsize
+        if array.pointer % DTYPES[array.dtype].itemsize:
+            size = DTYPES[array.dtype].itemsize
             raise ProblemError(f"{words} begins at an address that is no multiple of {size} bytes, its elements' size; copy it.")
 
 
@@ -480,7 +461,7 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: s
     """Raises ProblemError, with the reason, where autograd would have to follow to a captured array whose name is not among
     ``but``."""
     for (name, words), x in zip(labels(options).items(), captured, strict=True):
-        if name not in but and arrays.requires_grad(x):
+        if name not in but and torch_state.requires_grad(x):
             raise ProblemError(
                 f"{words} requires grad, and {reason}; detach it, or call under torch.no_grad(). Nothing is detached silently."
             )
@@ -489,7 +470,7 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: s
 @eager  # where a graph broke, dynamo would trace what follows
 def followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
     """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
-    found = tuple(name for name, x in zip(names(options), captured, strict=True) if arrays.requires_grad(x))
+    found = tuple(name for name, x in zip(names(options), captured, strict=True) if torch_state.requires_grad(x))
     own = tuple(name for name in found if name.startswith("score"))
     if own != found:
         check_no_grad(options, captured, "a mask has no gradient", own)
@@ -523,8 +504,8 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
 
 def _same_place(x: Any, y: Any) -> bool:
     """Says whether two arrays are one, of two objects."""
-    found = arrays.read(x, "wrt")
-    return 0 not in found.shape and found[:-1] == arrays.read(y, "wrt")[:-1]
+    found = reading.read(x, "wrt")
+    return 0 not in found.shape and found[:-1] == reading.read(y, "wrt")[:-1]
 
 
 def operands(*options: Any) -> tuple[Operand, ...]:
@@ -552,7 +533,7 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
         found += [f"score_{i}"] * _moves_tiles(array, own)
         if alone is None or any(each.is_shared(*alone) for each in own):
             continue
-        whole = begins_box(array.shape[-1], 2) and _moves_tiles(arrays.made(tuple(array.shape), array.dtype), own)
+        whole = begins_box(array.shape[-1], 2) and _moves_tiles(contiguous(tuple(array.shape), array.dtype), own)
         found += [f"dscore_{i}"] * whole
     return layout._replace(tma_captured=tuple(found)) if found else layout
 
@@ -560,7 +541,7 @@ def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone:
 def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
     """The layouts to compile for: TMA moves no tile of the arrays that the score captured, or they are contiguous."""
     none = layout._replace(tma_captured=())
-    made = {each.name: arrays.made(tuple(each.shape), each.element) for each in spec.score.arrays}
+    made = {each.name: contiguous(tuple(each.shape), each.element) for each in spec.score.arrays}
     return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..array.arrays import DTYPES, Array
+from ..array.array import Array
 from ..errors import ProblemError
 from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
 from ..variant.mask import causal_and, kept_pairs
@@ -273,13 +272,8 @@ def table_of(arrays: dict[str, Array]) -> int:
 
 def length_operands(form: str, batch: int, table: int) -> list[Operand]:
     """The arrays that say how long sequences are and which pages they have."""
-    shapes = {
-        "kv_lens": (batch,),
-        "page_table": (batch, table),
-        "indptr": (batch + 1,),
-        "indices": (table,),
-        "last_page_len": (batch,),
-    }
+    by_page = {"page_table": (batch, table), "indptr": (batch + 1,), "indices": (table,)}
+    shapes = {"kv_lens": (batch,), "last_page_len": (batch,), **by_page}
     return [Operand(name, "int32", shapes[name]) for name in FORMS[form]]
 
 
@@ -291,7 +285,7 @@ def scale_operands(op: Any, batch: int) -> list[Operand]:
 
 def bytes_of(operands: Any) -> int:
     """The bytes of some arrays."""
-    return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in operands)
+    return sum(operand.bytes for operand in operands)
 
 
 def elements_text(op: Any) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ..array.arrays import CPU, DTYPES, META, Array, contiguous_strides
+from ..array.array import CPU, DTYPES, META, Array, contiguous_strides
 from ..array.memory import overlap
 from ..array.tma import readable, tma_unsupported_reason, unaligned_reason
 from ..errors import ProblemError
@@ -142,13 +142,26 @@ def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple
     check_contiguous(name, array)
     if overlap(array, array):
         raise ProblemError(f"several elements of {name} share one place in memory (an expanded array?); give a whole array.")
-    size = KV_ELEMENTS[array.dtype].itemsize
-    steps = [s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1]
-    if any(place % alignment for place in (array.pointer, *steps)):
+    if any(place % alignment for place in _places_of(array)):
         raise ProblemError(f"{name} has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
     for other, read in inputs:
         if read is not None and overlap(array, read):
             raise ProblemError(f"{name} overlaps {other} in memory; give an array of its own.")
+
+
+def _places_of(array: Array) -> tuple[int, ...]:
+    """The address of an array's first row and the steps from a row to others, in bytes."""
+    size = KV_ELEMENTS[array.dtype].itemsize
+    return (array.pointer, *[s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1])
+
+
+def common_width(arrays: Iterable[Array], most: int) -> int:
+    """The largest power of two, up to the power ``most``, that divides the columns and the places of all rows, in elements."""
+    for array in arrays:
+        size = KV_ELEMENTS[array.dtype].itemsize
+        places = [place // size if place % size == 0 else 1 for place in _places_of(array)]
+        most = math.gcd(most, array.shape[-1], *places)
+    return most
 
 
 def describe(library: str, device: int, dtype: str, shape: tuple[int, ...]) -> str:

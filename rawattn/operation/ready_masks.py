@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from ..array import torch_state
 from ..errors import ProblemError
 from ..variant.ready import BATCH, Ready, block_axes, count_axes, format_of, int_of
 from . import functions
@@ -26,7 +27,7 @@ class ReadyMask(Ready):
         @functools.wraps(start)
         def made(self: Any, *given: Any, **options: Any) -> None:
             start(self, *given, **options)
-            if type(self) is cls and not functions.is_compiling():
+            if type(self) is cls and not torch_state.is_compiling():
                 self.function = functions.bound(self, "mask")
 
         cls.__init__ = made  # type: ignore[method-assign]

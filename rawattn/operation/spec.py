@@ -233,15 +233,11 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
         return masks.Causal() if causal else masks.Full()
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ProblemError(f"window is {window!r}; it must be a pair (left, right) of ints >= 0, or None or -1 for unbounded.")
-    left, right = (None if _is_minus_one(side) else side for side in window)
+    left, right = (None if isinstance(side, (int, np.integer)) and side == -1 else side for side in window)
     if left is None and right is None:  # flash-attn's (-1, -1)
         return masks.Causal() if causal else masks.Full()
     band = masks.Window(left, right)
     return masks.And(masks.Causal(), band) if causal else band
-
-
-def _is_minus_one(side: Any) -> bool:
-    return isinstance(side, (int, np.integer)) and side == -1
 
 
 def make_offsets(q_offset: Any, kv_offset: Any) -> tuple[int, int] | None:
@@ -256,11 +252,8 @@ def make_offset(name: str, offset: Any) -> int | None:
     if offset is None:
         return None
     if isinstance(offset, (bool, np.bool_)) or not isinstance(offset, (int, np.integer)) or offset < 0:
-        way = (
-            f" Its value is not followed: give int({name})."
-            if hasattr(offset, "item") and not isinstance(offset, np.generic)
-            else ""
-        )
+        is_array = hasattr(offset, "item") and not isinstance(offset, np.generic)
+        way = f" Its value is not followed: give int({name})." if is_array else ""
         raise ProblemError(f"{name} is {brief(offset)}; it must be an int >= 0, or None.{way}")
     return int(offset)
 

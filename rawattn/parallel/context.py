@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ..api import attention
-from ..array import arrays
+from ..array import making, reading
 from ..array.eager import eager
+from ..array.forms import forms_of
 from ..errors import ProblemError, RawattnError
 from ..operation import Forward, arguments, functions
 from ..operation.forward import check_arrays
@@ -118,7 +119,7 @@ def _prepare(
     if method not in METHODS:
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
-        forms = arrays.forms_of((q, k, v, sinks, *captured))
+        forms = forms_of((q, k, v, sinks, *captured))
     request = request_for(Forward, Options(**options))
     key, kept = (request, forms and forms[0], layout, method), _kept.setdefault(group, {})
     prepared: tuple[Spec, Schedule, Parts] | None = kept.get(key)
@@ -144,7 +145,7 @@ def resolve_parts(
 ) -> tuple[Spec, Parts]:
     """Returns the spec of the whole, and those of its functions that are no built-in options, made by ``functions.of_part`` with
     these ``sizes``. Raises ProblemError where what they captured is not of the whole's sizes."""
-    described = arrays.named(Forward.names, (q, k, v)) | functions.read(options, captured)
+    described = reading.read_named(Forward.names, (q, k, v)) | functions.read(options, captured)
     whole = Limits(q.shape[0], q.shape[2], q.shape[1] * count, k.shape[1] * count)
     spec = Spec.of(**functions.resolved(options, described, whole))
     parts, first = [], 0
@@ -175,7 +176,7 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
             raise ProblemError(f"{name} has no rows on this rank; it must have one or more.")
         if layout == "zigzag" and x.shape[1] % 2:
             raise ProblemError(f"{name} has {x.shape[1]} rows on this rank; for layout='zigzag' it must be an even number.")
-    check_arrays(arrays.named(Forward.names, (q, k, v, None, None, sinks)), None, None)
+    check_arrays(reading.read_named(Forward.names, (q, k, v, None, None, sinks)), None, None)
 
 
 def _make_schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
@@ -575,7 +576,7 @@ class _ContextBackward(torch.autograd.Function):
         """Computes dq, dk, dv, dsinks, and for each captured tensor its gradient, or None."""
         q, k, v, sinks, o, lse, *captured = saved
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.
-        do = torch.zeros_like(o) if do is None else arrays.dense(do)
+        do = torch.zeros_like(o) if do is None else making.dense(do)
         with torch.autocast(q.device.type, enabled=False):
             work = _Gradients(do, dlse, (q, k, v, o, lse), call, tuple(captured), wrt)
             gradients = _compute_backward(work)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array.arrays import read
+from ..array.reading import read
 from ..errors import ProblemError
 from ..operation import arguments, functions
 from ..operation.spec import Options, make_mask, make_score

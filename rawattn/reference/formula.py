@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..array.arrays import read, requires_grad
+from ..array.reading import read
+from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
 from ..operation import arguments, functions
 from ..operation.forward import limits as limits_of

@@ -8,8 +8,9 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..array import arrays, memory
-from ..array.arrays import Array
+from ..array import conversion, making, memory, reading, torch_state
+from ..array.array import CPU, Array, contiguous
+from ..array.forms import are_held, form_of, forms_of
 from ..driver import context, counters, graph
 from ..driver.launch import BoundLaunch
 from ..kernel.program import Program, offsets
@@ -53,10 +54,10 @@ class BoundCall:
         if self.plan.library == "torch":
             inputs = zip(self.inputs, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
             moved = [(name, x) for name, x, address, checked in inputs if address != checked]
-            if not arrays.are_held([x for _, x in moved]):
+            if not are_held([x for _, x in moved]):
                 labels = {operand.name: operand.label for operand in self.plan.op.captured}
                 for name, x in moved:
-                    arrays.read(x, labels.get(name, name))
+                    reading.read(x, labels.get(name, name))
             self._checked = addresses
 
 
@@ -75,7 +76,7 @@ class GpuCall(BoundCall):
         self._places = [
             [(self._numbers[name], offset) for name, offset in loaded.places if name in self._numbers] for loaded in plan.kernels
         ]
-        self._stream = arrays.stream_of(library)
+        self._stream = reading.stream_of(library)
         self._is_torch = library == "torch"
         self._bind(plan, plan.program, inputs)
 
@@ -88,7 +89,7 @@ class GpuCall(BoundCall):
         self._numbered: dict[Any, Numbered] = {}
         begins, scratch = offsets(program.scratch)
         self._scratch = tuple(begins.values())
-        self._new_scratch = arrays.scratch_maker(next(iter(self.inputs.values())), scratch) if scratch else None
+        self._new_scratch = making.scratch_maker(next(iter(self.inputs.values())), scratch) if scratch else None
         self._grids = [launch.grid for launch in program.launches]
         self._args = [loaded.block(launch.values) for launch, loaded in zip(program.launches, plan.kernels, strict=True)]
         self._take_strides()
@@ -105,8 +106,8 @@ class GpuCall(BoundCall):
     def _open(self) -> None:
         """Makes the makers of the results, and fills in the strides that these will have."""
         like, self._outputs = next(iter(self.inputs.values())), self.op.outputs
-        self._makers = tuple([arrays.maker(like, operand.shape, operand.element) for operand in self._outputs])
-        self._made = {operand.name: arrays.made(operand.shape, operand.element) for operand in self._outputs}
+        self._makers = tuple([making.maker(like, operand.shape, operand.element) for operand in self._outputs])
+        self._made = {operand.name: contiguous(operand.shape, operand.element) for operand in self._outputs}
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
             for fill, write, offset in loaded.outputs:
                 write(args, offset, value_of(fill, self._made[fill.operand]))
@@ -177,19 +178,19 @@ class GpuCall(BoundCall):
             outs: tuple[Any, ...] = ()
             forms: tuple[Any, ...] = ()
             results = tuple([make(first) for make in self._makers])
-            places = [x.data_ptr() for x in results] if self._is_torch else [*map(arrays.address, results)]
+            places = [x.data_ptr() for x in results] if self._is_torch else [*map(torch_state.address, results)]
         else:
             outs = given_outputs(out, self._outputs)
             results = tuple([make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)])
-            read = arrays.forms_of(outs) if self._is_torch else None
+            read = forms_of(outs) if self._is_torch else None
             forms = tuple([x if x is None else self._form_of(x) for x in outs]) if read is None else read[0]
-            places = [*read[1]] if read and len(read[1]) == len(results) else [*map(arrays.address, results)]
+            places = [*read[1]] if read and len(read[1]) == len(results) else [*map(torch_state.address, results)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
         scratch = None
         if self._new_scratch is not None:
             scratch = self._new_scratch(first)
-            places.append(arrays.address(scratch))
+            places.append(torch_state.address(scratch))
         key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
         launches = self._launches.get(key)
         if launches is None or capturing:
@@ -216,7 +217,7 @@ class GpuCall(BoundCall):
         for launch in launches:
             launch()
         for x in outs:
-            arrays.written(x)
+            torch_state.mark_written(x)
         return results if self._is_torch else to_libraries(results, outs, first)
 
     @functools.cached_property
@@ -236,7 +237,7 @@ class GpuCall(BoundCall):
 
     def _form_of(self, out: Any) -> Any:
         """The form of an array that receives a result, with its class."""
-        return (type(out), arrays.requires_grad(out), *arrays.form_of(arrays.read(out, "out")))
+        return (type(out), torch_state.requires_grad(out), *form_of(reading.read(out, "out")))
 
     def _prepare(
         self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
@@ -309,7 +310,7 @@ class CpuCall(BoundCall):
         first = next(iter(inputs.values()))
         self.plan, self.op, self._outputs = plan, plan.op, plan.op.outputs
         self.inputs, self._checked = {name: array.without_memory() for name, array in inputs.items()}, (0,) * len(inputs)
-        self._makers = tuple(arrays.maker(first, operand.shape, operand.element) for operand in self._outputs)
+        self._makers = tuple(making.maker(first, operand.shape, operand.element) for operand in self._outputs)
 
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
         """Computes with arguments and results as ``GpuCall`` has them; ``tensors`` keep all inputs alive."""
@@ -318,14 +319,14 @@ class CpuCall(BoundCall):
         op.check_apart(inputs)
         outs = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
         results = [make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)]
-        read_outputs(outs, op, self.plan, arrays.CPU, inputs.items())
+        read_outputs(outs, op, self.plan, CPU, inputs.items())
         every = {operand.name: inputs[operand.name] for operand in op.inputs}
-        every |= {operand.name: arrays.read(x, operand.name) for operand, x in zip(self._outputs, results, strict=True)}
-        views = {name: arrays.view(array) for name, array in every.items()}
+        every |= {operand.name: reading.read(x, operand.name) for operand, x in zip(self._outputs, results, strict=True)}
+        views = {name: conversion.view(array) for name, array in every.items()}
         op.check_numbers(views)
         self.plan.selection.kernel.run(op, self.plan.config, **views)
         for x in outs:
-            arrays.written(x)
+            torch_state.mark_written(x)
         return tuple(results) if self.plan.library == "torch" else to_libraries(results, outs, first)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import reading, torch_state
+from ..array.array import Array
 from ..array.eager import eager
+from ..array.forms import form_of, forms_of, of_forms
 from ..errors import LayoutWarning, ProblemError
 from ..operation import Forward, functions
 from ..operation.forward import layout_doubt
@@ -35,7 +36,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
         options = with_functions(options, mask, score)
     if front_end.load_torch():
         is_plain = front_end.torch.is_plain()
-        if is_plain and (read := arrays.forms_of(inputs + captured)) is not None:
+        if is_plain and (read := forms_of(inputs + captured)) is not None:
             request = request_for(Forward, options, lengths, kernel, config)
             call = find((request, read[0]))
             if call is not None and numbers is None:
@@ -57,7 +58,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
 def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...] = ()) -> Any:
     """Computes a request on arrays that have memory: ``inputs``, a tuple in the order of ``operation.input_names``, and
     ``captured``, those of the functions among its options, which are ``taken``."""
-    read = arrays.forms_of(inputs + captured)
+    read = forms_of(inputs + captured)
     call = None if read is None else find((request, read[0]))
     if call is None or read is None:
         return _run_unkept(inputs, captured, request, out)
@@ -72,7 +73,7 @@ def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: A
     call: Any = None
     numbers = None
     inputs = request.operation.dense(inputs)
-    read = arrays.forms_of(inputs + captured)
+    read = forms_of(inputs + captured)
     if read is not None:
         call, numbers = _kept(request, read[0])
         if call is None:
@@ -80,7 +81,7 @@ def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: A
     if call is not None and read is not None:
         results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)
         return one_or_all(results)
-    operands = arrays.named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
+    operands = reading.read_named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
     call = call_on(request, operands)
     if read is not None:
         if isinstance(call, GpuCall):
@@ -130,7 +131,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
     if not (request.has_functions and is_logging()):  # to which each new operation goes
         similar, numbers = _kept(request, _layout(forms, count, request))
     if similar is not None:
-        operands = dict(zip(similar.inputs, arrays.of_forms(forms[:count]), strict=False))
+        operands = dict(zip(similar.inputs, of_forms(forms[:count]), strict=False))
         call = similar.at_lengths_of(operands)
         if is_logging():
             log_operation(similar.op.resized_to(operands, request.options))
@@ -139,7 +140,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
     similar = find(_family(forms, count, request))
     if similar is None:
         return None, None
-    operands = dict(zip(similar.inputs, arrays.of_forms(forms[:count]), strict=False))
+    operands = dict(zip(similar.inputs, of_forms(forms[:count]), strict=False))
     if request.has_functions:
         operands |= functions.read(request.options, captured)
     op = similar.op.resized_to(operands, request.options)
@@ -154,9 +155,9 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
 
 def call_on(request: Request, operands: dict[str, Array], on_compile: Callable[[], None] | None = None) -> GpuCall | CpuCall:
     """The call on operands of these forms, by name, which is kept or made."""
-    if arrays.requires_grad(*(array.object for array in operands.values())):
+    if torch_state.requires_grad(*(array.object for array in operands.values())):
         raise ProblemError(NO_GRAD)
-    key = (request, *map(arrays.form_of, operands.values()), *operands)
+    key = (request, *map(form_of, operands.values()), *operands)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:
         first = next(iter(operands.values()), None)

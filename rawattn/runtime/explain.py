@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ..array import arrays
+from ..array import conversion, reading
 from ..driver.device import Device
 from ..errors import ProblemError
 from ..kernel.program import Program
@@ -60,14 +60,14 @@ class Explanation:
         names = {each.name for each in op.mask.arrays} | {"cu_seqlens_q", "cu_seqlens_kv", "q_lens", "kv_lens"}
         needed = {each.name: each for each in op.inputs if each.name in names}
         takes = ", ".join(f"{name} ({each.title.rstrip(',')})" if each.label else name for name, each in needed.items())
-        found = arrays.named(tuple(given), tuple(given.values()))
+        found = reading.read_named(tuple(given), tuple(given.values()))
         for name in found.keys() - {each.name for each in op.inputs}:
             raise ProblemError(f"count_tiles was given {name}; it takes {takes or 'no arrays'}.")
         for name, each in needed.items():
             if name not in found:
                 raise ProblemError(f"{name} is missing; count_tiles takes {takes}.")
             each.check(found[name], *found[name][:2])
-        views = {name: arrays.on_host(found[name]) for name in needed}
+        views = {name: conversion.on_host(found[name]) for name in needed}
         return count(op, views, *(getattr(config, name, 128) for name in ("tile_q", "tile_kv")))
 
     @property

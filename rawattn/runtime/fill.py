@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..array import arrays, tma
-from ..array.arrays import Array
+from ..array import tma
+from ..array.array import DTYPES, Array
 from ..driver import counters, tensor_map
 from ..variant import field
 from ..variant.element import KV_ELEMENTS
@@ -77,7 +77,7 @@ def value_of(fill: Any, array: Array) -> int | bytes:
         return array.shape[fill.axis]
     if type(fill) is field.AxisStride:
         return array.strides[fill.axis]
-    size = arrays.DTYPES[array.dtype].itemsize
+    size = DTYPES[array.dtype].itemsize
     if type(fill) is field.PagePool:
         return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
     strides = fill.axes.view(array.shape, array.strides)[1] if fill.axes else array.strides

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import conversion, reading, torch_state
+from ..array.array import DTYPES, Array
 from ..errors import ProblemError
 from ..operation import Operation
 from ..operation.operand import Operand, check_output
@@ -37,11 +37,11 @@ def read_outputs(
         if x is None:
             continue
         name = "out" if x is outs[0] and all(y is None for y in outs[1:]) else f"out ({operand.name})"
-        array = outputs[operand.name] = arrays.read(x, name)
+        array = outputs[operand.name] = reading.read(x, name)
         operand._replace(name=name).check(array, plan.library, device)
         check_written(name, array, x)
         if is_written:
-            size = arrays.DTYPES[operand.element].itemsize
+            size = DTYPES[operand.element].itemsize
             is_plain = operand.contiguous and operand.name not in plan.tiled
             check_output(name, array, size if is_plain else max(size, plan.selection.kernel.alignment), apart)
         apart.append((name, array))
@@ -54,7 +54,7 @@ def check_written(name: str, array: Array, x: Any) -> None:
         raise ProblemError(f"{name} is a {type(x).__name__}, which cannot be written in place; call without {name.split()[0]}.")
     if array.library == "numpy" and not x.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array.")
-    if arrays.requires_grad(x):
+    if torch_state.requires_grad(x):
         raise ProblemError(
             f"{name} requires grad, and autograd does not follow what is written to it; give {name}.detach(), or call under "
             "torch.no_grad()."
@@ -63,7 +63,7 @@ def check_written(name: str, array: Array, x: Any) -> None:
 
 def to_libraries(results: Sequence[Any], outs: Sequence[Any], first: Any) -> tuple[Any, ...]:
     """The results as arrays of the library of ``first``; those of the caller, ``outs``, as they are."""
-    return tuple(x if any(x is y for y in outs) else arrays.to_library(x, first) for x in results)
+    return tuple(x if any(x is y for y in outs) else conversion.to_library(x, first) for x in results)
 
 
 def one_or_all(results: tuple[Any, ...]) -> Any:

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import reading, torch_state
+from ..array.array import CPU, Array
+from ..array.forms import forms_of_any
 from ..compile import compiler
 from ..driver import context, graph
 from ..driver.device import Device
@@ -75,8 +76,8 @@ class Plan:
         """
         if named:
             given = self._in_order(given, named)
-        arrays.check_untraced(given)
-        read = arrays.forms_of_any(given)
+        torch_state.check_untraced(given)
+        read = forms_of_any(given)
         call = None if read is None else self._calls.get(read[0])
         if call is not None and read is not None:
             return one_or_all(call(given, read[1], out))
@@ -104,13 +105,13 @@ class Plan:
             extra = (*self.op.input_names(len(given)), *["one more array"] * len(given))[len(inputs)]
             raise ProblemError(f"{extra} was given; this plan takes {', '.join(operand.name for operand in inputs)}.")
         read = {}
-        place = arrays.CPU if self.device.is_cpu else self.device.index
+        place = CPU if self.device.is_cpu else self.device.index
         for operand, x in zip(inputs, (*given, *[None] * (len(inputs) - len(given))), strict=True):
-            array = None if x is None else arrays.read(x, operand.name)
+            array = None if x is None else reading.read(x, operand.name)
             operand.check(array, self.library, place)
             assert array is not None
             read[operand.name] = array
-        if arrays.requires_grad(*given):
+        if torch_state.requires_grad(*given):
             raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
             layout = self.op.layout_of(read)
@@ -136,7 +137,7 @@ def spared_capture(array: Array) -> contextlib.AbstractContextManager[None]:
     """The context in which a plan is made for an array and others beside it: ``graph.spared_capture`` of the current stream."""
     if array.is_cpu:
         return contextlib.nullcontext()
-    return graph.spared_capture(arrays.stream_of(array.library)(array.device), array.device)
+    return graph.spared_capture(reading.stream_of(array.library)(array.device), array.device)
 
 
 def device_of(array: Array) -> Device:

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import making, reading
+from ..array.array import Array
 from ..errors import ProblemError
 from ..operation import Operation, arguments, functions
 from ..operation.spec import Options, is_int, make_dropout, named, with_functions
@@ -114,7 +114,7 @@ def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
     if seed is None:
         way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
         raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
-    return arrays.one_int64(q, seed) if is_int(seed) else seed
+    return making.one_int64(q, seed) if is_int(seed) else seed
 
 
 def _check_seed(seed: Any) -> None:
@@ -142,4 +142,4 @@ def arrays_and_options(
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)
     options, captured = functions.taken(named(chosen), wrt)
-    return arrays.named(operation.input_names(len(given)), given) | functions.read(options, captured), options
+    return reading.read_named(operation.input_names(len(given)), given) | functions.read(options, captured), options

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..array import arrays, memory
-from ..array.arrays import Array
+from ..array import memory, reading, torch_state
+from ..array.array import Array
+from ..array.forms import forms_of
 from ..errors import ProblemError
 from ..operation import Append, arguments
 from ..operation.append import rows_of
@@ -80,7 +81,7 @@ def write(
     in_place = q is not None and q_out is q
     results = call([x for x in (k, v, slots, q) if x is not None], addresses, None if in_place else q_out)
     for x in (*(() if k is None else (cache.k, cache.v)), q_out if in_place else None):
-        arrays.written(x)
+        torch_state.mark_written(x)
     return q_out if in_place else results[0] if results else None
 
 
@@ -88,7 +89,7 @@ def read_append(cache: KVCache, step: Step | None, rotary: Rotary | None, rows: 
     """The key of an append of k, v, slots and q, torch tensors, and the addresses of its inputs; None where they must be looked
     at."""
     held = [x.held for x in (step, rotary, cache) if x is not None]
-    read, of_q_out = arrays.forms_of(rows), arrays.forms_of((q_out,))
+    read, of_q_out = forms_of(rows), forms_of((q_out,))
     if read is None or of_q_out is None or [x for x in held if x.requires_grad]:
         return None
     key = ("append", read[0], of_q_out[0], q_out is rows[-1], *[x.forms for x in held])
@@ -101,9 +102,9 @@ def _append_of(cache: KVCache, step: Step | None, rotary: Rotary | None, new: di
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
     if not cache.v_in_k and new["v"] is None and new["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
-    if cache.requires_grad or (rotary is not None and rotary.requires_grad) or arrays.requires_grad(*new.values()):
+    if cache.requires_grad or (rotary is not None and rotary.requires_grad) or torch_state.requires_grad(*new.values()):
         raise ProblemError(NO_GRAD)
-    inputs = arrays.named(tuple(new), tuple(new.values()))
+    inputs = reading.read_named(tuple(new), tuple(new.values()))
     q_out = inputs.pop("q_out", None)
     inputs |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)
     rows = rows_of(inputs).shape

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import reading, torch_state
+from ..array.array import Array
+from ..array.forms import forms_of_any
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
 from ..operation.arguments import Nothing, Unpack
@@ -186,7 +187,7 @@ def attend(
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
     """The forms of all arrays of a call, their addresses, and what keeps these alive; None where one cannot be read, or autograd
     would follow."""
-    read = None if cache.held.requires_grad else arrays.forms_of_any((q, sinks, *captured))
+    read = None if cache.held.requires_grad else forms_of_any((q, sinks, *captured))
     if read is None:
         return None
     return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses, read[2]
@@ -203,9 +204,9 @@ def attention_of(
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
     and for one that autograd would follow."""
-    inputs = {"q": arrays.read(q, "q")} | ({} if sinks is None else {"sinks": arrays.read(sinks, "sinks")})
+    inputs = {"q": reading.read(q, "q")} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
     inputs |= functions.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
-    if cache.requires_grad or arrays.requires_grad(q, sinks, *request.captured):
+    if cache.requires_grad or torch_state.requires_grad(q, sinks, *request.captured):
         raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
     if traced:

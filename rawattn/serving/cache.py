@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..array import arrays
-from ..array.arrays import Array, Held, Remade
+from ..array import reading
+from ..array.array import Array
+from ..array.forms import Held, Remade
 from ..array.memory import overlap
 from ..errors import ProblemError
 from ..operation import arguments
@@ -64,7 +65,7 @@ class KVCache(Remade):
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ProblemError(f"layout is {self.layout!r}; it must be 'NHD' or 'HND'.")
-        k, v = (_in_order(arrays.read(getattr(self, name), name), name, self.layout) for name in "kv")
+        k, v = (_in_order(reading.read(getattr(self, name), name), name, self.layout) for name in "kv")
         check_pools(k, v, self.layout)
         object.__setattr__(self, "arrays", {"k": k, "v": v})
         scales = {name: _scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
@@ -218,7 +219,7 @@ def _scale(name: str, scale: Any, k: Array) -> float | Array:
     if not hasattr(scale, "shape"):
         need = "a float above 0, or a float32 array that broadcasts to (batch, kv_heads)"
         raise ProblemError(f"{name} is {scale!r}; it must be {need}.")
-    return scale_array(name, arrays.read(scale, name), k)
+    return scale_array(name, reading.read(scale, name), k)
 
 
 def check_scale(name: str, value: float, dtype: str) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array.array import Array
+from ..array.forms import form_of
 from ..errors import ProblemError
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
@@ -46,7 +46,7 @@ def refuse_where_traced(**arguments: Any) -> None:
 def call_of(op: Operation, inputs: dict[str, Array], kernel: str | None = None, config: Any = None) -> GpuCall | CpuCall:
     """The call of an operation on inputs, by name, which were checked: a kept one, or one that is made."""
     log(op)
-    key = (op, kernel, config, *map(arrays.form_of, inputs.values()), *inputs)
+    key = (op, kernel, config, *map(form_of, inputs.values()), *inputs)
     call: GpuCall | CpuCall | None = find(key)
     if call is None:
         first = next(iter(inputs.values()))

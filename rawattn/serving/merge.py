@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import making, reading, torch_state
+from ..array.array import Array
+from ..array.forms import forms_of
 from ..errors import ProblemError, brief
 from ..operation import Combine, arguments
 from ..operation.operand import check_output
@@ -58,12 +59,12 @@ def merge_states(
             raise ProblemError(f"part {i} is {type(part).__name__}; it must be a pair (o, lse).")
         states += part
     in_place = out is not None and bool(states) and out is states[0]
-    arrays.check_untraced((*states, sinks))
-    read, of_out = arrays.forms_of((*states, sinks)), arrays.forms_of((out,))
+    torch_state.check_untraced((*states, sinks))
+    read, of_out = forms_of((*states, sinks)), forms_of((out,))
     key = None if read is None or of_out is None else ("merge", read[0], of_out[0], in_place)
     call, addresses = find(key), read[1] if read else ()
     if call is None:
-        op, inputs = _merge_of(states, sinks, {"out": None if out is None else arrays.read(out, "out"), "in_place": in_place})
+        op, inputs = _merge_of(states, sinks, {"out": None if out is None else reading.read(out, "out"), "in_place": in_place})
         if op.count > MOST_ARRAYS and not inputs["o_0"].is_cpu:
             return _merge_in_turn(list(zip(states[::2], states[1::2], strict=True)), sinks, out, inputs)
         call, addresses = call_of(op, inputs), addresses_of(inputs)
@@ -71,7 +72,7 @@ def merge_states(
     tensors = states if sinks is None else (*states, sinks)
     if in_place:
         (lse,) = call(tensors, addresses)
-        arrays.written(out)
+        torch_state.mark_written(out)
         return out, lse
     return call(tensors, addresses, None if out is None else (out, None))
 
@@ -79,11 +80,11 @@ def merge_states(
 def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: dict[str, Array]) -> tuple[Any, Any]:
     """``merge_states`` of more parts than a launch takes: some at a time are added to a sum, in order, which is rounded once."""
     if out is not None and out is not parts[0][0]:
-        array = arrays.read(out, "out")
+        array = reading.read(out, "out")
         check_written("out", array, out)
         check_output("out", array, 1, inputs.items())
     first = inputs["o_0"]
-    total = arrays.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
+    total = making.maker(first, tuple(first.shape), ELEMENTS[first.dtype].lse_name)(first.object)
     merged = merge_states(parts[:MOST_ARRAYS], out=total)
     for i in range(MOST_ARRAYS, len(parts), MOST_ARRAYS - 1):
         rest = parts[i : i + MOST_ARRAYS - 1]
@@ -96,9 +97,9 @@ def _merge_of(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[C
     """The merge of these states, o_0, lse_0, o_1 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
     names = Combine.input_names(len(states))
     named = dict(zip(names, states, strict=False)) | ({} if sinks is None else {"sinks": sinks})
-    if arrays.requires_grad(*named.values()):
+    if torch_state.requires_grad(*named.values()):
         raise ProblemError(NO_GRAD)
-    inputs = {name: arrays.read(x, name) for name, x in named.items()}
+    inputs = {name: reading.read(x, name) for name, x in named.items()}
     op = Combine.of_call(inputs, options, ())
     if op.in_place:
         check_written("out", inputs["o_0"], states[0])

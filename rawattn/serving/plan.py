@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..array import arrays
-from ..array.arrays import Array
+from ..array import torch_state
+from ..array.array import CPU, Array
 from ..driver.device import Device
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, functions
@@ -103,7 +103,7 @@ class KVCachePlan(Plan):
         """
         if unknown:
             arguments.refuse(KVCachePlan.run, unknown)
-        arrays.check_untraced((q, sinks, *captured))
+        torch_state.check_untraced((q, sinks, *captured))
         check_objects(cache, step)
         check_lse(lse, self._request.return_lse)
         tensors = (q, sinks, *self._request.in_order(captured, step))
@@ -135,7 +135,7 @@ class KVCachePlan(Plan):
 
     def _check(self, op: AttentionKVCache, inputs: dict[str, Array]) -> None:
         """Raises ProblemError where arrays are not what the plan was made for."""
-        place = arrays.CPU if self.device.is_cpu else self.device.index
+        place = CPU if self.device.is_cpu else self.device.index
         for operand in self.op.inputs:
             operand.check(inputs.get(operand.name), self.library, place)
         for extra in {operand.name for operand in op.inputs} - {operand.name for operand in self.op.inputs}:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..array import arrays
-from ..array.arrays import Array, Held, Remade
+from ..array import reading
+from ..array.array import Array
+from ..array.forms import Held, Remade
 from ..errors import ProblemError
 from ..operation import arguments
 from ..operation.operand import check_contiguous, check_like
@@ -42,7 +43,7 @@ class Rotary(Remade):
     def __post_init__(self) -> None:
         if not isinstance(self.interleaved, bool):
             raise ProblemError(f"interleaved is {self.interleaved!r}; it must be True or False.")
-        angles = arrays.named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
+        angles = reading.read_named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
         check_angles(angles)
         object.__setattr__(self, "arrays", angles)
         object.__setattr__(self, "held", Held(angles, self.interleaved))

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..array import arrays
-from ..array.arrays import Array, Held, Remade
+from ..array import reading
+from ..array.array import Array
+from ..array.forms import Held, Remade
 from ..errors import ProblemError
 from ..operation import arguments
 from ..operation.kvcache import batch_of, form_of
@@ -69,7 +70,7 @@ class Step(Remade):
             del fields["causal"]
         elif self.causal is None or not hasattr(self.causal, "shape"):
             raise ProblemError(f"causal is {self.causal!r}; it must be True, False, or an int32 array of shape (batch,).")
-        lengths = arrays.named(tuple(fields), tuple(fields.values()))
+        lengths = reading.read_named(tuple(fields), tuple(fields.values()))
         check_lengths(lengths)
         for name in ("max_q_len", "max_kv_len"):
             object.__setattr__(self, name, check_bound(name, getattr(self, name)))

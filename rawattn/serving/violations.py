@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..array import arrays
+from ..array import reading
 from ..driver import counters
 
 
@@ -22,7 +22,7 @@ def violations(device: Any = 0) -> tuple[str, ...]:
     It waits for the device. What was wrong was left out: nothing beyond the arrays was read or written. Raises ProblemError for
     what is no device.
     """
-    number = arrays.number_of_device(device)
+    number = reading.number_of_device(device)
     bits = 0 if number is None else counters.take_violations(number)
     return tuple(f"{name}: {what}" for bit, (name, what) in enumerate(VIOLATIONS.items()) if bits >> bit & 1)
 

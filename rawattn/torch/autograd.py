@@ -57,7 +57,7 @@ class LowestFunction(_SingleLevelFunction):
 
     ``apply`` of ``torch.autograd.Function`` looks for transforms and for the tensors that they left behind, which costs a
     microsecond, and takes a Function below a transform only where it has ``setup_context``. Here ``_apply_function`` allows it
-    below transforms, and ``arrays.read`` refuses a tensor that a transform left behind."""
+    below transforms, and ``reading.read`` refuses a tensor that a transform left behind."""
 
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 

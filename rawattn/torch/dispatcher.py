@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..api import attention as attention_
-from ..array import arrays, eager
+from ..array import eager, torch_state
 from ..errors import ProblemError
 from ..operation.spec import is_int
 from ..runtime import calls
@@ -24,7 +24,7 @@ NO_RANDOMNESS = (
 )
 _tensor, _parameter = torch.Tensor, torch.nn.Parameter
 
-arrays.reader(torch.Tensor)  # so that tensors are known, and the first call of all is kept
+torch_state.load(torch)  # so that tensors are known, and the first call of all is kept
 eager.skip((Plan.run, calls.forward, attention_.backward))
 
 

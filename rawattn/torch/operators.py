@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..array import arrays
-from ..array.arrays import CPU, META, Array
+from ..array.array import CPU, DTYPES, META, Array
 from ..errors import ProblemError
 from ..operation import Backward, Forward, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
@@ -232,7 +231,7 @@ def _check_arguments(q: Any, k: Any, v: Any, args: Rest) -> None:
         functions.check_sizes(options, described, limits(described, options))
 
 
-_NAMES = {getattr(torch, dtype.name): name for name, dtype in arrays.DTYPES.items()}
+_NAMES = {getattr(torch, dtype.name): name for name, dtype in DTYPES.items()}
 
 
 def describe(x: Any) -> Array:

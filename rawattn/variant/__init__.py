@@ -65,7 +65,7 @@ class Pairwise:
 
 @dataclasses.dataclass(frozen=True)
 class Option(Pairwise):
-    """One option on one axis; subclasses set the class variables and hold the run-time values as fields."""
+    """One option on one axis. Subclasses set the class variables; one with fields, its run-time values, is a frozen dataclass."""
 
     type: ClassVar[str] = ""  # in C++, where its name is not the class's
     source: ClassVar[str]

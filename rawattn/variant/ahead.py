@@ -12,7 +12,6 @@ from . import Option
 from .field import Field, Fields, TensorMap
 
 
-@dataclasses.dataclass(frozen=True)
 class NothingAhead(Option):
     """A score reads its arrays when it needs them."""
 
@@ -43,7 +42,6 @@ class PrefetchedElements(Option):
         return {"ahead_bytes": self.bytes}
 
 
-@dataclasses.dataclass(frozen=True)
 class DiagonalsAhead(Option):
     """A warp leaves in shared memory a value for each distance of its tile: the part of a score that the distance decides."""
 

@@ -10,7 +10,6 @@ from . import Option, Wrapper
 from .field import Field, Fields, Pointer, Stride, View
 
 
-@dataclasses.dataclass(frozen=True)
 class SameTokens(Option):
     """Each sequence has as many new rows: (batch, q_len, heads, columns)."""
 
@@ -21,7 +20,6 @@ class SameTokens(Option):
         return (Field("q_len", "i32"),)
 
 
-@dataclasses.dataclass(frozen=True)
 class PackedTokens(Option):
     """New rows are end to end, (total, heads, columns), and ``cu_seqlens_q`` has where each sequence begins."""
 
@@ -53,7 +51,6 @@ class InPages(Option):
         return (*self.lengths.fields, *self.pages.fields, Field("pages", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Slots(Option):
     """``slots`` say where each new row goes."""
 
@@ -64,14 +61,12 @@ class Slots(Option):
         return (Field("slots", "const i64*", Pointer("slots")), Field("pages", "i32"), Field("page_size", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Nowhere(Option):
     """There are no new rows: queries alone are rotated."""
 
     source: ClassVar[str] = "variant/append/place_nowhere.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class SameStorage(Option):
     """A cache holds a number in its own format."""
 
@@ -99,14 +94,12 @@ class QuantizedStorage(Option):
         return (*self.k.fields, *self.v.fields)
 
 
-@dataclasses.dataclass(frozen=True)
 class NoQueries(Option):
     """No queries are rotated."""
 
     source: ClassVar[str] = "variant/append/queries.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class QueriesInPlace(Option):
     """The queries of q are rotated in place."""
 
@@ -117,7 +110,6 @@ class QueriesInPlace(Option):
         return (Field("q", "StridedTensor", View("q")), Field("heads", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class QueriesApart(QueriesInPlace):
     """The rotated queries of q go to q_out."""
 
@@ -128,21 +120,18 @@ class QueriesApart(QueriesInPlace):
         return (*super().fields, Field("q_out", "StridedTensor", View("q_out")))
 
 
-@dataclasses.dataclass(frozen=True)
 class NoRotary(Option):
     """No row is rotated."""
 
     source: ClassVar[str] = "variant/rotary/none.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class KeyPositions(Wrapper):
     """A row's position is its place among the keys of its sequence, whose lengths the base knows."""
 
     source: ClassVar[str] = "variant/append/positions_keys.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class GivenPositions(Option):
     """``positions`` hold the position of each row."""
 

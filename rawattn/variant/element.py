@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..array.arrays import FLOATS
+from ..array.array import FLOATS
 from ..trace.cuda_lines import CTYPES
 from . import Option, Wrapper
 
@@ -88,14 +88,12 @@ class Item(Option):
         return CTYPES[self.name][1]
 
 
-@dataclasses.dataclass(frozen=True)
 class PlainQ(Option):
     """Q is an operand as it is in memory."""
 
     source: ClassVar[str] = "variant/q_operand/plain.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ScaledQ(Wrapper):
     """Q is an operand in half precision, each row times a power of two, for products with keys of eight bits; ``base`` is the
     scale of the keys."""

@@ -125,22 +125,9 @@ class Parts(NamedTuple):
 
 
 Fill = (
-    Value
-    | Pointer
-    | Stride
-    | Dim
-    | AxisStride
-    | View
-    | TensorMap
-    | PagePool
-    | PageRows
-    | PageBoxes
-    | PackedHeads
-    | Scratch
-    | Counter
-    | Violations
-    | Parts
-)
+    Value | Pointer | Stride | Dim | AxisStride | View | TensorMap | PagePool | PageRows | PageBoxes | PackedHeads | Scratch
+    | Counter | Violations | Parts
+)  # fmt: skip
 
 
 class Field(NamedTuple):

@@ -31,14 +31,12 @@ class Gather(Option):
         return (f"variant/captured/{self.name}.cuh",)
 
 
-@dataclasses.dataclass(frozen=True)
 class SimtLayout(Option):
     """Each of 16 x 16 threads has pairs of a tile."""
 
     source: ClassVar[str] = "variant/captured/layout_simt.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class MmaLayout(Option):
     """Warps have pairs of a tile as sums of mma.sync have them."""
 
@@ -62,7 +60,6 @@ class ExactSums(Option):
         return (Field("sums", "u64*", self.fill),)
 
 
-@dataclasses.dataclass(frozen=True)
 class OrderedSums(ExactSums):
     """Sums to each of which one thread adds, in one order."""
 

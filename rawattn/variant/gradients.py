@@ -17,17 +17,13 @@ PARTS: Fields = (
     Field("part_rows", "i64"), Field("batch_rows", "i64"), Field("group_parts", "i32"),
 )  # fmt: skip
 # dq, its float32 sums in scratch, and how many blocks have added to each of these.
-DQ, DQ_SUM, TURNS = (
-    Field("dq", "StridedOutput", View("dq")),
-    Field("dq_sum", "float*", Scratch("dq_sum")),
-    Field("turns", "i32*", Scratch("turns")),
-)
+DQ, DQ_SUM = Field("dq", "StridedOutput", View("dq")), Field("dq_sum", "float*", Scratch("dq_sum"))
+TURNS = Field("turns", "i32*", Scratch("turns"))
 
 
 # ---- Group: which of the query heads that share a key head one work has, and where its dk and dv go
 
 
-@dataclasses.dataclass(frozen=True)
 class WholeGroup(Option):
     """A work has all query heads of a key head."""
 
@@ -38,7 +34,6 @@ class WholeGroup(Option):
         return DK_DV
 
 
-@dataclasses.dataclass(frozen=True)
 class PartOfGroup(Option):
     """A work has some query heads of a key head, and a pass adds the sums of all works."""
 
@@ -52,28 +47,24 @@ class PartOfGroup(Option):
 # ---- Statistics, Dlse: in which order ``lse_log2`` and ``delta`` are in scratch, and what the gradient of lse is
 
 
-@dataclasses.dataclass(frozen=True)
 class StatisticsByRows(Option):
     """Statistics are in the order of rows."""
 
     source: ClassVar[str] = "variant/statistics/by_rows.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class StatisticsByQuads(Option):
     """Statistics are in the order in which a quad of threads reads them: four of 16 queries at once."""
 
     source: ClassVar[str] = "variant/statistics/by_quads.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ZeroDlse(Option):
     """The loss does not depend on lse."""
 
     source: ClassVar[str] = "variant/statistics/dlse.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class GivenDlse(Option):
     """The gradient of lse is an array with the strides of lse."""
 
@@ -87,7 +78,6 @@ class GivenDlse(Option):
 # ---- Steps, StepOrder: in how many loops a block goes over the steps of a work, and what a step makes
 
 
-@dataclasses.dataclass(frozen=True)
 class OneLoop(Option):
     """One loop for all tiles, which asks of each whether the mask keeps it whole."""
 
@@ -107,14 +97,12 @@ class TwoLoops(Option):
         return f"TwoLoops<{str(not self.of_list).lower()}>"
 
 
-@dataclasses.dataclass(frozen=True)
 class DqAtOnce(Option):
     """A step makes its own part of dq."""
 
     source: ClassVar[str] = "variant/step/at_once.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class DqStepLater(Option):
     """A step makes the part of dq of the step before, and packs weights late."""
 
@@ -124,7 +112,6 @@ class DqStepLater(Option):
 # ---- DqStore, Sum, Clear: how parts of dq meet, which tiles of dq have a sum, and what the first pass clears for that
 
 
-@dataclasses.dataclass(frozen=True)
 class DqOrdered(Option):
     """Parts of dq are added to a sum in one order, and a pass over the sums follows."""
 
@@ -135,14 +122,12 @@ class DqOrdered(Option):
         return (DQ_SUM, TURNS)
 
 
-@dataclasses.dataclass(frozen=True)
 class DqOrderedFinal(DqOrdered):
     """Parts of dq are added to a sum in one order, and the last contributor makes dq, without a pass."""
 
     source: ClassVar[str] = "variant/dq/ordered_final.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class DqUnordered(Option):
     """Parts of dq are added to a sum as they come: its last bits vary from run to run."""
 
@@ -153,28 +138,24 @@ class DqUnordered(Option):
         return (DQ_SUM,)
 
 
-@dataclasses.dataclass(frozen=True)
 class DqRedOrdered(DqOrdered):
     """Parts of dq are added from registers to a sum in one order, and a pass over the sums follows."""
 
     source: ClassVar[str] = "variant/dq/red_ordered.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class DqRedUnordered(DqUnordered):
     """Parts of dq are added from registers to a sum as they come: its last bits vary from run to run."""
 
     source: ClassVar[str] = "variant/dq/red_unordered.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class IntervalSum(Option):
     """The mask says whether a tile of dq has a sum."""
 
     source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ListSum(Option):
     """The turns of a tile of dq say whether it has a sum."""
 
@@ -185,21 +166,18 @@ class ListSum(Option):
         return (Field("turns", "const i32*", Scratch("turns")),)
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearedSum(Option):
     """Every tile of dq has a sum, which was cleared."""
 
     source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearNothing(Option):
     """Nothing is cleared: one block writes the whole of each output."""
 
     source: ClassVar[str] = "variant/dq/clear_nothing.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearTurns(Option):
     """The turns are cleared in which blocks add to dq (``DqOrdered``)."""
 
@@ -210,7 +188,6 @@ class ClearTurns(Option):
         return (TURNS,)
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearTurnsDq(ClearTurns):
     """The turns are cleared, and dq of rows that keep no key, which no block writes (``DqOrderedFinal``)."""
 
@@ -221,14 +198,12 @@ class ClearTurnsDq(ClearTurns):
         return (TURNS, DQ)
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearListTurnsDq(ClearTurnsDq):
     """The turns and such rows of dq are cleared where key tiles are a list."""
 
     source: ClassVar[str] = "variant/dq/clear_list_turns_and_rows.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ClearDqSum(Option):
     """The sums are cleared to which blocks add in any order (``DqUnordered``)."""
 
@@ -242,7 +217,6 @@ class ClearDqSum(Option):
 # ---- DsStore, Elements: what becomes of dS besides dq, and how the elements of pairs come that a score reads
 
 
-@dataclasses.dataclass(frozen=True)
 class DsKept(Option):
     """No dS is stored: it is for dq alone."""
 
@@ -267,7 +241,6 @@ class DsStored(DsKept):
         return (Field("ds", "TmaTensorOnce", TensorMap(f"d{self.operand}", self.box_rows, self.axes)),)
 
 
-@dataclasses.dataclass(frozen=True)
 class DsStoredFilled(DsStored):
     """dS is stored, with zeros where a mask leaves out all queries of a tile: for key tiles whose query tiles are no list."""
 
@@ -278,7 +251,6 @@ class DsStoredFilled(DsStored):
         return (*super().fields, Field("ds_rows", "StridedOutput", View(f"d{self.operand}", self.axes)))
 
 
-@dataclasses.dataclass(frozen=True)
 class TransposedElements(Option):
     """Threads read elements of logits whose rows are keys, when they need them, or all before."""
 
@@ -309,42 +281,36 @@ class TmaElements(Option):
 # ---- DqRows, DkvRows, Blocks, Unused: numbers of 16 and of 32 bits, and rows that are in no tile
 
 
-@dataclasses.dataclass(frozen=True)
 class StoreRows16(Option):
     """A pass stores rows of a gradient in 16-bit numbers."""
 
     source: ClassVar[str] = "variant/store/rows16.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class StoreRows32(Option):
     """A pass stores rows of a gradient in 32-bit numbers."""
 
     source: ClassVar[str] = "variant/store/rows32.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Blocks16(Option):
     """A warp's blocks of 16-bit numbers are operands of mma.sync."""
 
     source: ClassVar[str] = "variant/blocks/bits16.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Blocks32(Option):
     """A warp's blocks of 32-bit numbers are operands of mma.sync."""
 
     source: ClassVar[str] = "variant/blocks/bits32.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class BehindLast(Option):
     """A pass clears gradients of rows behind the last one of sequences end to end."""
 
     source: ClassVar[str] = "variant/unused/behind_last.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class BehindUsed(Option):
     """A pass clears, in each sequence, gradients of rows behind those that ``q_lens`` and ``kv_lens`` say it uses."""
 

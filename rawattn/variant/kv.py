@@ -10,28 +10,24 @@ from . import Option, Wrapper
 from .field import AxisStride, Field, Fields, Pointer, Stride
 
 
-@dataclasses.dataclass(frozen=True)
 class TmaKv(Option):
     """Plain strided tensors, read by TMA."""
 
     source: ClassVar[str] = "variant/kv/tma.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class CpAsyncKv(Option):
     """Plain strided tensors, read by every thread with asynchronous copies of 16 bytes."""
 
     source: ClassVar[str] = "variant/kv/cp_async.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class OnePage(Option):
     """Sequence i has page i."""
 
     source: ClassVar[str] = "variant/pages/one_page.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PageTable(Option):
     """A sequence's pages are a row of page_table."""
 
@@ -43,7 +39,6 @@ class PageTable(Option):
         return (table, Field("page_table_stride", "i64", Stride("page_table", "line")), Field("page_shift", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class PageList(Option):
     """The pages of all sequences are in one list, end to end."""
 
@@ -71,56 +66,48 @@ class PagedTmaKv(Wrapper):
         return {"page_rows": self.page_rows}
 
 
-@dataclasses.dataclass(frozen=True)
 class SmallPagesTmaKv(PagedTmaKv):
     """Pools of small pages, whose boxes one lane issues."""
 
     source: ClassVar[str] = "variant/kv/small_pages_tma.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedCpAsyncKv(PagedTmaKv):
     """Pools of pages of any size, which warps copy; ``page_rows`` are those of a tile."""
 
     source: ClassVar[str] = "variant/kv/paged_cp_async.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedPanelsKv(PagedTmaKv):
     """Pools of pages that TMA reads for wgmma, in panels of 64 columns."""
 
     source: ClassVar[str] = "variant/kv/paged_panels.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedBoxesKv(PagedPanelsKv):
     """Pools of small pages, each of which TMA reads at once: all columns, a multiple of 64."""
 
     source: ClassVar[str] = "variant/kv/paged_boxes.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedPanelsFromKv(PagedPanelsKv):
     """Pools of pages, in panels, of sequences whose first keys do not count."""
 
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 
     source: ClassVar[str] = "variant/kv/paged_rows.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedRowsWidenedKv(PagedRowsKv):
     """Pools of pages in eight bits, of which threads make numbers of 16."""
 
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class KvLens(Option):
     """``kv_lens`` hold how many keys a sequence has; ``max_kv_len`` is what the cache has room for."""
 
@@ -131,7 +118,6 @@ class KvLens(Option):
         return (Field("kv_lens", "const i32*", Pointer("kv_lens")), Field("max_kv_len", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class PageListLens(Option):
     """The number of keys follows from that of a sequence's pages, end to end with those of others, and from last_page_len."""
 
@@ -159,7 +145,6 @@ class CacheScale(Option):
         return (Field(self.name, "float"),)
 
 
-@dataclasses.dataclass(frozen=True)
 class CacheScales(CacheScale):
     """An array of scales, (batch, kv_heads)."""
 

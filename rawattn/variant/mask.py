@@ -53,7 +53,6 @@ def _shift(align: str, q_len: int, kv_len: int) -> int:
     return kv_len - q_len if align == "bottom_right" else 0
 
 
-@dataclasses.dataclass(frozen=True)
 class Full(Mask):
     """Every query keeps every key.
 
@@ -209,7 +208,6 @@ class And(Mask):
         return Intersection(self.a, self.b).interval(q, q_len, kv_len)
 
 
-@dataclasses.dataclass(frozen=True)
 class SplitMask(Wrapper):
     """A mask for one of ``splits`` splits of the keys, ``split_keys`` keys each, a multiple of tile_kv. It wraps what the kernel
     has for a mask, and ``StorePartial`` and a split scheduler go with it."""
@@ -227,14 +225,12 @@ def of_head(mask: Pairs, head: int) -> Pairs:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
 class UsedQueriesMask(Wrapper):
     """A mask that keeps no key for queries that are not used, as rows of ``UsedQueries`` need it."""
 
     source: ClassVar[str] = "variant/mask/used_queries.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class CausalEachMask(Wrapper):
     """A mask that is causal besides, for the sequences of which rows of ``CausalEachRows`` say so."""
 
@@ -245,7 +241,6 @@ class CausalEachMask(Wrapper):
         return {**self.base.constants, **Causal().constants}
 
 
-@dataclasses.dataclass(frozen=True)
 class KvBeginMask(Wrapper):
     """A mask that keeps no key before the first that counts, as rows of ``KvBeginRows`` have it."""
 

@@ -74,7 +74,6 @@ class OffsetScore(Wrapper, Score):
         return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)
 
 
-@dataclasses.dataclass(frozen=True)
 class AtPositionsScore(Wrapper):
     """A score that sees positions, of rows of ``AtPositionsRows``."""
 

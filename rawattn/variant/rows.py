@@ -10,7 +10,6 @@ from .field import Dim, Field, Fields, Pointer, Violations
 from .kv import KvLens
 
 
-@dataclasses.dataclass(frozen=True)
 class Dense(Option):
     """Sequences of one length: (batch, length, heads, head_dim). The number of keys is read from k, so that one program serves
     many (``Operation.to_lower``)."""
@@ -22,14 +21,12 @@ class Dense(Option):
         return (Field("q_len", "i32"), Field("kv_len", "i32", Dim("k", -3)))
 
 
-@dataclasses.dataclass(frozen=True)
 class DenseSpan(Dense):
     """Dense sequences of which ``UsedKeys`` or ``CutQueries`` says when they end, so that TMA brings zeros behind them."""
 
     source: ClassVar[str] = "variant/rows/dense_span.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PackGqa(Dense):
     """Dense sequences with a row for each query and each of the heads that share a key head, which are side by side."""
 
@@ -40,7 +37,6 @@ class PackGqa(Dense):
         return (*super().fields, Field("pack_gqa_heads", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class _OfPackGqa(Wrapper):
     """An option that knows queries and one head, in a kernel whose rows are of several heads: each row has its own."""
 
@@ -49,21 +45,18 @@ class _OfPackGqa(Wrapper):
         return f"{self.cuda_name}<{self.base.cuda_type}, Rows>"
 
 
-@dataclasses.dataclass(frozen=True)
 class PackGqaMask(_OfPackGqa):
     """A mask for rows of several heads."""
 
     source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PackGqaScore(_OfPackGqa):
     """The score that such rows need."""
 
     source: ClassVar[str] = "variant/rows/pack_gqa_of.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Varlen(Option):
     """Sequences of any lengths, end to end: (total, heads, head_dim); cu_seqlens hold where each begins."""
 
@@ -75,7 +68,6 @@ class Varlen(Option):
         return (*starts, Field("total_q", "i32"), Field("total_kv", "i32"), Field("violations", "u32*", Violations()))
 
 
-@dataclasses.dataclass(frozen=True)
 class WithOffset(Wrapper):
     """Rows whose tensors are a part of longer sequences: ``q_offset`` and ``kv_offset`` are the positions of their first rows."""
 
@@ -112,7 +104,6 @@ class CacheRows(Option):
         return (cu_seqlens, *lengths, Field("max_q_len", "i32"), Field("total_q", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class TmaCacheRows(CacheRows):
     """A step's queries over cached keys where TMA reads them; with one head each where ``pack_gqa_heads`` is 1."""
 
@@ -121,7 +112,6 @@ class TmaCacheRows(CacheRows):
         return (*super().sources, "variant/rows/tma_queries.cuh")
 
 
-@dataclasses.dataclass(frozen=True)
 class StridedCacheRows(CacheRows):
     """A step's queries over cached keys where threads read tiles of them."""
 
@@ -130,7 +120,6 @@ class StridedCacheRows(CacheRows):
         return (*super().sources, "variant/rows/strided_queries.cuh")
 
 
-@dataclasses.dataclass(frozen=True)
 class KvBeginRows(Wrapper):
     """A step's rows where ``kv_begin`` says which key of a sequence is the first that counts. ``KvBeginMask`` goes with it."""
 
@@ -141,7 +130,6 @@ class KvBeginRows(Wrapper):
         return (*self.base.fields, Field("kv_begin", "const i32*", Pointer("kv_begin")))
 
 
-@dataclasses.dataclass(frozen=True)
 class CausalEachRows(Wrapper):
     """A step's rows where ``causal`` says which sequences are causal. ``CausalEachMask`` goes with it."""
 
@@ -152,7 +140,6 @@ class CausalEachRows(Wrapper):
         return (*self.base.fields, Field("causal", "const i32*", Pointer("causal")))
 
 
-@dataclasses.dataclass(frozen=True)
 class AtPositionsRows(Wrapper):
     """A step's rows where functions see positions. ``AtPositionsScore`` goes with it."""
 
@@ -175,7 +162,6 @@ class RowsByQueryCount(Wrapper):
         return (*self.base.fields, Field("few_queries", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class UsedKeys(Wrapper):
     """Rows of sequences of which ``kv_lens`` says how many keys are there, whatever lies behind them."""
 
@@ -186,7 +172,6 @@ class UsedKeys(Wrapper):
         return (*self.base.fields, Field("kv_lens", "const i32*", Pointer("kv_lens")))
 
 
-@dataclasses.dataclass(frozen=True)
 class UsedQueries(Wrapper):
     """Rows of sequences of which ``q_lens`` says how many queries are used. ``UsedQueriesMask`` goes with it; ``PackGqa`` does
     not."""
@@ -198,7 +183,6 @@ class UsedQueries(Wrapper):
         return (*self.base.fields, Field("q_lens", "const i32*", Pointer("q_lens")))
 
 
-@dataclasses.dataclass(frozen=True)
 class CutQueries(UsedQueries):
     """Rows of sequences of which ``q_lens`` says how many queries are there, in the backward, whatever the other rows of q hold.
     The mask needs nothing for it."""

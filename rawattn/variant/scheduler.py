@@ -40,7 +40,6 @@ class LptScheduler(Option):
         return (*counter, Field("splits", "i32")) if self.split else counter
 
 
-@dataclasses.dataclass(frozen=True)
 class LptVarlenScheduler(LptScheduler):
     """Tiles of packed sequences, one sequence after the other, each with its longest tiles first."""
 
@@ -51,7 +50,6 @@ class LptVarlenScheduler(LptScheduler):
         return (*self.numbers, Field("batches", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class TwoEndedScheduler(Option):
     """Packed sequences for persistent blocks, half of which take works from the front and half from the back: so a prompt is
     computed while the keys of sequences that decode are read."""
@@ -63,14 +61,12 @@ class TwoEndedScheduler(Option):
         return (Field("counter", "i32*", Counter(16)), Field("batches", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Once(Wrapper):
     """One work for a block, of a scheduler that is not persistent, for a kernel that asks for more."""
 
     source: ClassVar[str] = "variant/scheduler/once.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class SharedTiles(Option):
     """A query tile of several sequences and heads, one after the other: of all that share what a block adds to."""
 
@@ -81,7 +77,6 @@ class SharedTiles(Option):
         return tuple(Field(name, "i32") for name in ("batches", "q_tiles", "shared_batches", "shared_heads"))
 
 
-@dataclasses.dataclass(frozen=True)
 class ReportingScheduler(Wrapper):
     """A scheduler whose first block records sequences with illegal lengths in the word of violations."""
 
@@ -92,7 +87,6 @@ class ReportingScheduler(Wrapper):
         return (*self.base.fields, Field("violations", "u32*", Violations()))
 
 
-@dataclasses.dataclass(frozen=True)
 class StreamKScheduler(Option):
     """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device."""
 
@@ -135,7 +129,6 @@ class KvScheduler(Option):
         return (*counter, Field("batches", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class KvVarlenScheduler(KvScheduler):
     """Key tiles of the backward of packed sequences, one sequence after the other."""
 
@@ -146,28 +139,24 @@ class KvVarlenScheduler(KvScheduler):
         return self.numbers
 
 
-@dataclasses.dataclass(frozen=True)
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 
     source: ClassVar[str] = "variant/order/ping_pong.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Unordered(Option):
     """Each warpgroup issues its products when it is ready."""
 
     source: ClassVar[str] = "variant/order/unordered.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Dependent(Option):
     """A kernel begins early and waits for that launch's results: programmatic dependent launch, from Hopper on."""
 
     source: ClassVar[str] = "variant/launch/dependent.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class Independent(Option):
     """A kernel begins when the launch in front of it has ended."""
 

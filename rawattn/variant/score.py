@@ -42,7 +42,6 @@ class Score(Option):
     """
 
 
-@dataclasses.dataclass(frozen=True)
 class Scale(Score):
     """logit = scale * q.k, the default."""
 

@@ -9,14 +9,12 @@ from . import Option, Wrapper
 from .field import Field, Fields, Pointer
 
 
-@dataclasses.dataclass(frozen=True)
 class ConstantTime(Option):
     """Looks for the maximum and rescales in every tile. What is executed does not depend on the data."""
 
     source: ClassVar[str] = "variant/softmax/constant_time.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class SpeculativeMax(Option):
     """Trusts the first tile's maximum, and looks for another only where a sum shows that it is far off. Time depends on data."""
 
@@ -24,7 +22,6 @@ class SpeculativeMax(Option):
     constant_time: ClassVar[Option] = ConstantTime()
 
 
-@dataclasses.dataclass(frozen=True)
 class LazyRescale(Option):
     """Looks for the maximum in every tile, and moves the reference when it lags by 2^8. Time depends on the data, a little."""
 
@@ -32,14 +29,12 @@ class LazyRescale(Option):
     constant_time: ClassVar[Option] = ConstantTime()
 
 
-@dataclasses.dataclass(frozen=True)
 class Plain(Option):
     """Adds nothing to a row's sum, in a kernel that finds maxima and sums by itself (attn_fwd_simt, combine)."""
 
     source: ClassVar[str] = "variant/softmax/plain.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class WithSink(Wrapper):
     """Adds a logit without a value to each row's sum, one for each query head."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 from . import Option
 from .field import Field, Fields, Pointer, Scratch, Stride
 
 
-@dataclasses.dataclass(frozen=True)
 class StoreO(Option):
     """A block writes the output rows."""
 
@@ -21,7 +19,6 @@ class StoreO(Option):
         return (Field("o", "OElement*", Pointer("o")), *strides)
 
 
-@dataclasses.dataclass(frozen=True)
 class StoreOLse(StoreO):
     """A block writes the output rows and the logarithm of each row's sum of exponentials."""
 
@@ -32,7 +29,6 @@ class StoreOLse(StoreO):
         return (*super().fields, Field("lse", "Number*", Pointer("lse")))
 
 
-@dataclasses.dataclass(frozen=True)
 class StorePartial(Option):
     """A block writes the result over a split of the keys: ``o_partial`` (splits, rows, head_dim_v) and ``lse_partial``
     (splits, rows), float32 or, of fp64, float64. ``partial_rows`` are the rows of all heads and batches, in the order of lse."""
@@ -48,7 +44,6 @@ class StorePartial(Option):
 MOST_ARRAYS = 16  # in a launch's arguments
 
 
-@dataclasses.dataclass(frozen=True)
 class ScratchParts(Option):
     """The results that ``StorePartial`` left of ``splits`` splits."""
 
@@ -59,7 +54,6 @@ class ScratchParts(Option):
         return (*StorePartial().fields, Field("splits", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class Arrays(Option):
     """Up to 16 pairs of o and lse, each with strides of its own: ``parts`` holds them, ``part_count`` says how many."""
 
@@ -70,7 +64,6 @@ class Arrays(Option):
         return (Field("parts", "PartList"), Field("part_count", "i32"))
 
 
-@dataclasses.dataclass(frozen=True)
 class SumAndArrays(Arrays):
     """Up to 16 pairs of o and lse, the first of which is a sum in the format that is computed in."""
 

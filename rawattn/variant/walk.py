@@ -16,28 +16,24 @@ def lists(mask: Pairwise | None) -> bool:
     return mask is not None and mask.lists
 
 
-@dataclasses.dataclass(frozen=True)
 class IntervalWalk(Option):
     """Key tiles of attn_fwd, side by side."""
 
     source: ClassVar[str] = "variant/walk/interval.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedWalk(IntervalWalk):
     """Key tiles of attn_fwd in pages (``PagedPanelsKv``), side by side, of which each lane loads a part."""
 
     source: ClassVar[str] = "variant/walk/paged.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ListWalk(Option):
     """Key tiles of attn_fwd, a list."""
 
     source: ClassVar[str] = "variant/walk/list.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class PagedListWalk(ListWalk):
     """Key tiles of attn_fwd in pages, a list."""
 
@@ -53,56 +49,45 @@ class IntervalCursor(Option):
 
     @property
     def cuda_type(self) -> str:
-        return f"IntervalCursor<{str(self.up).lower()}>"
+        return f"{self.cuda_name}<{str(self.up).lower()}>"
 
 
-@dataclasses.dataclass(frozen=True)
 class ListCursor(IntervalCursor):
     """A list of key tiles, for such warps."""
 
     source: ClassVar[str] = "variant/walk/list_cursor.cuh"
 
-    @property
-    def cuda_type(self) -> str:
-        return f"ListCursor<{str(self.up).lower()}>"
 
-
-@dataclasses.dataclass(frozen=True)
 class IntervalKeys(Option):
     """Key tiles of attn_bwd_dq, side by side."""
 
     source: ClassVar[str] = "variant/walk/keys_interval.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ListKeys(Option):
     """Key tiles of attn_bwd_dq, a list."""
 
     source: ClassVar[str] = "variant/walk/keys_list.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class SplitIntervalWalk(Option):
     """Key tiles of attn_decode, side by side."""
 
     source: ClassVar[str] = "variant/walk/split_interval.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class SplitListWalk(Option):
     """Key tiles of attn_decode, a list."""
 
     source: ClassVar[str] = "variant/walk/split_list.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class QIntervalWalk(Option):
     """Query tiles of a key tile, side by side."""
 
     source: ClassVar[str] = "variant/walk/q_interval.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class QIntervalByTiles(Option):
     """Query tiles of a key tile, side by side, each of all heads that share a key head before the next one."""
 
@@ -123,21 +108,18 @@ class QListWalk(Option):
         return f"QListWalk<{str(self.ordered).lower()}, {str(self.finishes).lower()}>"
 
 
-@dataclasses.dataclass(frozen=True)
 class QListCursor(Option):
     """Query tiles of a key tile, a list, for warps that go along it by themselves."""
 
     source: ClassVar[str] = "variant/walk/q_list_cursor.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class QIntervalSteps(Wrapper):
     """Query tiles of a key tile, side by side, which one thread finds for its block as the base goes along them."""
 
     source: ClassVar[str] = "variant/walk/q_interval_steps.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class QListSteps(QListWalk):
     """Query tiles of a key tile, a list, which one warp finds for its block."""
 
@@ -148,14 +130,12 @@ class QListSteps(QListWalk):
         return f"QListSteps<{str(self.ordered).lower()}>"
 
 
-@dataclasses.dataclass(frozen=True)
 class IntervalTurn(Option):
     """Key tiles that add to a tile of dq are counted."""
 
     source: ClassVar[str] = "variant/walk/turn_interval.cuh"
 
 
-@dataclasses.dataclass(frozen=True)
 class ListTurn(Option):
     """Each key tile that adds to a tile of dq says which one is the next."""
 

@@ -14,7 +14,6 @@ from .field import Field, Fields, Pointer
 LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
 
 
-@dataclasses.dataclass(frozen=True)
 class Identity(Option):
     """Leaves weights as they are."""
 
@@ -63,7 +62,6 @@ class Dropout(Option):
         return (word >> (i // 8 % 2 * 16 + 1)) % LEVELS >= self.threshold
 
 
-@dataclasses.dataclass(frozen=True)
 class PackGqaDropout(Dropout):
     """Dropout for tiles whose rows are the queries of several heads (``rows.PackGqa``)."""
 

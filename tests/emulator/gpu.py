@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from rawattn.array import arrays
+from rawattn.array.array import DTYPES, Array
 from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import program
@@ -60,9 +60,7 @@ class _Counters:
 def _tensor_maps(dtype: str, sizes: Any, strides: Any, box: Any, read_once: bool = False) -> Any:
     """Makes maps of 4 or of 5 dimensions, as ``threads.hpp`` reads them. The driver refuses one of nothing."""
     assert 0 not in sizes
-    words = (
-        [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, arrays.DTYPES[dtype].itemsize]
-    )
+    words = [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, DTYPES[dtype].itemsize]
     return lambda pointer: np.array([pointer, *words], np.int64).tobytes()
 
 
@@ -75,9 +73,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, sm_count: in
         return loaded_kernel.LoadedKernel.of(None, emulated(launch, op.number, folder), launch, op)  # type: ignore[arg-type]
 
     for owner, name, value in (
-        (arrays, "CPU", -2), (context, "current", lambda index: contextlib.nullcontext()), (context, "device", lambda index: gpu),
-        (bound_call, "BoundLaunch", Launch), (loaded_kernel, "load", load),
-        (graph, "stream_state", lambda stream, index: (stream, False)),
+        (Array, "is_cpu", property(lambda array: array.library == "numpy")), (context, "device", lambda index: gpu),
+        (context, "current", lambda index: contextlib.nullcontext()), (bound_call, "BoundLaunch", Launch),
+        (loaded_kernel, "load", load), (graph, "stream_state", lambda stream, index: (stream, False)),
         (counters, "of_device", functools.cache(lambda index, size: _Counters(size))), (tensor_map, "tensor_maps", _tensor_maps),
         (call_cache, "_calls", {}),  # with addresses of counters
         (counters, "violations", lambda index: word.ctypes.data), (counters, "take_violations", lambda index: word[0]),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.array import arrays
+from rawattn.array import making
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
@@ -396,7 +396,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
 ) -> None:
     """Turns that a launch left half way, sums, and statistics: what must be set is set by the backward itself, each time."""
     call = Call(case, dlse)
-    wanted, made, original = call.run(kernel), [], arrays.scratch_maker
+    wanted, made, original = call.run(kernel), [], making.scratch_maker
     monkeypatch.setattr("rawattn.runtime.call_cache._calls", {})  # a plan that a test before made has its maker
     plan = rawattn.plan_backward(**call.given, **call.options, kernel=kernel.name)
 
@@ -411,7 +411,7 @@ def test_whatever_an_aborted_launch_left_in_scratch(
         return filled
 
     given = call.given | {name: call.options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv", "sinks") if name in call.options}
-    monkeypatch.setattr(arrays, "scratch_maker", maker)  # which a plan's first call asks
+    monkeypatch.setattr(making, "scratch_maker", maker)  # which a plan's first call asks
     assert equal(plan.run(**given), wanted) and len(made) == 1
 
 

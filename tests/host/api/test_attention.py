@@ -16,8 +16,8 @@ import pytest
 
 import rawattn
 from rawattn import errors
-from rawattn.array import arrays
-from rawattn.array.arrays import Array
+from rawattn.array import reading
+from rawattn.array.array import CPU, Array
 from rawattn.cpu.forward import CpuConfig
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
@@ -484,8 +484,8 @@ class Foreign:
 
 def test_foreign_arrays_are_read_in_place() -> None:
     given = inputs()["q"]
-    found = arrays.read(Foreign(given), "q")
-    assert (found.library, found.device, found.pointer, found.shape) == ("numpy", arrays.CPU, given.ctypes.data, given.shape)
+    found = reading.read(Foreign(given), "q")
+    assert (found.library, found.device, found.pointer, found.shape) == ("numpy", CPU, given.ctypes.data, given.shape)
 
 
 def test_a_foreign_library_without_an_adapter_gets_numpy() -> None:
@@ -549,7 +549,7 @@ def test_foreign_array_on_a_device_of_another_kind() -> None:
 def on_gpu(
     *shape: int, dtype: str = "bf16", device: int = 0, pointer: int = 1 << 20, strides: tuple[int, ...] | None = None
 ) -> Array:
-    """Returns what arrays.read says of a CuPy array."""
+    """Returns what reading.read says of a CuPy array."""
     steps = [1]
     for size in shape[:0:-1]:
         steps.insert(0, steps[0] * size)
@@ -592,7 +592,7 @@ def test_mixed_devices() -> None:
     q = on_gpu(1, 16, 2, 64)
     elsewhere = q._replace(device=1)
     refused(lambda: operation(q, elsewhere, q), ProblemError, "k is on GPU 1", "q is on GPU 0", "one device")
-    refused(lambda: operation(q, q, q._replace(device=arrays.CPU)), ProblemError, "v is on the CPU", "q is on GPU 0")
+    refused(lambda: operation(q, q, q._replace(device=CPU)), ProblemError, "v is on the CPU", "q is on GPU 0")
     packed = on_gpu(16, 2, 64)
     starts = Array("cupy", 0, "int32", (2,), (1,), 1 << 20, None)
     call = (packed, packed, packed, starts, starts._replace(device=1))
@@ -632,13 +632,13 @@ class OnGpuByDlpack(Foreign):
 def test_which_adapter_an_array_takes() -> None:
     """The one that says which stream to wait for, where there are two."""
     both = OnGpuByDlpack(inputs()["q"])
-    assert arrays._has_interface(OnGpu()) and not arrays._has_interface(both)
+    assert reading._has_interface(OnGpu()) and not reading._has_interface(both)
     for version, taken in ((2, False), (3, True)):
         interface = dict(OnGpu.__cuda_array_interface__, version=version)
         both.__cuda_array_interface__ = interface  # type: ignore[attr-defined]
-        assert arrays._has_interface(both) is taken
+        assert reading._has_interface(both) is taken
         alone = types.SimpleNamespace(__cuda_array_interface__=interface)
-        assert arrays._has_interface(alone)
+        assert reading._has_interface(alone)
 
 
 @pytest.fixture

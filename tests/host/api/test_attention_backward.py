@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.array import arrays
+from rawattn.array import making
 from rawattn.cpu.backward import run_backward
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.driver.device import cpu as this_cpu
@@ -143,7 +143,7 @@ def test_gradients_that_are_copied(library: str) -> None:
     whole = np.ones(good["lse"].shape, np.float32) if library == "numpy" else torch.ones(good["lse"].shape)
     assert same(rawattn.attention_backward(**good, dlse=dlse), rawattn.attention_backward(**good, dlse=whole))
     heads = good["do"][:, :, ::2], good["do"][:, ::2]
-    assert all(arrays.dense(x) is x for x in (good["do"], *heads, good["do"][:0])), "what kernels read is not copied"
+    assert all(making.dense(x) is x for x in (good["do"], *heads, good["do"][:0])), "what kernels read is not copied"
 
 
 ROWS = [  # shape, strides, itemsize, pointer; whether only a copy has rows that begin at 16 bytes
@@ -160,7 +160,7 @@ ROWS = [  # shape, strides, itemsize, pointer; whether only a copy has rows that
 
 @pytest.mark.parametrize("shape, strides, itemsize, pointer, wanted", ROWS)
 def test_rows_that_begin_anywhere(shape: Any, strides: Any, itemsize: int, pointer: int, wanted: bool) -> None:
-    assert arrays._begins_anywhere(shape, strides, itemsize, pointer) is wanted
+    assert making._begins_anywhere(shape, strides, itemsize, pointer) is wanted
 
 
 def test_concurrent_calls() -> None:

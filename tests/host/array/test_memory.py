@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn.array import arrays, memory
-from rawattn.array.arrays import Array
+from rawattn.array import memory, reading
+from rawattn.array.array import Array
 
 SIZES = {"fp32": 4, "bf16": 2, "fp64": 8, "uint8": 1}
 
@@ -49,7 +49,7 @@ def test_overlap_with_itself_is_never_missed(a: Array) -> None:
 @given(st.permutations(range(4)), st.tuples(*[st.slices(4)] * 4))
 def test_no_view_of_a_whole_array_overlaps_itself(order: list[int], part: tuple[slice, ...]) -> None:
     x = np.zeros((4, 4, 4, 4), np.float32)[part].transpose(order)
-    assert not memory.overlap(found := arrays.read(x, "x"), found)
+    assert not memory.overlap(found := reading.read(x, "x"), found)
 
 
 @pytest.mark.parametrize("dtype", SIZES)

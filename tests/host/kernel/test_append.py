@@ -12,7 +12,7 @@ import pytest
 
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, reference
-from rawattn.array import arrays
+from rawattn.array import array, reading
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.append import APPEND, AppendConfig
@@ -115,7 +115,7 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
     return found, cache, case.step() if call.lengths else None, rotary
 
 
-def operation(found: dict[str, arrays.Array], call: Call, cache: KVCache) -> Append:
+def operation(found: dict[str, array.Array], call: Call, cache: KVCache) -> Append:
     rotary = "" if not call.half else "interleaved" if call.interleaved else "neox"
     op = Append.of(found, rotary, scales=cache.scales)
     return dataclasses.replace(op, width=call.width or width_of(found, rotary), in_place=call.in_place)
@@ -124,19 +124,19 @@ def operation(found: dict[str, arrays.Array], call: Call, cache: KVCache) -> App
 def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = None) -> tuple[KVCache, Array | None, int]:
     """Runs the kernel; the cache, the rotated queries, and the violations."""
     given, cache, step, rotary = inputs(call)
-    named = {name: arrays.read(x, name) for name, x in given.items()}
+    named = {name: reading.read(x, name) for name, x in given.items()}
     named |= {} if step is None else {n: x for n, x in step.arrays.items() if n not in ("causal", "kv_begin")}
     named |= {} if rotary is None else rotary.arrays
     named |= cache.arrays_of(len(call.case.lengths))
     op = operation(named, call, cache)
     for name, x in (changes or {}).items():
-        named[name] = arrays.read(x, name)
+        named[name] = reading.read(x, name)
     q_out = np.full_like(given["q"], np.nan) if call.q else None
     if q_out is not None and call.in_place:
         q_out[...] = given["q"]
-        named["q"] = arrays.read(q_out, "q")
+        named["q"] = reading.read(q_out, "q")
     elif q_out is not None:
-        named["q_out"] = arrays.read(q_out, "q_out")
+        named["q_out"] = reading.read(q_out, "q_out")
     violations = np.zeros(1, np.uint32)
     (launch,) = APPEND.lower(op, AppendConfig(64), TYPICAL["sm_90a"]).launches
     values: dict[str, Any] = {"violations": violations, **launch.values}
@@ -157,7 +157,7 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
     return cache, q_out, int(violations[0])
 
 
-def words(array: arrays.Array) -> bytes:
+def words(array: array.Array) -> bytes:
     """The StridedTensor of an array."""
     size = KV_ELEMENTS[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
@@ -272,7 +272,7 @@ def test_compiles(arch: str) -> None:
         pytest.skip("this NVRTC is older than the architecture")
     for name, call in SHAPES.items() if arch == "sm_90a" else [("llama", SHAPES["llama"])]:
         given, cache, step, rotary = inputs(call)
-        named = {name: arrays.read(x, name) for name, x in given.items()} | ({} if rotary is None else rotary.arrays)
+        named = {name: reading.read(x, name) for name, x in given.items()} | ({} if rotary is None else rotary.arrays)
         named |= {} if step is None else {n: x for n, x in step.arrays.items() if n != "causal"}
         named |= cache.arrays_of(len(call.case.lengths))
         width = 2 if call.half == 10 else 16 // ELEMENTS[call.case.dtype].itemsize

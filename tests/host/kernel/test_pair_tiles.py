@@ -15,7 +15,7 @@ import torch
 import rawattn
 from rawattn import ProblemError
 from rawattn.array import tma
-from rawattn.array.arrays import Array, contiguous_strides
+from rawattn.array.array import Array, contiguous_strides
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd, render

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rawattn.array.arrays import CPU, Array
+from rawattn.array.array import CPU, Array
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
 from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, render, tiling

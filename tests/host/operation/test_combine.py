@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, UnsupportedError, reference
-from rawattn.array import arrays
+from rawattn.array import reading
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.combine import COMBINE, CombineConfig
@@ -196,12 +196,12 @@ def test_autograd_is_refused() -> None:
 
 
 def test_operation_as_a_value() -> None:
-    op = Combine.of_call({"o_0": arrays.read(OUT, "o"), "lse_0": arrays.read(LSE, "lse")}, {}, ())
+    op = Combine.of_call({"o_0": reading.read(OUT, "o"), "lse_0": reading.read(LSE, "lse")}, {}, ())
     assert from_json(json.loads(json.dumps(op.to_json()))) == op
     assert str(dataclasses.replace(op, sinks=True)) == "Combine fp32 1 parts, batch 2, length 3, heads 4, head_dim 8, sinks"
     assert op.flops == 2 * OUT.size and op.bytes == 2 * 4 * (OUT.size + LSE.size)
-    half = arrays.read(HALF, "o")
-    found = {"o_0": arrays.read(OUT, "o"), "lse_0": arrays.read(LSE, "lse"), "o_1": half, "lse_1": arrays.read(LSE, "lse")}
+    half = reading.read(HALF, "o")
+    found = {"o_0": reading.read(OUT, "o"), "lse_0": reading.read(LSE, "lse"), "o_1": half, "lse_1": reading.read(LSE, "lse")}
     op = Combine.of_call(found, {"out": found["o_0"], "in_place": True}, ())
     assert from_json(json.loads(json.dumps(op.to_json()))) == op and op.bytes == 10 * OUT.size + 12 * LSE.size
     assert str(op) == "Combine fp16 2 parts, batch 2, length 3, heads 4, head_dim 8, of a sum, to a sum, in place"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.array.arrays import CPU, Array
+from rawattn.array.array import CPU, Array
 from rawattn.driver.device import TYPICAL
 from rawattn.driver.device import cpu as this_cpu
 from rawattn.errors import ProblemError, UnsupportedError

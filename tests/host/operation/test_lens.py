@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import ProblemError, reference
-from rawattn.array import arrays
+from rawattn.array import reading
 from rawattn.driver.device import TYPICAL
 from rawattn.operation import Forward
 from rawattn.operation.spec import Spec
@@ -100,8 +100,8 @@ def test_wrong(given: dict[str, Any], message: str) -> None:
 
 
 def test_operation() -> None:
-    names = {name: arrays.read(ROWS, name)._replace(device=0) for name in "qkv"}
-    op = Forward.of(names | {"q_lens": arrays.read(np.zeros(2, np.int32), "q_lens")._replace(device=0)}, Spec())
+    names = {name: reading.read(ROWS, name)._replace(device=0) for name in "qkv"}
+    op = Forward.of(names | {"q_lens": reading.read(np.zeros(2, np.int32), "q_lens")._replace(device=0)}, Spec())
     assert [x.name for x in op.inputs] == ["q", "k", "v", "q_lens"] and str(op).endswith(", q_lens")
     assert Forward.from_json(op.to_json()) == op
     found = select(op, TYPICAL["sm_90a"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rawattn.array.arrays import CPU, Array
+from rawattn.array.array import CPU, Array
 from rawattn.errors import ProblemError
 from rawattn.operation.operand import PLAIN, Layout, Operand, check_contiguous, check_output, check_whole, describe, layout_of
 

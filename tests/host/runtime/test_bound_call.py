@@ -19,7 +19,9 @@ import pytest
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.array import arrays
+from rawattn.array import making, reading
+from rawattn.array.array import Array
+from rawattn.array.forms import are_held
 from rawattn.compile import compiler
 from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
@@ -51,7 +53,7 @@ class Launch(stand_ins.Launch):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     words = types.SimpleNamespace(take=lambda stream_id, captured: 1 << 20 | stream_id + captured)
     for owner, name, value in (
-        (arrays, "CPU", -2),
+        (Array, "is_cpu", property(lambda array: array.library == "numpy")),
         (compiler, "compile_together", lambda *_: None),
         (compiler, "compile_all", lambda sources: {}),  # the first configuration is taken, whatever it spills
         (counters, "of_device", lambda index, size: words),
@@ -286,11 +288,11 @@ def test_other_lengths_launch_what_a_new_call_does(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bound_call, "BoundLaunch", Noted)
         patch.setattr(compiler, "compile_all", lambda sources: {})
-        patch.setattr(arrays, "maker", maker)
+        patch.setattr(making, "maker", maker)
         patch.setattr(
             loaded_kernel, "load", lambda launch, op, *_: loaded_kernel.LoadedKernel.of(None, launch.source.key, launch, op)
         )
-        patch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
+        patch.setattr(making, "scratch_maker", lambda like, size: lambda _: scratch.setdefault(size, torch.empty(9)))
         forget()
         warm = [step(*each) for each in steps]
         for each, found in zip(steps, warm, strict=True):
@@ -352,8 +354,8 @@ def test_other_queries_launch_what_a_new_call_does(
     monkeypatch.setattr(
         loaded_kernel, "load", lambda launch, op, *_: loaded_kernel.LoadedKernel.of(None, launch.source.key, launch, op)
     )
-    monkeypatch.setattr(arrays, "maker", maker)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
+    monkeypatch.setattr(making, "maker", maker)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda _: results.setdefault(size, torch.empty(9)))
     lowered = [0]
     for made in ("__init__", "resized"):
         monkeypatch.setattr(Plan, made, counting(getattr(Plan, made), lowered))
@@ -441,9 +443,9 @@ def test_a_refused_call_keeps_nothing() -> None:
 
 def test_storages_are_looked_at_whole() -> None:
     x = torch.randn(2, 80, 4, 64)[:, 40:]
-    assert arrays.are_held((x, None))
+    assert are_held((x, None))
     x.untyped_storage().resize_(x.nbytes)  # enough for as many numbers, but these lie behind
-    assert not arrays.are_held((x, None))
+    assert not are_held((x, None))
 
 
 def freed() -> Any:
@@ -619,7 +621,7 @@ def test_an_option_that_there_is_not(call: Any) -> None:
 
 def test_calls_on_arrays_that_were_read_are_kept_by_form() -> None:
     wanted = request.request_for(Forward, request.Options())
-    given = {name: arrays.read(x, name) for name, x in tensors().items()}
+    given = {name: reading.read(x, name) for name, x in tensors().items()}
     call = kept_calls.call_on(wanted, given)
     assert kept_calls.call_on(wanted, given | {"q": given["q"]._replace(pointer=given["q"].pointer + 16)}) is call
     assert kept_calls.call_on(wanted, given | {"q": given["q"]._replace(strides=(20544, 256, 64, 1))}) is not call
@@ -669,7 +671,7 @@ def test_what_one_function_captured_may_change(monkeypatch: pytest.MonkeyPatch) 
     """A number in a cell of its closure, and an array that is replaced, resized in place, or of another dtype then: each is read
     when it is called, and launches what a call that nothing was kept for launches."""
     monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda _: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda _: scratch)
     scratch, call, out = torch.empty(1 << 16), tensors(), torch.empty(2, 80, 4, 64).bfloat16()
     table, n = torch.arange(160, dtype=torch.int32), 5
 

@@ -21,7 +21,7 @@ import pytest
 import rawattn
 from rawattn import __main__ as command_line
 from rawattn import errors
-from rawattn.array.arrays import Array
+from rawattn.array.array import Array
 from rawattn.compile import compiler
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device, boards

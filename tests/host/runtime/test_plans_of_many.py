@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.array import arrays
-from rawattn.array.arrays import Array
+from rawattn.array import making, reading
+from rawattn.array.array import Array
 from rawattn.compile.compiler import Source
 from rawattn.driver.device import Device
 from rawattn.errors import ProblemError, UnsupportedError
@@ -186,7 +186,7 @@ def test_wrong_outputs(out: Any, message: str) -> None:
 
 def test_plan() -> None:
     parts = [torch.randn(2, 3, 4, 8) for _ in range(2)]
-    found = {f"parts[{i}]": arrays.read(x, "x") for i, x in enumerate(parts)}
+    found = {f"parts[{i}]": reading.read(x, "x") for i, x in enumerate(parts)}
     plan = calls.call_on(request.request_for(Extremes, {}, ()), found).plan
     plan.run(*parts), plan.run(**{"parts[1]": parts[1], "parts[0]": parts[0]})
     assert LAUNCHED[0][0][:64] == LAUNCHED[2][0][:64]
@@ -212,7 +212,7 @@ def gradients(length: int = 80, sinks: bool = False) -> dict[str, Any]:
 def test_the_backward_is_the_same_cold_and_warm(sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same launches for the same addresses, whether the call, its plan or its family was met before."""
     memory = torch.empty(1 << 23, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: memory[:size])
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: memory[:size])
     given = []
     for length in (80, 80, 79, 78):
         call = gradients(length, sinks)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError, reference
+from rawattn.array import reading
 from rawattn.operation import Append, AttentionKVCache
 from rawattn.runtime import record
 from rawattn.testing import expect
@@ -215,7 +216,7 @@ def test_what_a_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operations_as_values() -> None:
     spec = rawattn.Spec.of(causal=True, window=(9, 0), softcap=3.0, return_lse=True)
-    found = {"q": rawattn.array.arrays.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
+    found = {"q": reading.read(Q, "q"), "k_cache": CACHE.arrays["k"], "v_cache": CACHE.arrays["v"], **STEP.arrays}
     op = AttentionKVCache.of(found, spec, max_kv_len=8, split_keys=256)
     assert (op.batch, op.q_len, op.kv_len, op.table, op.total_q, op.kv_element) == (2, 1, 8, 3, 2, ELEMENTS["fp32"])
     assert AttentionKVCache.from_json(op.to_json()) == op and hash(op) == hash(AttentionKVCache.from_json(op.to_json()))
@@ -234,7 +235,7 @@ def test_operations_as_values() -> None:
     assert eight.bytes == 2 * 12 * 2 * 16 + 4 * (64 + 2 + 6 + 64 + 8 + 4)
     kinds = {dataclasses.replace(eight, **{name: not getattr(eight, name)}).kind for name in ("k_scales", "v_scales")}
     assert eight.kind == dataclasses.replace(eight, k_scale=3.0).kind not in kinds and len(kinds) == 2
-    given = {"k": rawattn.array.arrays.read(NEW, "k"), "v": rawattn.array.arrays.read(NEW, "v"), **found}
+    given = {"k": reading.read(NEW, "k"), "v": reading.read(NEW, "v"), **found}
     stored = Append.of({name: x for name, x in given.items() if name != "q"} | SCALED.arrays_of(2))
     assert Append.from_json(stored.to_json()) == stored and str(stored).startswith("Append fp32 over e4m3 2 rows")
     assert stored.kind != dataclasses.replace(stored, k_scales=True).kind and [x.name for x in stored.inputs][-1] == "v_scale"

@@ -14,7 +14,7 @@ import pytest
 
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, UnsupportedError
-from rawattn.array.arrays import read
+from rawattn.array.reading import read
 from rawattn.variant.element import E4M3, E5M2, KV_ELEMENTS
 from tests.caches import Cached
 

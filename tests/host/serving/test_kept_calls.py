@@ -19,7 +19,7 @@ import pytest
 
 import rawattn
 from rawattn import ProblemError
-from rawattn.array import arrays
+from rawattn.array import conversion, making
 from rawattn.runtime import call_cache
 from tests.host.serving.test_plan import compilations
 
@@ -33,8 +33,8 @@ BATCH, PAGES = 4, 32
 def gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compilations(monkeypatch, tmp_path, LAUNCHED)
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
-    monkeypatch.setattr(arrays, "_cupy_empty", lambda device, shape, dtype: Cupy(np.empty(shape, dtype)))
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "_make_on_cupy", lambda device, shape, dtype: Cupy(np.empty(shape, dtype)))
     forget()
     LAUNCHED.clear()
     yield
@@ -170,7 +170,7 @@ def test_results_are_of_the_callers_library(monkeypatch: pytest.MonkeyPatch) -> 
     """Of the library that q came from: when a call is made, and when it is found."""
     stream = types.SimpleNamespace(get_current_stream=lambda device: types.SimpleNamespace(ptr=0))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=Cupy, cuda=stream))
-    monkeypatch.setattr(arrays, "to_library", lambda result, original: original)
+    monkeypatch.setattr(conversion, "to_library", lambda result, original: original)
     q, cache, step, _ = of_cupy(*variations()["first"])
     assert [rawattn.attention_kvcache(q, cache, step) for _ in range(2)] == [q, q]
 
@@ -377,10 +377,10 @@ def appended() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("calls_of", [over_a_cache, appended])
 def test_a_kept_call_of_an_adapter(calls_of: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``, and tells autograd of caches that it writes."""
-    flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), arrays.maker, list[Any]()
+    flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), making.maker, list[Any]()
     kvcache = "rawattn.integrations.flash_attn_kvcache._count_new_rows"
     monkeypatch.setattr(kvcache, lambda lens, k, starts: lens)  # whose sum lies anywhere
-    monkeypatch.setattr(arrays, "maker", lambda *given: lambda like: (made.append(x := make(*given)(like)), x)[1])
+    monkeypatch.setattr(making, "maker", lambda *given: lambda like: (made.append(x := make(*given)(like)), x)[1])
 
     def said(q: Any, pools: Any, places: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Returns what was launched, but for the places of results, and how results lie."""

@@ -13,7 +13,7 @@ import pytest
 
 import rawattn
 from rawattn import ProblemError
-from rawattn.array import arrays
+from rawattn.array import making
 from rawattn.compile import compiler
 from rawattn.driver import counters
 from rawattn.driver.device import TYPICAL
@@ -143,7 +143,7 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     launched is the same."""
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compiled, scratch = compilations(monkeypatch, tmp_path, launched), torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     q, cache, step = _move(SMALL.rows(4, 32, 1), "torch", "cpu"), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4)
     plan = rawattn.plan_kvcache(q, cache, step, return_lse=True)
     results = plan.run(q, cache, step)
@@ -180,7 +180,7 @@ def test_functions_on_a_gpu(causal: Any, tmp_path: pathlib.Path, monkeypatch: py
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compilations(monkeypatch, tmp_path, launched)
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     monkeypatch.setattr(compiler, "compile", lambda source: compiler.Binary(b"", "", "", 0.0, "memory", source.key))
     case = dataclasses.replace(SMALL, causal=causal)
     q, cache, step = _move(case.rows(4, 32, 1), "torch", "cpu"), case.cache("torch"), case.step("torch", max_q_len=4)
@@ -209,7 +209,7 @@ def test_a_cache_that_requires_grad(tmp_path: pathlib.Path, monkeypatch: pytest.
     torch = pytest.importorskip("torch")
     compilations(monkeypatch, tmp_path, [])
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     q, new = (_move(SMALL.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2))
     eight, step = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("each", "each")), SMALL.step("torch", max_q_len=4)
     rotary = rawattn.Rotary(torch.zeros(4096, 16), torch.ones(4096, 16))
@@ -235,7 +235,7 @@ def test_arrays_for_other_kernels(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     read, where others might be faster."""
     torch = pytest.importorskip("torch")
     compiled, scratch = compilations(monkeypatch, tmp_path, []), torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"), lengths=((150, 200), (1, 20)))
     q, step = _move(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch", max_q_len=150)
     caches = [dataclasses.replace(case, seed=seed).cache("torch") for seed in (0, 1)]
@@ -258,7 +258,7 @@ def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compilations(monkeypatch, tmp_path, launched)
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
-    monkeypatch.setattr(arrays, "scratch_maker", lambda like, size: lambda beside: scratch)
+    monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"))
     q, step, caches = _move(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch"), []
     for seed in (0, 1, 2):

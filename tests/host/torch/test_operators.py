@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.array import arrays
+from rawattn.array import reading
+from rawattn.array.array import Array
+from rawattn.array.forms import forms_of
 from rawattn.errors import ProblemError
 from rawattn.runtime import bound_call
 from tests.versions import since
@@ -325,7 +327,7 @@ def test_forward_mode_duals() -> None:
     plan = rawattn.plan(good, good, good)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(good, good)
-        assert arrays.forms_of((dual, good)) is None
+        assert forms_of((dual, good)) is None
         for run in (rawattn.attention, plan.run, OP):
             assert torch.equal(run(good, good, good)[0], good if run is OP else good[0])
             with pytest.raises(ProblemError, match="forward-mode tangent"):
@@ -337,9 +339,9 @@ def test_forward_mode_duals() -> None:
 
 
 def test_pointer_0_of_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "_read_foreign", lambda x, name: arrays.Array("cupy", 0, "fp32", SHAPE, (1,) * 4, 0, x))
+    monkeypatch.setattr(reading, "_read_foreign", lambda x, name: Array("cupy", 0, "fp32", SHAPE, (1,) * 4, 0, x))
     with pytest.raises(ProblemError, match=r"q is a Foreign of shape .* no memory"):
-        arrays.read(type("Foreign", (), {})(), "q")
+        reading.read(type("Foreign", (), {})(), "q")
 
 
 def test_out_bumps_the_version_counter() -> None:
