@@ -14,7 +14,7 @@ from ..variant import Option
 from ..variant.field import Fields
 from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
-from .attn_bwd_captured import launches
+from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, DeltaPass
 from .program import Program
 
@@ -59,12 +59,12 @@ class AttnBwdSimt(BackwardKernel):
         return device.capability >= 75
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        found, forward = [], op.forward
+        reasons, forward = [], op.forward
         if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
+            reasons.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
         sizes = {"head_dim": forward.head_dim, "head_dim_v": forward.head_dim_v}
-        found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
-        return found + backward.reasons(op, 16, 16)
+        reasons += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
+        return reasons + backward.reasons(op, 16, 16)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
@@ -78,11 +78,11 @@ class AttnBwdSimt(BackwardKernel):
         return None
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdSimtConfig]:
-        """The fastest that the device's shared memory suffices for."""
-        return [each for each in configs_of(op.forward) if self.legal(each, op, device) is None][:1]
+        """The fastest configuration that the device's shared memory suffices for."""
+        return [config for config in configs_of(op.forward) if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnBwdSimtConfig, op: Backward, device: Device) -> float:
-        """Returns the time of its products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
+        """The time of the products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
         return op.flops * 7 / 5 / (256 * device.sm_count * 1.5e9)
 
     def lower(self, op: Backward, config: AttnBwdSimtConfig, device: Device) -> Program:
@@ -92,27 +92,28 @@ class AttnBwdSimt(BackwardKernel):
         kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
         launch = functools.partial(self.launch, op, config, device)
-        own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
-        return self.program(op, device, DeltaPass(config.tile_q, config.tile_kv), own, launches)
+        dkdv = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _render_dkdv)
+        dq = launch("attn_bwd_dq_simt", shared, q_grid, _render_dq)
+        return self.program(op, device, DeltaPass(config.tile_q, config.tile_kv), (dkdv, dq), make_launches)
 
 
-def _dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
+def _render_dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
-    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
+    return _render("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 
 
-def _dq(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
-    own = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
-    return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], own, arch)
+def _render_dq(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
+    options = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
+    return _render("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], options, arch)
 
 
-def _rendered(
-    file: str, op: Forward, config: AttnBwdSimtConfig, outputs: Fields, own: dict[str, Option], arch: str
+def _render(
+    file: str, op: Forward, config: AttnBwdSimtConfig, outputs: Fields, options: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
-    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)
+    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **options)
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 

@@ -255,7 +255,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        records._installed.cache_clear()
+        records._read_installed.cache_clear()
         select.forget()
 
     def put(*lines: dict[str, Any]) -> None:
@@ -329,9 +329,9 @@ def test_records_are_read_once_and_fast(recorded: Any) -> None:
     recorded(*(made_record(kind, OTHER, cases=["4x4096 h16 d128 causal"] * 6) for kind in kinds))
     seconds = []
     for _ in range(10):
-        records._installed.cache_clear()
+        records._read_installed.cache_clear()
         begin = time.perf_counter()
-        assert len(records._installed("h200")) == 30
+        assert len(records._read_installed("h200")) == 30
         seconds.append(time.perf_counter() - begin)
     assert min(seconds) < 1e-3
-    assert records._installed("h200") is records._installed("h200")
+    assert records._read_installed("h200") is records._read_installed("h200")
