@@ -123,7 +123,7 @@ def test_cubin_is_a_whole_elf_file(folder: pathlib.Path, tmp_path: pathlib.Path)
 def test_missing_last_byte() -> None:
     cubin = compiler.compile(SOURCE).cubin
     assert cubin[-1:] == b"\0"
-    assert compiler._whole(cubin) == compiler._whole(cubin[:-1]) == cubin
+    assert compiler._complete(cubin) == compiler._complete(cubin[:-1]) == cubin
 
 
 @pytest.mark.parametrize(
