@@ -207,6 +207,7 @@ class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd"
+    needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnBwdConfig
 
     def runs_on(self, device: Device) -> bool:
@@ -216,10 +217,7 @@ class AttnBwd(BackwardKernel):
         return self.runs_on(device) and op.forward.widest <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons, forward = [], op.forward
-        if not self.runs_on(device):
-            reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        reasons += tiling.tensor_core_reasons(forward, WIDEST)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST)
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

@@ -153,6 +153,7 @@ class AttnBwdMma(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd_mma"
+    needs = "a GPU of compute capability 8.0 or newer"
     config_type = AttnBwdMmaConfig
 
     def runs_on(self, device: Device) -> bool:
@@ -163,11 +164,8 @@ class AttnBwdMma(BackwardKernel):
         return self.runs_on(device) and (device.capability != 90 or op.forward.element == FP32)
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons, forward = [], op.forward
-        if not self.runs_on(device):
-            reasons.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        widest = 256 if forward.element != FP32 or has_large_smem(device) else 128
-        reasons += tiling.tensor_core_reasons(forward, widest, (BF16, FP16, FP32))
+        widest = 256 if op.forward.element != FP32 or has_large_smem(device) else 128
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, widest, (BF16, FP16, FP32))
         return reasons + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

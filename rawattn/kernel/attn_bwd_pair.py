@@ -63,6 +63,7 @@ class AttnBwdPair(BackwardKernel):
     """The kernels and their launches."""
 
     name = "attn_bwd_pair"
+    needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnBwdPairConfig
 
     def runs_on(self, device: Device) -> bool:
@@ -72,10 +73,7 @@ class AttnBwdPair(BackwardKernel):
         return self.runs_on(device) and op.forward.widest > 128 and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons, forward = [], op.forward
-        if not self.runs_on(device):
-            reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        reasons += tiling.tensor_core_reasons(forward)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward)
         return reasons + backward.reasons(op, 128, KEYS, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

@@ -52,6 +52,7 @@ class AttnBwdSimt(BackwardKernel):
     """The kernels and their launches."""
 
     name = "attn_bwd_simt"
+    needs = "a GPU of compute capability 7.5 or newer"
     alignment = 1  # any
     config_type = AttnBwdSimtConfig
 
@@ -59,10 +60,8 @@ class AttnBwdSimt(BackwardKernel):
         return device.capability >= 75
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons, forward = [], op.forward
-        if not self.runs_on(device):
-            reasons.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
-        sizes = {"head_dim": forward.head_dim, "head_dim_v": forward.head_dim_v}
+        sizes = {"head_dim": op.forward.head_dim, "head_dim_v": op.forward.head_dim_v}
+        reasons = self.device_reasons(device)
         reasons += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         return reasons + backward.reasons(op, 16, 16)
 

@@ -130,15 +130,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
     name = "attn_decode"
+    needs = "a GPU of compute capability 8.0 or newer"
     config_type = AttnDecodeConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        reasons = []
-        if not self.runs_on(device):
-            reasons.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
+        reasons = self.device_reasons(device)
         if op.element not in (element.BF16, element.FP16):
             reasons.append(f"it takes bf16 and fp16, not {op.element.name}")
         elif op.kv_element is not None and op.kv_element != op.element and not paging.is_fp8(op):

@@ -129,6 +129,7 @@ class AttnFwd(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd"
+    needs = "a Hopper GPU (compute capability 9.0)"
     file = FILE
     config_type = AttnFwdConfig
 
@@ -139,12 +140,8 @@ class AttnFwd(ForwardKernel):
         return op.invariant or not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        reasons = []
-        if not self.runs_on(device):
-            reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        reasons += tiling.tensor_core_reasons(op)
-        reasons += tiling.too_many_tiles(op, 64)
-        reasons += tiling.function_reasons(op)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
+        reasons += tiling.too_many_tiles(op, 64) + tiling.function_reasons(op)
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

@@ -115,6 +115,7 @@ class AttnFwdMma(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"
+    needs = "a GPU of compute capability 8.0 or newer"
     file = "attn_fwd_mma.cu"
     config_type = AttnFwdMmaConfig
 
@@ -122,11 +123,8 @@ class AttnFwdMma(ForwardKernel):
         return device.capability >= 80
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        reasons = []
-        if not self.runs_on(device):
-            reasons.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        reasons += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
-        reasons += tiling.function_reasons(op)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
+        reasons += tiling.too_many_tiles(op, 32) + tiling.function_reasons(op)
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:

@@ -53,6 +53,7 @@ class AttnFwdSimt(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"
+    needs = "a GPU of compute capability 7.5 or newer"
     file = "attn_fwd_simt.cu"
     alignment = 1  # any
     config_type = AttnFwdSimtConfig
@@ -61,9 +62,7 @@ class AttnFwdSimt(ForwardKernel):
         return device.capability >= 75
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        reasons = []
-        if not self.runs_on(device):
-            reasons.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
+        reasons = self.device_reasons(device)
         sizes = {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         reasons += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         if op.constant_time and op.element == element.FP64:

@@ -35,6 +35,7 @@ class Kernel(abc.ABC, Generic[Op]):
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
     has_records: ClassVar[bool] = False
+    needs: ClassVar[str]  # the GPUs that it runs on, in words
 
     @property
     def recorded(self) -> Any:
@@ -44,6 +45,10 @@ class Kernel(abc.ABC, Generic[Op]):
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
         """Says whether the device has the instructions."""
+
+    def device_reasons(self, device: Device) -> list[str]:
+        """The reason why the kernel does not run on the device, if it does not."""
+        return [] if self.runs_on(device) else [f"it needs {self.needs}, and {device.name} is {device.arch}"]
 
     @abc.abstractmethod
     def supports(self, op: Op, device: Device) -> list[str]:
