@@ -21,9 +21,9 @@ FILE = "append.cu"
 
 @dataclasses.dataclass(frozen=True)
 class AppendConfig:
-    """Threads of a block, which has one token."""
+    """The configuration of append.cu."""
 
-    threads: int = 256
+    threads: int = 256  # of a block, which has one token
 
 
 class AppendKernel(Kernel[Append]):

@@ -44,31 +44,24 @@ STEPS = ("together", "apart")  # in one loop or two
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdConfig:
-    """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
-    chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
-    how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
-    step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
-    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest); the captured array
-    whose gradient is dS, which is stored as it is made ("" for none); the captured array with an element for each pair, of which
-    TMA brings tiles to the place of dS ("" for none)."""
+    """The configuration of attn_bwd.cu."""
 
-    consumers: int = 2
-    tile_q: int = 64
-    dq_parts: int = 1
-    dq_columns: int = 128
-    dq_chains: int = 1
-    dq_stages: int = 2
-    producer_registers: int = 40
-    consumer_registers: int = 232
-    store: str = "ordered"
-    direction: str = ""
-    order: str = "at_once"
-    steps: str = "together"
-    parts: int = 0
-    walk: str = ""
-    gradient: str = ""
-    elements: str = ""
+    consumers: int = 2  # warpgroups, 64 keys each
+    tile_q: int = 64  # query rows of a step
+    dq_parts: int = 1  # into which the columns of dq are cut
+    dq_columns: int = 128  # of a part
+    dq_chains: int = 1  # in which blocks take turns to add to dq
+    dq_stages: int = 2  # steps whose dq is under way
+    producer_registers: int = 40  # of a thread
+    consumer_registers: int = 232  # of a thread
+    store: str = "ordered"  # how parts of dq meet, of STORES
+    direction: str = ""  # in which blocks go; "" for what the mask suggests
+    order: str = "at_once"  # when a step's part of dq is made, of ORDERS
+    steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
+    parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
+    walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
+    elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
 
     @property
     def tile_kv(self) -> int:

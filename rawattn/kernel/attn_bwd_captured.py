@@ -33,18 +33,16 @@ THREADS = 256  # of the passes before and behind
 
 
 class AttnBwdCapturedConfig(NamedTuple):
-    """The configuration of the kernels: by tensor cores or not; rows of a block, keys of a tile, rows of a block of scratch
-    memory; the number of the element among the nodes of the score's code, and how its gradients are summed; how the
-    statistics of rows lie."""
+    """The configuration of attn_bwd_captured.cu and attn_bwd_captured_mma.cu."""
 
-    tensor_cores: bool
-    tile_q: int
+    tensor_cores: bool  # attn_bwd_captured_mma.cu
+    tile_q: int  # rows of a block
     tile_kv: int
-    q_block: int
-    node: int
-    gathering: str
+    q_block: int  # rows of a block of scratch memory
+    node: int  # the number of the element among the nodes of the score's code
+    gathering: str  # how its gradients are summed
     sums: ExactSums | WrittenOnce
-    statistics: Option
+    statistics: Option  # how those of rows lie
 
 
 def score_of(op: Forward) -> FunctionScore:

@@ -28,26 +28,22 @@ LEAST_ROWS = 32  # of a tile
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdMmaConfig:
-    """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
-    once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
-    many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
-    the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes
-    suggest), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
+    """The configuration of attn_bwd_mma.cu."""
 
-    tile_q: int = 64
+    tile_q: int = 64  # query rows of a step
     warps: int = 8
-    m_tiles_per_warp: int = 2
-    sharing: int = 2
-    chunk_q: int = 32
+    m_tiles_per_warp: int = 2  # tiles of 16 keys that a warp has
+    sharing: int = 2  # warps that have the same keys
+    chunk_q: int = 32  # queries whose S a warp has at once
     q_stages: int = 2
     do_stages: int = 2
-    dq_row_warps: int = 2
-    ctas_per_sm: int = 1
-    dq_vector: int = 4
-    store: str = "ordered"
-    direction: str = ""
-    parts: int = 0
-    walk: str = ""
+    dq_row_warps: int = 2  # among which the rows of dq are shared out
+    ctas_per_sm: int = 1  # blocks that share a multiprocessor
+    dq_vector: int = 4  # numbers of dq that are added at once
+    store: str = "ordered"  # how parts of dq meet, of STORES
+    direction: str = ""  # in which blocks go; "" for what the mask suggests
+    parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
+    walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
 
     @property
     def threads(self) -> int:

@@ -24,19 +24,17 @@ KEYS = 64  # of a block of attn_bwd_dkdv.cu
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdPairConfig:
-    """Query rows of a step of attn_bwd_dkdv.cu, keys of a step of attn_bwd_dq.cu and query rows of its blocks; registers of a
-    producer and of a consumer thread in each; in which direction blocks of the first go ("" for what the mask suggests);
-    into how many parts, works of their own there, the query heads of a key head are split (0 for what sizes suggest)."""
+    """The configuration of attn_bwd_dkdv.cu and attn_bwd_dq.cu. Registers are those of a thread."""
 
-    tile_q: int = 64
-    tile_kv: int = 64
-    q_block: int = 128
-    kv_producer_registers: int = 40
+    tile_q: int = 64  # query rows of a step of attn_bwd_dkdv.cu
+    tile_kv: int = 64  # keys of a step of attn_bwd_dq.cu
+    q_block: int = 128  # query rows of a block of attn_bwd_dq.cu
+    kv_producer_registers: int = 40  # in attn_bwd_dkdv.cu
     kv_consumer_registers: int = 232
-    q_producer_registers: int = 40
+    q_producer_registers: int = 40  # in attn_bwd_dq.cu
     q_consumer_registers: int = 232
-    direction: str = ""
-    parts: int = 0
+    direction: str = ""  # in which blocks of attn_bwd_dkdv.cu go; "" for what the mask suggests
+    parts: int = 0  # works there into which the query heads of a key head are split; 0 for what sizes suggest
 
 
 def config_of(op: Forward) -> AttnBwdPairConfig:

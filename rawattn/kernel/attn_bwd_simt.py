@@ -21,12 +21,12 @@ from .program import Program
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdSimtConfig:
-    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
+    """The configuration of attn_bwd_dkdv_simt.cu and attn_bwd_dq_simt.cu."""
 
     tile_q: int = 32
     tile_kv: int = 32
-    chunk: int = 64
-    blocks: int = 1
+    chunk: int = 64  # columns that are in shared memory at a time
+    blocks: int = 1  # of a multiprocessor, for which registers suffice
 
 
 def configs_of(op: Forward) -> list[AttnBwdSimtConfig]:

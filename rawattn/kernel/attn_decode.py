@@ -28,18 +28,16 @@ MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 
 @dataclasses.dataclass(frozen=True)
 class AttnDecodeConfig:
-    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the steps of
-    the contraction whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps
-    exchange columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
+    """The configuration of attn_decode.cu."""
 
-    m_tiles: int = 1
+    m_tiles: int = 1  # of 16 rows, with four warps each
     tile_kv: int = 64
-    stages: int = 5
-    q_steps_in_registers: int = 8
-    steps_at_once: int = 2
-    merge_passes: int = 1
-    cp_async: bool = False
-    producers: int = 1
+    stages: int = 5  # of the ring
+    q_steps_in_registers: int = 8  # steps of the contraction whose Q stays in registers
+    steps_at_once: int = 2  # steps of 32 keys whose scores are computed together
+    merge_passes: int = 1  # by which warps exchange columns
+    cp_async: bool = False  # whether warps copy the pages, in place of TMA
+    producers: int = 1  # warps that copy; TMA needs one
 
     @property
     def tile_q(self) -> int:

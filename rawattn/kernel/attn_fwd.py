@@ -38,11 +38,11 @@ _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, a
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdConfig:
-    """Tile sizes in rows, stages of the K and V rings and of Q."""
+    """The configuration of attn_fwd.cu."""
 
     tile_q: int = 128
     tile_kv: int = 128
-    stages: int = 2
+    stages: int = 2  # of the rings of K and V
     q_stages: int = 1
 
     @property
@@ -166,8 +166,8 @@ class AttnFwd(ForwardKernel):
         return None
 
     def small_spill(self, op: Forward) -> int:
-        """Returns 16 for scores: a table of biases by distance takes 1409 us in 192 x 64, which spills 16, and 1505 in 128 x 96,
-        which spills none (perf/notes/functions.md). Nobody measured it for lists, where the producer may be what spills."""
+        """The bytes for scores, 16: a table of biases by distance takes 1409 us in 192 x 64, which spills 16, and 1505 in
+        128 x 96, which spills none (perf/notes/functions.md). Nobody measured lists, where the producer may be what spills."""
         return 0 if lists(op.mask) else SMALL_SPILL
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdConfig]:

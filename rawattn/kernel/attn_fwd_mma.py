@@ -32,18 +32,16 @@ _FOLD = 3e-6  # seconds of the launch that folds splits
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdMmaConfig:
-    """Tile sizes in rows; slots of the ring, which K and V tiles share; tiles of 16 query rows that a warp computes; contraction
-    steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor; whether the query heads that share a key
-    head share tiles; whether a sequence's keys may be split, where few queries would leave multiprocessors idle."""
+    """The configuration of attn_fwd_mma.cu."""
 
     tile_q: int = 128
     tile_kv: int = 64
-    stages: int = 2
-    m_tiles_per_warp: int = 2
-    q_steps_in_registers: int = 0
-    ctas_per_sm: int = 2
-    pack_gqa: bool = False
-    split: bool = False
+    stages: int = 2  # slots of the ring, which K and V tiles share
+    m_tiles_per_warp: int = 2  # tiles of 16 query rows that a warp computes
+    q_steps_in_registers: int = 0  # contraction steps of 16 columns whose Q stays in registers
+    ctas_per_sm: int = 2  # blocks that share a multiprocessor
+    pack_gqa: bool = False  # whether the query heads that share a key head share tiles
+    split: bool = False  # whether a sequence's keys may be split, where few queries would leave multiprocessors idle
 
     @property
     def threads(self) -> int:

@@ -17,14 +17,14 @@ from .render import config_header, source
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdSimtConfig:
-    """Tile sizes in rows; columns of K and of V that are in shared memory at a time; threads; blocks on a multiprocessor."""
+    """The configuration of attn_fwd_simt.cu."""
 
     tile_q: int = 64
     tile_kv: int = 64
-    chunk: int = 64
-    v_chunk: int = 64
+    chunk: int = 64  # columns of K that are in shared memory at a time
+    v_chunk: int = 64  # ... and of V
     threads: int = 256
-    ctas_per_sm: int = 1
+    ctas_per_sm: int = 1  # blocks on a multiprocessor
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -191,31 +191,27 @@ CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``at
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPass:
-    """The configuration of attn_bwd_delta.cu, the first pass, which makes delta = rowsum(o do): rows of a block, keys of a tile
-    of the kernel that follows, numbers of o and do that are read at once; what it clears, and the constants of dq that this
-    needs; how the statistics lie; whether lse has a gradient."""
+    """The configuration of attn_bwd_delta.cu, the first pass, which makes delta = rowsum(o do)."""
 
-    q_block: int
-    tile_kv: int
-    vector: int = 1
+    q_block: int  # rows of a block
+    tile_kv: int  # keys of a tile of the kernel that follows
+    vector: int = 1  # numbers of o and do that are read at once
     clear: Option = NOTHING
-    dq_constants: tuple[tuple[str, int], ...] = ()
+    dq_constants: tuple[tuple[str, int], ...] = ()  # that ``clear`` needs
     statistics: Option = BY_ROWS
-    dlse: bool = False
+    dlse: bool = False  # whether lse has a gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertPass:
-    """The configuration of attn_bwd_convert.cu, the last pass, which makes dq of its sums: rows of a block, keys of a tile of the
-    kernel before, columns of each part of dq, how many parts there are, how many numbers of a thread follow each other in the
-    sum, and in how many chains blocks took turns to add to it; 0 where they took none."""
+    """The configuration of attn_bwd_convert.cu, the last pass, which makes dq of its sums."""
 
-    tile_q: int
-    tile_kv: int
-    dq_columns: int
+    tile_q: int  # rows of a block
+    tile_kv: int  # keys of a tile of the kernel before
+    dq_columns: int  # of each part of dq
     dq_parts: int = 1
-    vector: int = 4
-    dq_chains: int = 1
+    vector: int = 4  # numbers of a thread that follow each other in the sum
+    dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
 
 
 class BackwardKernel(Kernel[Backward]):

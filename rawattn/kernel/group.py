@@ -1,5 +1,5 @@
-"""Into how many parts, works of their own, kernels of the backward split the query heads that share a key head, and in which
-order a work goes over their tiles.
+"""The parts, works of their own, into which kernels of the backward split the query heads that share a key head, and the order in
+which a work goes over their tiles.
 
 A work of such a kernel is a key tile. With few key heads there are fewer works than multiprocessors, or too few of different
 lengths to end together. Parts of the heads are more works, and shorter ones, but dk and dv are then sums of parts in scratch,

@@ -1,5 +1,4 @@
-"""This module has what the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
-refuse."""
+"""The parts that the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they refuse."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ def _read(path: str) -> str:
 
 
 def source(file: str, config: str, arch: str) -> Source:
-    """Returns what NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
-    recompiles just the kernels that use it. Those that were written for its options come with ``config``."""
+    """The source of ``file`` of ``cuda_src/`` for NVRTC, with the headers that it reaches and no others, so that a change to one
+    recompiles just the kernels that use it. Headers that were written for its options come with ``config``."""
     written = config.texts if isinstance(config, ConfigHeader) else {}
     headers = {"config.cuh": str(config)}
     pending = [_read(file), config]
