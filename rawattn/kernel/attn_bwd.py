@@ -255,9 +255,7 @@ class AttnBwd(BackwardKernel):
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
             return f"registers are {config.producer_registers} and {config.consumer_registers}; a block has not so many"
-        if smem_bytes(config, forward) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return tiling.too_large_block(smem_bytes(config, forward), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
         """The operation at two lengths: with few contributors to a tile of dq, and with many."""

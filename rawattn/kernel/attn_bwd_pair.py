@@ -91,9 +91,7 @@ class AttnBwdPair(BackwardKernel):
             return f"direction is {config.direction!r}; it must be one of {[*DIRECTIONS]}"
         if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
-        if smem_bytes(config, op.forward) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return tiling.too_large_block(smem_bytes(config, op.forward), device)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdPairConfig]:
         """The configuration that was found for the head sizes."""

@@ -72,9 +72,7 @@ class AttnBwdSimt(BackwardKernel):
         for which, value in (("tile_q", config.tile_q), ("tile_kv", config.tile_kv), ("chunk", config.chunk)):
             if value % 16 or value < 16:
                 return f"{which} is {value}; it must be a multiple of 16"
-        if smem_bytes(config, op.forward) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return tiling.too_large_block(smem_bytes(config, op.forward), device)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdSimtConfig]:
         """The fastest configuration that the device's shared memory suffices for."""

@@ -156,8 +156,8 @@ class AttnFwd(ForwardKernel):
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        if smem_bytes(config, op) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, op)} bytes of shared memory; a block has {device.smem_bytes}"
+        if reason := tiling.too_large_block(smem_bytes(config, op), device):
+            return reason
         if config.consumers == 3 and config.tile_kv > 128:
             return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
         limit = {256: 208, 232: 200, 216: 184, 160: 128, 152: 120, 112: 80, 104: 72}[registers(config, op)[1]]

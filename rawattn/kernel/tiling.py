@@ -80,6 +80,11 @@ def reasons(*optional: str | None) -> list[str]:
     return [reason for reason in optional if reason is not None]
 
 
+def too_large_block(needed: int, device: Device) -> str | None:
+    """The reason why a block cannot have ``needed`` bytes of shared memory; None where it can."""
+    return f"it needs {needed} bytes of shared memory; a block has {device.smem_bytes}" if needed > device.smem_bytes else None
+
+
 def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
     """The reason why ``ctas_per_sm`` blocks of ``block`` bytes of shared memory do not fit a multiprocessor; None if they do."""
     needed = (block + RESERVED_SMEM) * ctas_per_sm
