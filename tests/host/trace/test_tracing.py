@@ -803,11 +803,11 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing._Cache, "variants", 3)
     for i in range(20):
         trace.bind(eval(f"lambda q, kv: q % {i + 2} == kv"), "mask")
-    assert len(cache._found) == 8
+    assert len(cache._traced) == 8
     f = (lambda: lambda n: lambda q, kv: any(q == i for i in range(n)))()
     for i in range(10):
         trace.bind(f(i + 1), "mask")
-    assert max(len(found) for found in cache._found.values()) == 3
+    assert max(len(found) for found in cache._traced.values()) == 3
 
 
 def test_many_threads() -> None:
