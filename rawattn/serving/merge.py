@@ -64,7 +64,7 @@ def merge_states(
     key = None if read is None or of_out is None else ("merge", read[0], of_out[0], in_place)
     call, addresses = find(key), read[1] if read else ()
     if call is None:
-        op, inputs = _merge_of(states, sinks, {"out": None if out is None else reading.read(out, "out"), "in_place": in_place})
+        op, inputs = _prepare(states, sinks, {"out": None if out is None else reading.read(out, "out"), "in_place": in_place})
         if op.count > MOST_ARRAYS and not inputs["o_0"].is_cpu:
             return _merge_in_turn(list(zip(states[::2], states[1::2], strict=True)), sinks, out, inputs)
         call, addresses = call_of(op, inputs), addresses_of(inputs)
@@ -93,8 +93,8 @@ def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: d
     return to_libraries(merged, (out,), parts[0][0])
 
 
-def _merge_of(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
-    """The merge of these states, o_0, lse_0, o_1 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
+def _prepare(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
+    """The operation that merges ``states``, o_0, lse_0 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
     names = Combine.input_names(len(states))
     named = dict(zip(names, states, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if torch_state.requires_grad(*named.values()):
