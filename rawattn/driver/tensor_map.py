@@ -27,6 +27,12 @@ def _make_constants(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)
+def _encoded_at(encoded: Callable[[int], bytes], pointer: int) -> bytes:
+    """The bytes for an address. The driver takes 3 us for them, and addresses come again: of layers' caches, of an allocator."""
+    return encoded(pointer)
+
+
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(
     dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
@@ -40,10 +46,13 @@ def tensor_maps(
     extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
     before, after = (kind, len(sizes)), (*extents, *after)
 
+    @functools.lru_cache(
+        maxsize=256
+    )  # the driver takes microseconds, and addresses come again: layers' caches, an allocator's blocks
     def encoded(pointer: int) -> bytes:
         code, tensor_map = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
         if code:
             check("cuTensorMapEncodeTiled", code)
         return ctypes.string_at(tensor_map.getPtr(), 128)
 
-    return encoded
+    return functools.partial(_encoded_at, encoded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..array import conversion, making, memory, reading, torch_state
 from ..array.array import CPU, Array, contiguous
-from ..array.forms import are_held, form_of, forms_of
+from ..array.forms import form_of, forms_of
 from ..driver import context, counters, graph
 from ..driver.launch import BoundLaunch
 from ..kernel.program import Program, offsets
@@ -42,23 +43,30 @@ class BoundCall:
     plan: Plan
     op: Operation  # the plan's, or one that the plan's kernels serve, too
     inputs: Mapping[str, Array]  # in the order of addresses, without memory
-    _checked: tuple[int, ...]  # addresses that held their elements
 
     def _place_inputs(self, addresses: Sequence[int]) -> dict[str, Array]:
         """The inputs by name, at these addresses."""
         inputs = zip(self.inputs.items(), addresses, strict=True)
         return {name: array._replace(pointer=address) for (name, array), address in inputs}
 
-    def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
-        """Raises ProblemError where the storage of a tensor was freed. Tensors at the last call's addresses are not asked."""
+    @functools.cached_property
+    def _extents(self) -> dict[str, tuple[int, int]]:
+        """Where the elements of the inputs begin and end, from their addresses on."""
+        return {name: memory.extent(array._replace(pointer=0)) for name, array in self.inputs.items()}
+
+    @functools.cached_property
+    def _spans(self) -> dict[str, int]:
+        """How many elements there are from the first of an input to its last, by name."""
+        strided = {name: (array.shape, array.strides) for name, array in self.inputs.items()}
+        return {name: 1 + sum(map(operator.mul, shape, strides)) - sum(strides) for name, (shape, strides) in strided.items()}
+
+    def _check_memory(self, tensors: Sequence[Any]) -> None:
+        """Raises ProblemError where the storage of a torch tensor does not hold its elements, as of one that was freed."""
         if self.plan.library == "torch":
-            inputs = zip(self.inputs, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
-            moved = [(name, x) for name, x, address, checked in inputs if address != checked]
-            if not are_held([x for _, x in moved]):
-                labels = {operand.name: operand.label for operand in self.plan.op.captured}
-                for name, x in moved:
+            for (name, span), x in zip(self._spans.items(), [x for x in tensors if x is not None], strict=False):
+                if (x.storage_offset() + span) * x.element_size() > x.untyped_storage().nbytes():
+                    labels = {operand.name: operand.label for operand in self.plan.op.captured}
                     reading.read(x, labels.get(name, name))
-            self._checked = addresses
 
 
 class GpuCall(BoundCall):
@@ -100,7 +108,6 @@ class GpuCall(BoundCall):
         """Drops the launches that are kept by all they depend on, and the last ones, whose addresses and numbers may change."""
         self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
         self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
-        self._checked = (0,) * len(self.inputs)
         self.__dict__.pop("_extents", None)
 
     def _open(self) -> None:
@@ -194,7 +201,7 @@ class GpuCall(BoundCall):
         key = (stream_id, numbers and numbers.key, forms, *addresses, *places)
         launches = self._launches.get(key)
         if launches is None or capturing:
-            self._check_memory(tensors, addresses)
+            self._check_memory(tensors)
             outputs: dict[str, Array] = {}
             if outs:
                 inputs = self._place_inputs(addresses).items()
@@ -219,11 +226,6 @@ class GpuCall(BoundCall):
         for x in outs:
             torch_state.mark_written(x)
         return results if self._is_torch else to_libraries(results, outs, first)
-
-    @functools.cached_property
-    def _extents(self) -> dict[str, tuple[int, int]]:
-        """The first and the last byte of each input's elements, counted from its address."""
-        return {name: memory.extent(array._replace(pointer=0)) for name, array in self.inputs.items()}
 
     def _may_overlap(self, addresses: Sequence[int]) -> bool:
         """Says whether the memory from end to end of an input that is written in place meets that of another input."""
@@ -309,12 +311,12 @@ class CpuCall(BoundCall):
     def __init__(self, plan: Plan, inputs: Mapping[str, Array]) -> None:
         first = next(iter(inputs.values()))
         self.plan, self.op, self._outputs = plan, plan.op, plan.op.outputs
-        self.inputs, self._checked = {name: array.without_memory() for name, array in inputs.items()}, (0,) * len(inputs)
+        self.inputs = {name: array.without_memory() for name, array in inputs.items()}
         self._makers = tuple(making.maker(first, operand.shape, operand.element) for operand in self._outputs)
 
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
         """Computes with arguments and results as ``GpuCall`` has them; ``tensors`` keep all inputs alive."""
-        self._check_memory(tensors, addresses)
+        self._check_memory(tensors)
         op, first, inputs = self.op, tensors[0], self._place_inputs(addresses)
         op.check_apart(inputs)
         outs = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)

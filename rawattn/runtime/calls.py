@@ -30,7 +30,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
     """Computes ``attention`` and ``attention_varlen``: by way of torch's operator where torch must see one, and of an autograd
     Function where autograd follows. Dynamo passes over it where a graph broke."""
     captured: tuple[Any, ...] = ()
-    request = numbers = None
+    request = numbers = read = None
     if options.mask is not None or options.score is not None:
         mask, score, captured, numbers = functions.parted(options.mask, options.score)
         options = with_functions(options, mask, score)
@@ -52,7 +52,7 @@ def forward(inputs: ForwardInputs, options: Options, lengths: tuple[Any, Any], k
             return compute(inputs, named(options), lengths, kernel, config, out, captured=captured)
     elif numbers is not None:
         options = with_numbers(options, numbers)
-    return _run_unkept(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out)
+    return _run_unkept(inputs, captured, request or request_for(Forward, options, lengths, kernel, config), out, read)
 
 
 def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...] = ()) -> Any:
@@ -61,19 +61,20 @@ def run(inputs: Any, request: Request, out: Any = None, captured: tuple[Any, ...
     read = forms_of(inputs + captured)
     call = None if read is None else find((request, read[0]))
     if call is None or read is None:
-        return _run_unkept(inputs, captured, request, out)
+        return _run_unkept(inputs, captured, request, out, read)
     return one_or_all(call(inputs + captured, read[1], out))
 
 
 @eager
-def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any) -> Any:
+def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: Any, read: Any) -> Any:
     """Computes a call on arrays of forms for which it was not made yet, or whose forms must be looked at. The first of these that
     applies serves it: a call that takes other numbers, one for whose lengths the same kernels are launched, one of its family,
-    resized, and a plan of its own."""
+    resized, and a plan of its own. ``read`` has the forms and addresses of the arrays where they are known."""
     call: Any = None
     numbers = None
-    inputs = request.operation.dense(inputs)
-    read = forms_of(inputs + captured)
+    dense = request.operation.dense(inputs)
+    if read is None or dense is not inputs:
+        inputs, read = dense, forms_of(dense + captured)
     if read is not None:
         call, numbers = _find_kept(request, read[0])
         if call is None:

@@ -226,9 +226,9 @@ def test_deterministic_reaches_the_backward(monkeypatch: pytest.MonkeyPatch, com
     """The kernel that gives the gradients may be chosen by it."""
     seen, own = [], calls._run_unkept
 
-    def first(given: Any, captured: Any, request: Request, out: Any) -> Any:
+    def first(given: Any, captured: Any, request: Request, *rest: Any) -> Any:
         seen.append((request.operation is Backward, request.options["deterministic"]))
-        return own(given, captured, request, out)
+        return own(given, captured, request, *rest)
 
     monkeypatch.setattr(calls, "_run_unkept", first)
     monkeypatch.setattr(call_cache, "_calls", {})  # of arrays that lay where these lie
