@@ -26,7 +26,7 @@ from .array import reading
 from .array.array import CPU, DTYPES, Array, contiguous_strides
 from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
-from .operation import Backward, Forward, arguments, functions
+from .operation import Backward, Forward, arguments, captures, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
 from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
@@ -79,8 +79,8 @@ def attention(
         score, softcap = functions.biased(softcap, score, alibi, bias), None
     chosen = Options(causal, window, softcap, scale, mask, score, True, constant_time, deterministic, q_offset, kv_offset,
                      dropout, invariant)  # fmt: skip
-    options, captured = functions.taken(named(chosen))
-    for words, x in zip(functions.labels(options).values(), captured, strict=True):
+    options, captured = captures.take(named(chosen))
+    for words, x in zip(captures.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
     given = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
@@ -90,7 +90,7 @@ def attention(
         if drawn is None:
             raise ProblemError(f"seed is None, and dropout is {dropout}; give an int, an array of one integer, or a key.")
         given["seed"] = drawn
-    given |= dict(zip(functions.names(options), captured, strict=True))
+    given |= dict(zip(captures.names(options), captured, strict=True))
     found = {name: _SEED if name == "seed" else _described(x) for name, x in given.items()}
     Forward.of_call(found, options, (None, None))
     o, lse = _attention(tuple(options.items()), _varying(given, _axes(given)))
@@ -222,10 +222,10 @@ def _attention(options: Items, given: dict[str, Any]) -> tuple[Any, Any]:
 def _attention_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
     given = {name: x.value for name, x in primals.items()}
-    wrt = {name: () for name in functions.names(dict(options)) if primals[name].perturbed}
+    wrt = {name: () for name in captures.names(dict(options)) if primals[name].perturbed}
     for name in wrt:
         if name.startswith("mask"):
-            words = functions.labels(dict(options))[name]
+            words = captures.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
@@ -237,7 +237,7 @@ def _attention_bwd(options: Items, kept: tuple[Any, ...], cotangents: tuple[Any,
     """Computes the gradients of q, k, v, the sinks, and of captured arrays."""
     given, o, lse, followed = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    wrt = tuple(name for name in functions.names(dict(options)) if name in followed)
+    wrt = tuple(name for name in captures.names(dict(options)) if name in followed)
     shapes = {f"d{name}": (given[name].shape, given[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in given}
     found = _gradients(options, wrt, tuple(shapes.items()), {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
     return ({name: found.get(f"d{name}") for name in given},)
@@ -296,7 +296,7 @@ def _forward(options: Items) -> Callable[..., None]:
         """Computes attention into XLA's buffers."""
         for each in _elements(context, {**given, **out}, options):
             inputs = ForwardInputs(*map(each.get, Forward.names))
-            captured = [each[name] for name in functions.names(dict(options))]
+            captured = [each[name] for name in captures.names(dict(options))]
             calls.run(inputs, request_for(Forward, dict(options)), (each["o"], each["lse"]), tuple(captured))
 
     return compute
@@ -313,7 +313,7 @@ def _backward(options: Items, wrt: tuple[str, ...]) -> Callable[..., None]:
             names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
             results = tuple(each[name] for name in names if name in each)
             inputs = BackwardInputs(*map(each.get, Backward.names))
-            captured = [each[name] for name in functions.names(dict(options))]
+            captured = [each[name] for name in captures.names(dict(options))]
             calls.run(inputs, request_for(Backward, dict(options)), results, tuple(captured))
 
     return compute

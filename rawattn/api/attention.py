@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ProblemError
-from ..operation import Backward, Forward, Operation, arguments, functions
+from ..operation import Backward, Forward, Operation, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import MaskLike, Options, ScoreLike, Window, named
@@ -186,7 +186,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """Computes ``attention_backward``, by way of torch's operator where torch must see one. Dynamo passes over it where a graph
     broke."""
-    options, captured = functions.taken(options, wrt)
+    options, captured = captures.take(options, wrt)
     gradients: tuple[Any, ...]
     if front_end.load_torch() and front_end.torch.dispatch(inputs, casts=False) is front_end.torch.attention:
         gradients = front_end.torch.attention_backward(inputs, options, lengths, kernel, config, out, captured)
@@ -274,6 +274,6 @@ def _explain(
     op = operation.of_call(found, options, lengths)
     made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
     if next(iter(found.values())).is_cpu and made.has_list:
-        names = Forward.names + functions.names(options)
+        names = Forward.names + captures.names(options)
         return dataclasses.replace(made, tiles=made.count_tiles(**{name: x.object for name, x in found.items() if name in names}))
     return made

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError
-from ..operation import Append, AttentionKVCache, Combine, functions
+from ..operation import Append, AttentionKVCache, Combine, host_functions
 from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
@@ -98,7 +98,7 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
-    spec = functions.on_host(op.spec, views)
+    spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
     interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
     sequences, seconds = [], 0.0

@@ -11,7 +11,7 @@ from ..array.array import Array, contiguous_strides
 from ..array.making import dense
 from ..array.tma import readable
 from ..errors import ProblemError
-from . import functions
+from . import captures, functions
 from .base import Operation
 from .forward import Forward, check_arrays, limits
 from .inputs import BackwardInputs
@@ -59,7 +59,7 @@ class Backward(Operation):
         wrt: tuple[str, ...] = options.pop("wrt", ())
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = functions.resolved(options, arrays, limits(arrays, options))
+            options = captures.resolve(options, arrays, limits(arrays, options))
         spec = Spec.of(**{**options, "invariant": False})  # that is of the forward alone
         found = cls.of(arrays, spec, *lengths)
         return dataclasses.replace(found, wrt=wrt) if wrt else found
@@ -107,7 +107,7 @@ class Backward(Operation):
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
         found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
-        return functions.with_captured(found, self.forward.spec, arrays, self._alone)
+        return captures.with_captured(found, self.forward.spec, arrays, self._alone)
 
     @property
     def _alone(self) -> tuple[bool, bool]:
@@ -115,7 +115,7 @@ class Backward(Operation):
 
     def lying(self) -> tuple[Backward, ...]:
         """As of the forward."""
-        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.spec, self._alone))
+        return tuple(dataclasses.replace(self, layout=x) for x in captures.lying(self.layout, self.forward.spec, self._alone))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """As the forward does."""

@@ -15,7 +15,7 @@ from ..array.array import DTYPES, Array
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score
-from . import functions
+from . import captures
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
 
@@ -228,7 +228,7 @@ class OverKeys(Operation):
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
         """Returns what the mask captured, and the score."""
-        return functions.operands(self.spec.mask, self.spec.score)
+        return captures.operands(self.spec.mask, self.spec.score)
 
     def attended(self, is_packed: bool) -> tuple[Operand, ...]:
         """o, and lse if it is asked for, where sequences lie end to end or each has as many rows."""

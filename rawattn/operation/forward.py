@@ -18,7 +18,7 @@ from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
-from . import functions
+from . import captures, functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 from .inputs import ForwardInputs
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_int32, check_like, check_sinks, layout_of
@@ -102,7 +102,7 @@ class Forward(OverKeys):
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = functions.resolved(options, arrays, limits(arrays, options))
+            options = captures.resolve(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -165,7 +165,7 @@ class Forward(OverKeys):
 
     def lying(self) -> tuple[Forward, ...]:
         """The operation on arrays that the score captured, whatever may matter of how they lie."""
-        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec))
+        return tuple(dataclasses.replace(self, layout=each) for each in captures.lying(self.layout, self.spec))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
@@ -334,7 +334,7 @@ class Forward(OverKeys):
 
     def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
         """Whatever depends on lengths and numbers is proved of them anew."""
-        own = self._of_this_kind(options, functions.resolved(options, arrays, limits(arrays, options)))
+        own = self._of_this_kind(options, captures.resolve(options, arrays, limits(arrays, options)))
         if own is None:
             return None
         (batch, q_len), kv_len = arrays["q"].shape[:2], arrays["k"].shape[1]
@@ -403,7 +403,7 @@ class Forward(OverKeys):
 
 
 def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
-    return functions.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
+    return captures.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:

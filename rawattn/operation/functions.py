@@ -13,15 +13,14 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import trace
 from ..array import reading, torch_state
-from ..array.array import DTYPES, Array, contiguous
+from ..array.array import DTYPES
 from ..array.eager import eager
-from ..array.tma import begins_box, tma_unsupported_reason
 from ..errors import ProblemError
 from ..trace import Traced
 from ..trace.arithmetic import add
@@ -29,22 +28,17 @@ from ..trace.canonical import canonical, number_keys
 from ..trace.capture import ELEMENTS
 from ..trace.conditions import compare, logical, rebuild
 from ..trace.expressions import KV, Q, const, make, nodes, var
-from ..trace.pair_axes import PairAxes
-from ..trace.proofs import Limits
-from ..variant import Option, Pairwise
-from ..variant.function import Captures, FunctionScore, option_of
+from ..variant import Option
+from ..variant.function import Captures
 from ..variant.mask import And, Full
 from ..variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from ..variant.recognition import may_be
 from ..variant.score import Scale, number
-from .operand import Layout, Operand, check_contiguous, describe
 
 if TYPE_CHECKING:
-    from .spec import Spec
+    pass
 
 ROLES = ("mask", "score")
-ELEMENT_NAMES = tuple(name for name, _ in ELEMENTS.values())  # of captured arrays
-FLOATS = ("fp32", "fp64", "bf16", "fp16")
 
 
 class Function(tuple[Any, ...]):
@@ -141,24 +135,6 @@ def bias_text(
 
 bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
 ELEMENT_TYPES = {dtype: DTYPES[name] for dtype, (name, _) in ELEMENTS.items()}
-
-
-def taken(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured; where
-    ``wrt`` lists some of these, with their names as the option of that name."""
-    given = options.get("mask"), options.get("score")
-    *own, captured, numbers = parted(*given)
-    for role, before, each, its in zip(ROLES, given, own, numbers or ((), ()), strict=True):
-        if each is not before:
-            options = {**options, role: whole(each, its)}
-    if type(wrt) is not tuple or wrt:
-        if torch_state.is_compiling():
-            raise ProblemError(
-                "wrt was given where torch.compile, or torch.export with strict=True, traces the call; leave it out, and let "
-                "autograd follow rawattn.attention."
-            )
-        options = {**options, "wrt": named_in(options, captured, wrt)}
-    return options, captured
 
 
 def is_function(value: Any) -> bool:
@@ -315,28 +291,6 @@ def without_numbers(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, **found} if any(own is not options[role] for role, own in found.items()) else options
 
 
-def names(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the captured arrays of a call, in order."""
-    return tuple(f"{role}_{i}" for role, each in among(options) for i in range(len(each.traced.labels)))
-
-
-def labels(options: Mapping[str, Any]) -> dict[str, str]:
-    """The captured arrays in words, by name: as their function calls them."""
-    return {
-        f"{role}_{i}": title(role, label) for role, function in among(options) for i, label in enumerate(function.traced.labels)
-    }
-
-
-def read(options: Mapping[str, Any], captured: tuple[Any, ...]) -> dict[str, Array]:
-    """The captured arrays of a call by name. Raises ProblemError, which calls them as ``labels``, where one cannot be read."""
-    return {name: reading.read(x, words) for (name, words), x in zip(labels(options).items(), captured, strict=True)}
-
-
-def title(role: str, label: str) -> str:
-    """A captured array in words."""
-    return f"{label}, which {role} captured,"
-
-
 def of_step(own: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Function, tuple[Any, ...]]:
     """A mask that also keeps no key behind the query's own position, and what it captured then: for all sequences, or for those
     that ``causal``, an array, says."""
@@ -390,235 +344,6 @@ def at_positions(option: Any) -> Any:
     if isinstance(option, And):
         return And(at_positions(option.a), at_positions(option.b))
     return dataclasses.replace(option, q_below=True) if isinstance(option, Captures) else option
-
-
-# ---- of an operation
-
-
-def resolved(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
-    """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
-    is none that a kernel reads, or lies elsewhere than q."""
-    check(labels(options), given)
-    check_sizes(options, given, limits)
-    return made(options, given, limits)
-
-
-def made(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
-    """The options with an option in place of each function, for arrays that are not checked."""
-    replaced = {}
-    for role, own in among(options):
-        traced, numbers = own.traced, own.numbers
-        each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
-        replaced[role] = option_of(traced, tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
-    return {**options, **replaced}
-
-
-def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
-    """Raises ProblemError where a captured array is none that a kernel reads, or lies elsewhere than q. It reads no memory."""
-    q = given["q"]
-    for name, words in titles.items():
-        array = given.get(name)
-        if array is None:
-            raise ProblemError(f"{words} is missing; it must be an array.")
-        found = describe(array.library, array.device, array.dtype, array.shape)
-        if array.dtype not in ELEMENT_NAMES:
-            raise ProblemError(f"{words} is {found}; its dtype must be one of {', '.join(ELEMENT_NAMES)}.")
-        if (array.library, array.device) != (q.library, q.device):
-            wanted = describe(q.library, q.device, q.dtype, q.shape)
-            raise ProblemError(f"{words} is {found} but q is {wanted}; give all arrays from one library, on one device.")
-        check_contiguous(words, array)
-        if array.pointer % DTYPES[array.dtype].itemsize:
-            size = DTYPES[array.dtype].itemsize
-            raise ProblemError(f"{words} begins at an address that is no multiple of {size} bytes, its elements' size; copy it.")
-
-
-def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> None:
-    """Raises ProblemError where an array of a ready-made function has other sizes than the call needs. Lengths of packed
-    sequences and of those in a cache are not known, and where rows have positions an array may have more than are read."""
-    known = "k" in given and "cu_seqlens_q" not in given
-    whole = not (options.get("q_offset") or options.get("kv_offset"))
-    length = max(limits.q_len, limits.kv_len) if known else 0
-    queries = limits.q_len if known else given["q"].shape[1] if "k_cache" in given and len(given["q"].shape) == 4 else 0
-    needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
-    for role, own in among(options):
-        for name, place, fixed, axes in own.sizes:
-            shape = tuple(fixed or given[f"{role}_{place}"].shape)
-            wanted = [-(-needed[dim] // block) if dim in needed else n for n, (dim, block, _) in zip(shape, axes, strict=True)]
-            for n, need, (dim, block, may_be_one) in zip(shape, wanted, axes, strict=True):
-                is_length = dim not in ("batch", "heads")
-                if dim == "nodes" and block == 1 and queries > n:
-                    raise ProblemError(f"{name} has shape {shape}, {n} nodes, but there are {queries} queries; each is a node.")
-                if n == need or (may_be_one and n == 1) or (is_length and not (known and (whole or n < need))):
-                    continue
-                if place == NO_ARRAY and n > need:
-                    continue
-                meant = ", ".join(f"{dim} / {block}" if block > 1 else dim for dim, block, _ in axes)
-                ones = " An axis of 1 is for all." * any(one for _, _, one in axes)
-                raise ProblemError(f"{name} has shape {shape}; it must be {tuple(wanted)}, ({meant}).{ones}")
-
-
-def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: str, but: Sequence[str] = ()) -> None:
-    """Raises ProblemError, with the reason, where autograd would have to follow to a captured array whose name is not among
-    ``but``."""
-    for (name, words), x in zip(labels(options).items(), captured, strict=True):
-        if name not in but and torch_state.requires_grad(x):
-            raise ProblemError(
-                f"{words} requires grad, and {reason}; detach it, or call under torch.no_grad(). Nothing is detached silently."
-            )
-
-
-@eager  # where a graph broke, dynamo would trace what follows
-def followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
-    """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
-    found = tuple(name for name, x in zip(names(options), captured, strict=True) if torch_state.requires_grad(x))
-    own = tuple(name for name in found if name.startswith("score"))
-    if own != found:
-        check_no_grad(options, captured, "a mask has no gradient", own)
-    return own
-
-
-def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> tuple[str, ...]:
-    """The names of the captured arrays that ``wrt`` lists. Raises ProblemError where one is no float array that the score
-    captured, or stands there twice."""
-    if not isinstance(wrt, (tuple, list)):
-        raise ProblemError(f"wrt is a {type(wrt).__name__}; it must be a tuple of arrays that score captured.")
-    known = {name: x for name, x in zip(names(options), captured, strict=True) if name.startswith("score")}
-    found = []
-    for i, x in enumerate(wrt):
-        name = next((name for name, y in known.items() if y is x), None)
-        if name is None:
-            alike = [name for name, y in known.items() if _same_place(x, y)]
-            if len(alike) > 1:
-                raise ProblemError(f"wrt[{i}] lies where {len(alike)} of the captured arrays lie; give the object that is meant.")
-            name = alike[0] if alike else None
-        if name is None:
-            words = ", ".join(labels(options)[each].partition(",")[0] for each in known) or "no arrays"
-            raise ProblemError(f"wrt[{i}] is none of the arrays that score captured; it captured {words}.")
-        if ELEMENTS.get(str(x.dtype).rpartition(".")[2], ("",))[0] not in FLOATS:  # torch may trace, and x have no memory
-            raise ProblemError(f"wrt[{i}] is of {x.dtype}; only floats have gradients.")
-        if name in found:
-            raise ProblemError(f"wrt[{i}] stands in wrt twice; give each array once.")
-        found.append(name)
-    return tuple(found)
-
-
-def _same_place(x: Any, y: Any) -> bool:
-    """Says whether two arrays are one, of two objects."""
-    found = reading.read(x, "wrt")
-    return 0 not in found.shape and found[:-1] == reading.read(y, "wrt")[:-1]
-
-
-def operands(*options: Any) -> tuple[Operand, ...]:
-    """The operands that options captured, in order."""
-    found = []
-    for role, option in zip(ROLES, options, strict=True):
-        for each in option.arrays:
-            words = title(role, each.label or each.name)
-            found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
-    return tuple(found)
-
-
-def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None) -> Layout:
-    """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
-    whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
-    share an element, and its rows, of which there may be but one, are multiples of 16 bytes. Where rows have offsets there are
-    none: these are run-time numbers, and a box begins at a multiple of 16 bytes."""
-    axes = spec.score.pair_axes if isinstance(spec.score, FunctionScore) and spec.offsets is None else {}
-    found = list[str]()
-    for i in sorted({j for j, _ in axes.values()}):
-        array = given.get(f"score_{i}")
-        own = [each for j, each in axes.values() if j == i]
-        if array is None or array.dtype not in ("bf16", "fp16") or 0 in array.shape:  # boxes are of 16-bit formats
-            continue
-        found += [f"score_{i}"] * _moves_tiles(array, own)
-        if alone is None or any(each.is_shared(*alone) for each in own):
-            continue
-        whole = begins_box(array.shape[-1], 2) and _moves_tiles(contiguous(tuple(array.shape), array.dtype), own)
-        found += [f"dscore_{i}"] * whole
-    return layout._replace(tma_captured=tuple(found)) if found else layout
-
-
-def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
-    """The layouts to compile for: TMA moves no tile of the arrays that the score captured, or they are contiguous."""
-    none = layout._replace(tma_captured=())
-    made = {each.name: contiguous(tuple(each.shape), each.element) for each in spec.score.arrays}
-    return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
-
-
-def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
-    """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
-    views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
-    return all(begins_box(axes.first_kv, 2) for axes in every) and all(
-        tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views
-    )
-
-
-# ---- on the host
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OnHost(Pairwise):
-    """An option, the arrays that it captured, and where each sequence begins, of packed ones."""
-
-    option: Any
-    captured: tuple[Any, ...]
-    starts: tuple[Any, Any]
-    is_function: ClassVar[bool] = True
-
-    def start(self, batch: int) -> tuple[int, int]:
-        """The rows of q and of k with which a sequence begins."""
-        q, kv = (0 if each is None else int(each[batch]) for each in self.starts)
-        return q, kv
-
-
-class HostMask(_OnHost):
-    """A mask as the reference and the CPU path take it: ``keep`` says which keys of ``interval`` each query keeps."""
-
-    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
-        """All keys."""
-        found: tuple[Any, Any] = self.option.interval(q, q_len, kv_len)
-        return found
-
-    def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
-        """Returns which of the queries q, a column, keep which of the keys kv, a row."""
-        return self.option.keep(xp, self.captured, batch, head, q, kv, q_len, kv_len, *self.start(batch))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HostScore(_OnHost):
-    """A score as they take it; ``lengths`` are those of the sequence."""
-
-    lengths: tuple[int, int] | None = None
-
-    def of_lengths(self, q_len: int, kv_len: int) -> HostScore:
-        """The score of a sequence of these lengths; itself where they are known."""
-        return self if self.lengths else dataclasses.replace(self, lengths=(q_len, kv_len))
-
-    def logit(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """The logits, in the shape of s."""
-        assert self.lengths is not None
-        return self.option.logit(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-    def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """Their derivatives by s."""
-        assert self.lengths is not None
-        return self.option.slope(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-    def element_gradients(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
-        assert self.lengths is not None
-        return self.option.element_gradients(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
-
-
-def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
-    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name. ``starts`` are
-    cu_seqlens of packed sequences."""
-    found = {
-        role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
-        for role, kind in (("mask", HostMask), ("score", HostScore))
-        if (option := getattr(spec, role)).is_function
-    }
-    return dataclasses.replace(spec, **found) if found else spec
 
 
 # ---- as text

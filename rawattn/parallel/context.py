@@ -18,7 +18,7 @@ from ..array import making, reading
 from ..array.eager import eager
 from ..array.forms import forms_of
 from ..errors import ProblemError, RawattnError
-from ..operation import Forward, arguments, functions
+from ..operation import Forward, arguments, captures, functions
 from ..operation.forward import check_arrays
 from ..operation.functions import BoundFunction, Function
 from ..operation.spec import MaskLike, Options, ScoreLike, Spec, Window
@@ -94,8 +94,8 @@ def context_attention(
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
     group = group_of(group)
-    taken, captured = functions.taken(options)
-    functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
+    taken, captured = captures.take(options)
+    captures.find_followed(taken, captured)  # raises where a mask captured a tensor that requires grad
     found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
     if found is None:
         with torch.autocast(q.device.type, enabled=False):
@@ -145,9 +145,9 @@ def of_parts(
 ) -> tuple[Spec, Parts]:
     """The spec of the whole, and its functions that are no built-in options: as ``functions.of_part`` gives them. Raises
     ProblemError where what they captured is not of the whole's sizes."""
-    found = reading.read_named(Forward.names, (q, k, v)) | functions.read(options, captured)
+    found = reading.read_named(Forward.names, (q, k, v)) | captures.read(options, captured)
     whole = Limits(q.shape[0], q.shape[2], q.shape[1] * count, k.shape[1] * count)
-    spec = Spec.of(**functions.resolved(options, found, whole))
+    spec = Spec.of(**captures.resolve(options, found, whole))
     own, first = [], 0
     for role, each in functions.among(options):
         part, indices = functions.of_part(each, **given)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..array.reading import read
 from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
-from ..operation import arguments, functions
+from ..operation import arguments, captures, functions, host_functions
 from ..operation.forward import limits as limits_of
 from ..operation.spec import Options, Spec, named
 from ..variant import weight
@@ -137,14 +137,14 @@ def make_formula(
     """The formula for q's library and device and these options, in float64, or ``rounded``."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     device = {"device": q.device} if xp.__name__ == "torch" else {}
-    traced, captured = functions.taken({"mask": options.mask, "score": options.score})
+    traced, captured = captures.take({"mask": options.mask, "score": options.score})
     held = [_detach(x) if hasattr(x, "detach") else x for x in captured]
-    by_name = dict(zip(functions.names(traced), held, strict=True))
+    by_name = dict(zip(captures.names(traced), held, strict=True))
     if functions.among(traced):
         arrays = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
         limits = limits_of({name: x for name, x in arrays.items() if x is not None}, named(options))
-        traced = functions.made(traced, {name: read(x, name) for name, x in by_name.items()}, limits)
-    spec = functions.on_host(Spec.of(**named(options) | traced), by_name, starts)
+        traced = captures.make_options(traced, {name: read(x, name) for name, x in by_name.items()}, limits)
+    spec = host_functions.on_host(Spec.of(**named(options) | traced), by_name, starts)
     factor = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
     rounding = (lambda x: cast(cast(x, q.dtype), x.dtype)) if rounded else (lambda x: x)
@@ -257,8 +257,8 @@ class Formula:
 
     def _with_captured(self, score: Any, wrt: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
         """Returns what ``backward`` gives, and the gradients by these arrays, which the score captured."""
-        options, captured = functions.taken({"score": score})
-        numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(options, captured, wrt)]
+        options, captured = captures.take({"score": score})
+        numbers = [int(name.rpartition("_")[2]) for name in captures.named_in(options, captured, wrt)]
         sums = {i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)}
         gradients = dataclasses.replace(self, sums=sums).backward(*rest)
         return (*gradients, *(self.xp.asarray(sums[i], dtype=self.dtype, **self.device) for i in numbers))
