@@ -28,11 +28,11 @@ FLOATS = ("fp32", "fp64", "bf16", "fp16")
 def take(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The options of a call with a ``Function`` in place of each function, and the arrays that its mask and score captured; where
     ``wrt`` lists some of these, with their names as the option of that name."""
-    given = options.get("mask"), options.get("score")
-    *own, captured, numbers = parted(*given)
-    for role, before, each, its in zip(ROLES, given, own, numbers or ((), ()), strict=True):
-        if each is not before:
-            options = {**options, role: whole(each, its)}
+    functions = options.get("mask"), options.get("score")
+    *taken, captured, numbers = parted(*functions)
+    for role, before, option, role_numbers in zip(ROLES, functions, taken, numbers or ((), ()), strict=True):
+        if option is not before:
+            options = {**options, role: whole(option, role_numbers)}
     if type(wrt) is not tuple or wrt:
         if torch_state.is_compiling():
             raise ProblemError(
@@ -45,7 +45,7 @@ def take(options: dict[str, Any], wrt: Any = ()) -> tuple[dict[str, Any], tuple[
 
 def names(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the captured arrays of a call, in order."""
-    return tuple(f"{role}_{i}" for role, each in among(options) for i in range(len(each.traced.labels)))
+    return tuple(f"{role}_{i}" for role, function in among(options) for i in range(len(function.traced.labels)))
 
 
 def labels(options: Mapping[str, Any]) -> dict[str, str]:
@@ -71,7 +71,7 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
     if not isinstance(wrt, (tuple, list)):
         raise ProblemError(f"wrt is a {type(wrt).__name__}; it must be a tuple of arrays that score captured.")
     known = {name: x for name, x in zip(names(options), captured, strict=True) if name.startswith("score")}
-    found = []
+    listed = []
     for i, x in enumerate(wrt):
         name = next((name for name, y in known.items() if y is x), None)
         if name is None:
@@ -80,30 +80,30 @@ def named_in(options: Mapping[str, Any], captured: Sequence[Any], wrt: Any) -> t
                 raise ProblemError(f"wrt[{i}] lies where {len(alike)} of the captured arrays lie; give the object that is meant.")
             name = alike[0] if alike else None
         if name is None:
-            words = ", ".join(labels(options)[each].partition(",")[0] for each in known) or "no arrays"
+            words = ", ".join(labels(options)[other].partition(",")[0] for other in known) or "no arrays"
             raise ProblemError(f"wrt[{i}] is none of the arrays that score captured; it captured {words}.")
         if ELEMENTS.get(str(x.dtype).rpartition(".")[2], ("",))[0] not in FLOATS:  # torch may trace, and x have no memory
             raise ProblemError(f"wrt[{i}] is of {x.dtype}; only floats have gradients.")
-        if name in found:
+        if name in listed:
             raise ProblemError(f"wrt[{i}] stands in wrt twice; give each array once.")
-        found.append(name)
-    return tuple(found)
+        listed.append(name)
+    return tuple(listed)
 
 
 def _same_place(x: Any, y: Any) -> bool:
     """Says whether two arrays are one, of two objects."""
-    found = reading.read(x, "wrt")
-    return 0 not in found.shape and found[:-1] == reading.read(y, "wrt")[:-1]
+    array = reading.read(x, "wrt")
+    return 0 not in array.shape and array[:-1] == reading.read(y, "wrt")[:-1]
 
 
 @eager  # where a graph broke, dynamo would trace what follows
 def find_followed(options: Mapping[str, Any], captured: Sequence[Any]) -> tuple[str, ...]:
     """The names of the captured arrays to which autograd must follow. Raises ProblemError where a mask captured one."""
-    found = tuple(name for name, x in zip(names(options), captured, strict=True) if torch_state.requires_grad(x))
-    own = tuple(name for name in found if name.startswith("score"))
-    if own != found:
-        check_no_grad(options, captured, "a mask has no gradient", own)
-    return own
+    followed = tuple(name for name, x in zip(names(options), captured, strict=True) if torch_state.requires_grad(x))
+    of_score = tuple(name for name in followed if name.startswith("score"))
+    if of_score != followed:
+        check_no_grad(options, captured, "a mask has no gradient", of_score)
+    return of_score
 
 
 def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: str, but: Sequence[str] = ()) -> None:
@@ -116,19 +116,19 @@ def check_no_grad(options: Mapping[str, Any], captured: Sequence[Any], reason: s
             )
 
 
-def resolve(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
+def resolve(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The options with an option in place of each function, for these arrays by name. Raises ProblemError where a captured array
     is none that a kernel reads, or lies elsewhere than q."""
-    check(labels(options), given)
-    check_sizes(options, given, limits)
-    return make_options(options, given, limits)
+    check(labels(options), arrays)
+    check_sizes(options, arrays, limits)
+    return make_options(options, arrays, limits)
 
 
-def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
+def check(titles: Mapping[str, str], arrays: Mapping[str, Array]) -> None:
     """Raises ProblemError where a captured array is none that a kernel reads, or lies elsewhere than q. It reads no memory."""
-    q = given["q"]
+    q = arrays["q"]
     for name, words in titles.items():
-        array = given.get(name)
+        array = arrays.get(name)
         if array is None:
             raise ProblemError(f"{words} is missing; it must be an array.")
         found = describe(array.library, array.device, array.dtype, array.shape)
@@ -143,17 +143,17 @@ def check(titles: Mapping[str, str], given: Mapping[str, Array]) -> None:
             raise ProblemError(f"{words} begins at an address that is no multiple of {size} bytes, its elements' size; copy it.")
 
 
-def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> None:
+def check_sizes(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> None:
     """Raises ProblemError where an array of a ready-made function has other sizes than the call needs. Lengths of packed
     sequences and of those in a cache are not known, and where rows have positions an array may have more than are read."""
-    known = "k" in given and "cu_seqlens_q" not in given
+    known = "k" in arrays and "cu_seqlens_q" not in arrays
     whole = not (options.get("q_offset") or options.get("kv_offset"))
     length = max(limits.q_len, limits.kv_len) if known else 0
-    queries = limits.q_len if known else given["q"].shape[1] if "k_cache" in given and len(given["q"].shape) == 4 else 0
+    queries = limits.q_len if known else arrays["q"].shape[1] if "k_cache" in arrays and len(arrays["q"].shape) == 4 else 0
     needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
-    for role, own in among(options):
-        for name, place, fixed, axes in own.sizes:
-            shape = tuple(fixed or given[f"{role}_{place}"].shape)
+    for role, function in among(options):
+        for name, place, fixed, axes in function.sizes:
+            shape = tuple(fixed or arrays[f"{role}_{place}"].shape)
             wanted = [-(-needed[dim] // block) if dim in needed else n for n, (dim, block, _) in zip(shape, axes, strict=True)]
             for n, need, (dim, block, may_be_one) in zip(shape, wanted, axes, strict=True):
                 is_length = dim not in ("batch", "heads")
@@ -168,56 +168,56 @@ def check_sizes(options: Mapping[str, Any], given: Mapping[str, Array], limits: 
                 raise ProblemError(f"{name} has shape {shape}; it must be {tuple(wanted)}, ({meant}).{ones}")
 
 
-def make_options(options: Mapping[str, Any], given: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
+def make_options(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
     """The options with an option in place of each function, for arrays that are not checked."""
     replaced = {}
-    for role, own in among(options):
-        traced, numbers = own.traced, own.numbers
-        each = [given[f"{role}_{i}"] for i in range(len(traced.labels))]
-        replaced[role] = option_of(traced, tuple((x.dtype, tuple(x.shape)) for x in each), numbers, limits)
+    for role, function in among(options):
+        traced, numbers = function.traced, function.numbers
+        captured = [arrays[f"{role}_{i}"] for i in range(len(traced.labels))]
+        replaced[role] = option_of(traced, tuple((x.dtype, tuple(x.shape)) for x in captured), numbers, limits)
     return {**options, **replaced}
 
 
 def operands(*options: Any) -> tuple[Operand, ...]:
     """The operands that options captured, in order."""
-    found = []
+    result = []
     for role, option in zip(ROLES, options, strict=True):
-        for each in option.arrays:
-            words = title(role, each.label or each.name)
-            found.append(Operand(each.name, each.element, tuple(each.shape), label=words))
-    return tuple(found)
+        for array in option.arrays:
+            words = title(role, array.label or array.name)
+            result.append(Operand(array.name, array.element, tuple(array.shape), label=words))
+    return tuple(result)
 
 
-def with_captured(layout: Layout, spec: Spec, given: Mapping[str, Array], alone: tuple[bool, bool] | None = None) -> Layout:
+def with_captured(layout: Layout, spec: Spec, arrays: Mapping[str, Array], alone: tuple[bool, bool] | None = None) -> Layout:
     """The facts with those of the arrays that the score captured, by name: of which of them TMA reads tiles. ``alone`` says
     whether there is but one sequence, and one head: then also to which of their gradients TMA writes tiles, since no two pairs
     share an element, and its rows, of which there may be but one, are multiples of 16 bytes. Where rows have offsets there are
     none: these are run-time numbers, and a box begins at a multiple of 16 bytes."""
     axes = spec.score.pair_axes if isinstance(spec.score, FunctionScore) and spec.offsets is None else {}
-    found = list[str]()
+    tma_captured = list[str]()
     for i in sorted({j for j, _ in axes.values()}):
-        array = given.get(f"score_{i}")
-        own = [each for j, each in axes.values() if j == i]
+        array = arrays.get(f"score_{i}")
+        pair_axes = [pair for j, pair in axes.values() if j == i]
         if array is None or array.dtype not in ("bf16", "fp16") or 0 in array.shape:  # boxes are of 16-bit formats
             continue
-        found += [f"score_{i}"] * _moves_tiles(array, own)
-        if alone is None or any(each.is_shared(*alone) for each in own):
+        tma_captured += [f"score_{i}"] * _moves_tiles(array, pair_axes)
+        if alone is None or any(pair.is_shared(*alone) for pair in pair_axes):
             continue
-        whole = begins_box(array.shape[-1], 2) and _moves_tiles(contiguous(tuple(array.shape), array.dtype), own)
-        found += [f"dscore_{i}"] * whole
-    return layout._replace(tma_captured=tuple(found)) if found else layout
+        whole = begins_box(array.shape[-1], 2) and _moves_tiles(contiguous(tuple(array.shape), array.dtype), pair_axes)
+        tma_captured += [f"dscore_{i}"] * whole
+    return layout._replace(tma_captured=tuple(tma_captured)) if tma_captured else layout
 
 
 def lying(layout: Layout, spec: Spec, alone: tuple[bool, bool] | None = None) -> tuple[Layout, ...]:
     """The layouts to compile for: TMA moves no tile of the arrays that the score captured, or they are contiguous."""
     none = layout._replace(tma_captured=())
-    made = {each.name: contiguous(tuple(each.shape), each.element) for each in spec.score.arrays}
-    return tuple(dict.fromkeys((none, with_captured(none, spec, made, alone))))
+    arrays = {array.name: contiguous(tuple(array.shape), array.element) for array in spec.score.arrays}
+    return tuple(dict.fromkeys((none, with_captured(none, spec, arrays, alone))))
 
 
-def _moves_tiles(array: Array, every: Sequence[PairAxes]) -> bool:
+def _moves_tiles(array: Array, axes_of_pairs: Sequence[PairAxes]) -> bool:
     """Says whether TMA moves tiles of queries and keys of an array, along any of these axes."""
-    views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in every]
-    return all(begins_box(axes.first_kv, 2) for axes in every) and all(
+    views = [axes.view(tuple(array.shape), tuple(array.strides)) for axes in axes_of_pairs]
+    return all(begins_box(axes.first_kv, 2) for axes in axes_of_pairs) and all(
         tma_unsupported_reason("", *view, 2, array.pointer) is None for view in views
     )

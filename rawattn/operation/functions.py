@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from ..variant.mask import And, Full
 from ..variant.ready import NO_ARRAY, Biased, OfBlockMask, Ready, Sizes
 from ..variant.recognition import may_be
 from ..variant.score import Scale, number
-
-if TYPE_CHECKING:
-    pass
 
 ROLES = ("mask", "score")
 
@@ -66,9 +63,9 @@ class Function(tuple[Any, ...]):
 
 def function(traced: Traced, numbers: tuple[int | float, ...] = (), sizes: tuple[Sizes, ...] = ()) -> Function:
     """Returns what takes a function's place among the options."""
-    found = Function((traced.code, number_keys(numbers), sizes, traced.labels))
-    found.traced, found.numbers = traced, numbers
-    return found
+    result = Function((traced.code, number_keys(numbers), sizes, traced.labels))
+    result.traced, result.numbers = traced, numbers
+    return result
 
 
 class BoundFunction:
@@ -82,7 +79,7 @@ class BoundFunction:
         assert traced.text  # which torch.compile reads: it is made here
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebound, (self.function, self.arrays)
+        return _rebind, (self.function, self.arrays)
 
     def __repr__(self) -> str:
         traced, numbers = self.function.traced, self.function.numbers
@@ -90,9 +87,9 @@ class BoundFunction:
         return f"<rawattn.{self.role}.function {traced.code!r}{captured}{f', with {list(numbers)}' if numbers else ''}>"
 
 
-def _rebound(own: Function, arrays: tuple[Any, ...]) -> BoundFunction:
+def _rebind(option: Function, arrays: tuple[Any, ...]) -> BoundFunction:
     """A copy or a pickle of a ``BoundFunction``: of its text, so that no Python function is looked for."""
-    return BoundFunction(own.traced, arrays, own.numbers, own.sizes)
+    return BoundFunction(option.traced, arrays, option.numbers, option.sizes)
 
 
 class BiasText:
@@ -117,20 +114,20 @@ def biased(softcap: Any, score: Any, alibi: Any, bias: Any) -> Any:
             raise ProblemError(f"softcap is {softcap}; it must be {need}.")
     if not torch_state.is_compiling():
         return Biased(softcap, alibi, bias)
-    given = [x for x in (alibi, bias) if x is not None]
-    forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in given]
+    arrays = [x for x in (alibi, bias) if x is not None]
+    forms = [(str(x.dtype).rpartition(".")[2], tuple([1 if n > 1 else 0 for n in x.shape])) for x in arrays]
     text, numbers, sizes = bias_text(softcap, alibi is not None, bias is not None, tuple(forms))
-    return BiasText(text, numbers, tuple(given), sizes)
+    return BiasText(text, numbers, tuple(arrays), sizes)
 
 
 def bias_text(
     softcap: float | None, has_slopes: bool, has_bias: bool, forms: tuple[tuple[str, tuple[int, ...]], ...]
 ) -> tuple[str, tuple[float, ...], tuple[Sizes, ...]]:
     """Text, numbers and sizes of ``Biased`` for arrays of these dtypes, 1 for each axis along which they are longer."""
-    given = [np.zeros([1 + own for own in axes], ELEMENT_TYPES[dtype]) for dtype, axes in forms]
-    slopes, bias = given[0] if has_slopes else None, given[-1] if has_bias else None
-    own, _, numbers = bind_ready(Biased(softcap, slopes, bias), "score")
-    return own.traced.text, tuple(numbers), own.sizes
+    arrays = [np.zeros([1 + is_longer for is_longer in axes], ELEMENT_TYPES[dtype]) for dtype, axes in forms]
+    slopes, bias = arrays[0] if has_slopes else None, arrays[-1] if has_bias else None
+    option, _, numbers = bind_ready(Biased(softcap, slopes, bias), "score")
+    return option.traced.text, tuple(numbers), option.sizes
 
 
 bias_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo calls it while it traces
@@ -158,8 +155,8 @@ def of_block_mask(mask: Any) -> OfBlockMask:
     """A BlockMask as a function. Its lists of blocks become a table on their device, anew where they were changed."""
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
     state = tuple(None if x is None else (x.data_ptr(), x.shape, object() if x.is_inference() else x._version) for x in lists)
-    before, found = _block_masks.get(mask, (None, None))
-    if found is None or before != state:
+    before, as_function = _block_masks.get(mask, (None, None))
+    if as_function is None or before != state:
         torch, classes = sys.modules["torch"], mask.kv_indices.new_zeros(())
         for value, counts, indices in (
             (1, mask.kv_num_blocks, mask.kv_indices), (2, mask.full_kv_num_blocks, mask.full_kv_indices),
@@ -171,11 +168,11 @@ def of_block_mask(mask: Any) -> OfBlockMask:
             rows = indices.new_zeros((*indices.shape[:-1], columns + 1), dtype=torch.uint8)  # a last column for no block
             rows.scatter_(-1, torch.where(there, indices, columns).long(), value)
             classes = torch.maximum(classes, rows[..., :columns])
-        found = OfBlockMask(
+        as_function = OfBlockMask(
             classes.to(torch.uint8).contiguous(), mask.BLOCK_SIZE, mask.mask_mod, getattr(mask, "seq_lengths", None)
         )
-        _block_masks[mask] = state, found
-    return found
+        _block_masks[mask] = state, as_function
+    return as_function
 
 
 KEPT = 1024
@@ -190,37 +187,38 @@ def parted(mask: Any, score: Any) -> tuple[Any, Any, tuple[Any, ...], tuple[Numb
     of_mask: Numbers = ()
     of_score: Numbers = ()
     if mask is not None and is_function(mask):
-        mask, captured, of_mask = _parted(mask, "mask")
+        mask, captured, of_mask = _separate(mask, "mask")
     if type(score) is BiasText:
         captured += score.arrays
         if not torch_state.is_compiling():  # the graph broke since
             score = from_text(score.text, score.numbers, score.sizes)
     elif score is not None and is_function(score):
-        score, found, of_score = _parted(score, "score")
-        captured += found
+        score, by_score, of_score = _separate(score, "score")
+        captured += by_score
     return mask, score, captured, (of_mask, of_score) if of_mask or of_score else None
 
 
-def whole(own: Any, numbers: Numbers) -> Any:
+def whole(option: Any, numbers: Numbers) -> Any:
     """The mask or score of which ``parted`` took these numbers."""
-    return function(own.traced, numbers, own.sizes) if numbers else own
+    return function(option.traced, numbers, option.sizes) if numbers else option
 
 
 def bind(value: Any, role: str) -> tuple[Function, tuple[Any, ...]]:
     """A function as an option, and the arrays that it captured."""
-    own, captured, numbers = _parted(value, role)
-    return whole(own, numbers), captured
+    option, captured, numbers = _separate(value, role)
+    return whole(option, numbers), captured
 
 
-def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
+def _separate(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
     """A function without its numbers, the arrays that it captured, and the numbers; with them where they stay in it."""
     if type(value) is types.FunctionType and not torch_state.is_compiling():
         code = value.__code__
         _, traced, shared = _last[role].get(id(code), (None, None, None))
-        found = None if traced is None else traced.bind(value)
-        if traced is not None and found is not None:
-            return (shared, *found) if shared is not None else (function(traced, found[1]), found[0], ())
-        traced, captured, numbers = _traced_anew(value, role)
+        binding = None if traced is None else traced.bind(value)
+        if traced is not None and binding is not None:
+            captured, numbers = binding
+            return (shared, captured, numbers) if shared is not None else (function(traced, numbers), captured, ())
+        traced, captured, numbers = _trace_anew(value, role)
         if len(_last[role]) >= KEPT:
             _last[role].clear()
         shared = None if numbers and may_be(traced.code) else function(traced)
@@ -240,25 +238,25 @@ def _parted(value: Any, role: str) -> tuple[Function, tuple[Any, ...], Numbers]:
             f"{role} is a Python function, and torch.compile, or torch.export with strict=True, traces the call; make "
             f"rawattn.{role}.function(f) outside of what is compiled, and give that."
         )
-    own, captured, numbers = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
-    shared = own.without_numbers
-    return shared, captured, () if shared is own else numbers
+    option, captured, numbers = bind_ready(of_block_mask(value) if is_block_mask(value) else value, role)
+    shared = option.without_numbers
+    return shared, captured, () if shared is option else numbers
 
 
-_bound_anew = eager(trace.bind)  # where a graph broke, dynamo would trace it
+_bind_anew = eager(trace.bind)  # where a graph broke, dynamo would trace it
 
 
-def _traced_anew(value: Any, role: str) -> trace.Bound:
+def _trace_anew(value: Any, role: str) -> trace.Bound:
     """A function traced, with its captures. Raises ProblemError for a tensor that means what its memory does not hold."""
-    found = _bound_anew(value, role)
-    for label, x in zip(found.traced.labels, found.arrays, strict=True):
+    binding = _bind_anew(value, role)
+    for label, x in zip(binding.traced.labels, binding.arrays, strict=True):
         reading.check_plain(label, x)
-    return found
+    return binding
 
 
 def bind_ready(value: Any, role: str) -> tuple[Function, tuple[Any, ...], tuple[int | float, ...]]:
     """A function that is an object: as an option, with the arrays and the numbers that it captured."""
-    traced, captured, numbers = _traced_anew(value, role)
+    traced, captured, numbers = _trace_anew(value, role)
     place = {id(x): i for i, x in enumerate(captured)} | {id(None): NO_ARRAY}
     expected = value.sizes() if isinstance(value, Ready) else ()
     sizes = tuple((name, place[id(x)], fixed, axes) for name, x, fixed, axes in expected if id(x) in place)
@@ -287,42 +285,42 @@ def without(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_numbers(options: dict[str, Any]) -> dict[str, Any]:
     """The options with functions whose numbers tell nothing apart; themselves where no function has some. It is for keys."""
-    found = {role: own.without_numbers for role, own in among(options)}
-    return {**options, **found} if any(own is not options[role] for role, own in found.items()) else options
+    shared = {role: option.without_numbers for role, option in among(options)}
+    return {**options, **shared} if any(option is not options[role] for role, option in shared.items()) else options
 
 
-def of_step(own: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Function, tuple[Any, ...]]:
+def of_step(mask: Function, captured: tuple[Any, ...], causal: Any) -> tuple[Function, tuple[Any, ...]]:
     """A mask that also keeps no key behind the query's own position, and what it captured then: for all sequences, or for those
     that ``causal``, an array, says."""
-    each = causal is not True
-    traced, arrays, numbers = _and_causal(own.traced, each)
-    every = (*captured, causal) if each else captured
-    sizes = tuple((name, arrays.index(place), fixed, axes) for name, place, fixed, axes in own.sizes if place in arrays)
-    return function(traced, tuple(own.numbers[i] for i in numbers), sizes), tuple(every[i] for i in arrays)
+    by_sequence = causal is not True
+    traced, arrays, numbers = _add_causal(mask.traced, by_sequence)
+    all_arrays = (*captured, causal) if by_sequence else captured
+    sizes = tuple((name, arrays.index(place), fixed, axes) for name, place, fixed, axes in mask.sizes if place in arrays)
+    return function(traced, tuple(mask.numbers[i] for i in numbers), sizes), tuple(all_arrays[i] for i in arrays)
 
 
 @functools.lru_cache(maxsize=256)
-def _and_causal(traced: Traced, each: bool) -> tuple[Traced, list[int], list[int]]:
+def _add_causal(traced: Traced, by_sequence: bool) -> tuple[Traced, list[int], list[int]]:
     """Returns what ``of_step`` makes of a traced mask, and the order of its arrays and numbers."""
     kept = compare("le", KV, Q)
-    if each:
+    if by_sequence:
         kept = logical("or", kept, compare("eq", make("load", "int", (len(traced.labels), "int32", var("b"))), const(0)))
     code, arrays, numbers = canonical(logical("and", traced.code.root, kept), "mask")
     labels = (*traced.labels, "causal")
     return Traced(code, tuple(labels[i] for i in arrays)), arrays, numbers
 
 
-def of_part(own: Function, **given: int) -> tuple[Function, list[int]]:
+def of_part(option: Function, **sizes: int) -> tuple[Function, list[int]]:
     """A function for a part of a problem, and which of the captured arrays are left, in order: q_len and kv_len are these, those
     of the whole, and h counts heads from this one on. It asks for no sizes."""
-    names = tuple(given)
-    traced, arrays, numbers = _with_numbers(own.traced, own.traced.labels, names)
-    every = (*own.numbers, *given.values())
-    return function(traced, tuple(every[i] for i in numbers)), arrays
+    names = tuple(sizes)
+    traced, arrays, numbers = _put_numbers(option.traced, option.traced.labels, names)
+    all_numbers = (*option.numbers, *sizes.values())
+    return function(traced, tuple(all_numbers[i] for i in numbers)), arrays
 
 
 @functools.lru_cache(maxsize=256)
-def _with_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[Traced, list[int], list[int]]:
+def _put_numbers(traced: Traced, labels: tuple[str, ...], names: tuple[str, ...]) -> tuple[Traced, list[int], list[int]]:
     """Returns what ``of_part`` makes of a traced function, and the order of its arrays and numbers: these names are numbers
     behind its own."""
     first = traced.code.numbers
@@ -349,30 +347,32 @@ def at_positions(option: Any) -> Any:
 # ---- as text
 
 
-def to_json(found: Sequence[tuple[str, Function]]) -> dict[str, Any]:
+def to_json(by_role: Sequence[tuple[str, Function]]) -> dict[str, Any]:
     """Returns what ``among`` gives as JSON can hold it: by role the text of the code, and the numbers."""
     return {
-        role: {"traced": each.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in each.numbers]}
-        | ({"sizes": each.sizes} if each.sizes else {})
-        for role, each in found
+        role: {"traced": option.traced.text, "numbers": [x.item() if isinstance(x, np.generic) else x for x in option.numbers]}
+        | ({"sizes": option.sizes} if option.sizes else {})
+        for role, option in by_role
     }
 
 
 def from_json(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Function]]:
     """The inverse of ``to_json``: what else is in these fields, and the functions by role."""
-    own = {role: fields[role] for role in ROLES if "traced" in fields.get(role, {})}
-    rest = {name: value for name, value in fields.items() if name not in own}
-    return rest, {role: _from_fields(each) for role, each in own.items()}
+    traced = {role: fields[role] for role in ROLES if "traced" in fields.get(role, {})}
+    rest = {name: value for name, value in fields.items() if name not in traced}
+    return rest, {role: _read_saved(x) for role, x in traced.items()}
 
 
-def _from_fields(each: Mapping[str, Any]) -> Function:
-    sizes = ((name, place, fixed and tuple(fixed), tuple(map(tuple, axes))) for name, place, fixed, axes in each.get("sizes", ()))
-    return from_text(each["traced"], tuple(each["numbers"]), tuple(sizes))
+def _read_saved(saved: Mapping[str, Any]) -> Function:
+    sizes = (
+        (name, place, fixed and tuple(fixed), tuple(map(tuple, axes))) for name, place, fixed, axes in saved.get("sizes", ())
+    )
+    return from_text(saved["traced"], tuple(saved["numbers"]), tuple(sizes))
 
 
 def from_text(text: str, numbers: tuple[int | float, ...], sizes: tuple[Sizes, ...] = ()) -> Function:
     """The function of a ``Traced`` with this text, with these numbers and sizes."""
-    return function(_traced(text), numbers, sizes)
+    return function(_read_traced(text), numbers, sizes)
 
 
-_traced = functools.lru_cache(maxsize=1024)(Traced.from_text)
+_read_traced = functools.lru_cache(maxsize=1024)(Traced.from_text)

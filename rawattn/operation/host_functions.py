@@ -20,7 +20,7 @@ class _OnHost(Pairwise):
 
     def start(self, batch: int) -> tuple[int, int]:
         """The rows of q and of k with which a sequence begins."""
-        q, kv = (0 if each is None else int(each[batch]) for each in self.starts)
+        q, kv = (0 if starts is None else int(starts[batch]) for starts in self.starts)
         return q, kv
 
 
@@ -29,8 +29,8 @@ class HostMask(_OnHost):
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
         """All keys."""
-        found: tuple[Any, Any] = self.option.interval(q, q_len, kv_len)
-        return found
+        interval: tuple[Any, Any] = self.option.interval(q, q_len, kv_len)
+        return interval
 
     def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
         """Returns which of the queries q, a column, keep which of the keys kv, a row."""
@@ -39,7 +39,7 @@ class HostMask(_OnHost):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostScore(_OnHost):
-    """A score as they take it; ``lengths`` are those of the sequence."""
+    """A score as the reference and the CPU path take it; ``lengths`` are those of the sequence."""
 
     lengths: tuple[int, int] | None = None
 
@@ -53,22 +53,22 @@ class HostScore(_OnHost):
         return self.option.logit(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def slope(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """Their derivatives by s."""
+        """The derivatives of the logits by s."""
         assert self.lengths is not None
         return self.option.slope(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
     def element_gradients(self, xp: Any, s: Any, batch: int, head: int, q: Any, kv: Any) -> Any:
-        """Their derivatives by the elements of captured arrays: ``FunctionScore.element_gradients``."""
+        """The derivatives of the logits by the elements of captured arrays: ``FunctionScore.element_gradients``."""
         assert self.lengths is not None
         return self.option.element_gradients(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
 
 
-def on_host(spec: Any, given: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
-    """The spec with its mask and score bound to the arrays that they captured, which are among these, by name. ``starts`` are
-    cu_seqlens of packed sequences."""
-    found = {
-        role: kind(option, tuple(given[each.name] for each in option.arrays), starts)
+def on_host(spec: Any, arrays: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
+    """The spec with its mask and score bound to the arrays that they captured, which are among ``arrays``, by name. ``starts``
+    are cu_seqlens of packed sequences."""
+    bound = {
+        role: kind(option, tuple(arrays[array.name] for array in option.arrays), starts)
         for role, kind in (("mask", HostMask), ("score", HostScore))
         if (option := getattr(spec, role)).is_function
     }
-    return dataclasses.replace(spec, **found) if found else spec
+    return dataclasses.replace(spec, **bound) if bound else spec
