@@ -119,7 +119,7 @@ def _add(
     product = (abs(numbers[0] * numbers[1]) if abs_delta else numbers[0] * numbers[1]).sum(-1)
     delta = product.swapaxes(-1, -2) + (abs(own_dlse) if abs_delta else -own_dlse)
     with np.errstate(all="ignore"):
-        for batch, rows, keys in formula._sequences(q, *starts):
+        for batch, rows, keys in formula._find_sequences(q, *starts):
             at = rows if isinstance(rows, int) else (slice(None), rows)
             n, m = (slice(None if each is None else int(each[batch])) for each in lens)
             inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-INF] * q.shape[-2]
