@@ -61,7 +61,7 @@ class Group:
 
     @property
     def kind(self) -> Kind:
-        return Kind.of(self.kernel, self.member.like)
+        return Kind.of(self.kernel, self.member.shape)
 
 
 def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> list[Group]:
@@ -76,7 +76,7 @@ def groups(cases: Sequence[Case], device: Device, kernel: str | None = None) -> 
             served, config = select(op, device, kernel)[:2]
             members = [m for m in config_set(served, served.tuning_shapes(op), device) if m.config == config]
             member, _ = nearest(served, tuple(members), op, device)
-            found.setdefault(Kind.of(served, member.like), Group(served, member, [])).cases.append(case)
+            found.setdefault(Kind.of(served, member.shape), Group(served, member, [])).cases.append(case)
     return list(found.values())
 
 
@@ -92,7 +92,7 @@ class Tuner:
     def __init__(self, group: Group, device: Device, seed: int = 0, recorded: Any = None) -> None:
         self.group, self.kernel, self.device = group, group.kernel, device
         self.ops = [sets.operation(case) for case in group.cases]
-        candidates = sorted(self.kernel.candidates(group.member.like, device), key=self.cost)
+        candidates = sorted(self.kernel.candidates(group.member.shape, device), key=self.cost)
         self.first = self.best = group.member.modelled
         seeds = [self.first, *([recorded] if recorded else []), *candidates[: GENERATION - 2]]
         self.search = Search(seeds, genes(candidates), lambda c: self.kernel.legal(c, self.ops[0], device) is None, seed)
@@ -152,7 +152,7 @@ class Tuner:
 
     def record(self, clocks: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
         """Returns a record as rawattn/kernel/records/__init__.py describes it."""
-        like = self.group.member.like
+        like = self.group.member.shape
         found: dict[str, Any] = {"kernel": self.kernel.name, "kind": dataclasses.asdict(self.group.kind)}
         found |= {"config": dataclasses.asdict(self.best)}
         found |= {"code_hash": records.code_hash(self.kernel, like, self.best, self.device)}
@@ -247,7 +247,7 @@ def pending(options: argparse.Namespace, device: Device, known: dict[Kind, dict[
     cases = sets.load(options.set or ("" if options.cases else "paper"), options.cases)
     for group in groups(cases, device, options.kernel):
         record = known.get(group.kind)
-        done = record is not None and records.current(record, group.kernel, group.member.like, device) is not None
+        done = record is not None and records.current(record, group.kernel, group.member.shape, device) is not None
         if options.again or options.dry or not done:
             yield group
 

@@ -80,14 +80,14 @@ def show(options: Options) -> int:
 
 
 def count_instructions(cubin: bytes) -> collections.Counter[str]:
-    """Returns how often each instruction stands in the machine code."""
+    """Counts how often each instruction stands in the machine code."""
     text = compiler.disassemble(cubin)
     return collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text))
 
 
 def explain(options: Options) -> int:
     """Prints which kernel and configuration an operation gets, why, and how the best configurations compare."""
-    op, device = _operation(options), _device(options)
+    op, device = _make_operation(options), _choose_device(options)
     selection = select(op, device)
     console.print(f"{attention.explain_operation(op, device)}")
     costs = {config: selection.kernel.cost(config, op, device) for config in selection.kernel.candidates(op, device)}
@@ -97,13 +97,13 @@ def explain(options: Options) -> int:
 
 
 def compile(options: Options) -> int:
-    """Compiles into the cache all that the kind of operation may get on such a device, and with --out what this one gets into a
-    folder."""
+    """Compiles into the cache all kernels that the kind of operation may get on such a device, and with --out writes what this
+    one gets into a folder."""
     selection, source = _render(options)
     binary = _compile(source)
     name = f"{selection.kernel.name}-{source.key[:12]}"
     console.print(f"{name}  {selection.config}\ncompiled {demo.describe(binary)}\nkept in {cache_folder()}")
-    op = _operation(options)
+    op = _make_operation(options)
     for config in selection.compiled_with:
         other = selection.kernel.render(op, config, source.arch)
         _compile(other)
@@ -140,7 +140,7 @@ def bundle(options: Options) -> int:
 
 
 def clear(options: Options) -> int:
-    """Empties the cache, or removes what was not used for long."""
+    """Empties the cache, or removes the files that were not used for long."""
     count, size = compiler.clear(options.unused)
     console.print(f"removed {count} files, {size / 1e6:.1f} MB, from {cache_folder()}")
     return 0
@@ -148,7 +148,7 @@ def clear(options: Options) -> int:
 
 def _render(options: Options) -> tuple[Selection, Source]:
     """Returns the kernel and configuration of the operation, and what NVRTC is given for them."""
-    op, device = _operation(options), _device(options)
+    op, device = _make_operation(options), _choose_device(options)
     if device.is_cpu:
         raise UnsupportedError("NVRTC compiles for a GPU; what runs on the CPU is rawattn/cpu/lanes.py, compiled by Numba.")
     selection = select(op, device)
@@ -156,13 +156,13 @@ def _render(options: Options) -> tuple[Selection, Source]:
 
 
 def _compile(source: Source) -> Binary:
-    """A source compiled, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
+    """Compiles a source, with progress. A cache that cannot be written is an error here: to fill it is the purpose."""
     with console.status("looking into the cache") as status, warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
         return compiler.compile(source, lambda: status.update("NVRTC compiles"))
 
 
-def _operation(options: Options) -> Forward:
+def _make_operation(options: Options) -> Forward:
     kv_length = options.length if options.kv_length is None else options.kv_length
     spec = Spec.of(
         causal=options.causal, window=options.window, softcap=options.softcap, mask=options.mask, score=options.score,
@@ -176,50 +176,50 @@ def _operation(options: Options) -> Forward:
     )  # fmt: skip
 
 
-def _device(options: Options) -> Device:
-    """Returns the device to choose for: the GPU here if it is of the arch asked for, else a board; and says it if none is asked
-    for and there is no GPU."""
+def _choose_device(options: Options) -> Device:
+    """Chooses the device: the GPU here if it is of the arch that --arch names, else a board. It prints which board, if there is
+    neither a GPU nor an --arch."""
     if options.arch == "cpu":
         return this_cpu()
     if context.device_count() and options.arch in (None, context.device(0).arch):
         return context.device(0)
     if options.arch is None:
         console.print(f"for {TYPICAL['sm_90a'].name}, the default for want of a GPU here; --arch names another")
-    found = board(options.arch or "sm_90a")
-    assert found is not None, "_arch has looked"
-    return found
+    device = board(options.arch or "sm_90a")
+    assert device is not None, "_read_arch has looked"
+    return device
 
 
-def _arch(text: str) -> str:
-    """An architecture, a board's name, or the CPU, in lower case."""
-    if (found := text.lower()) != "cpu" and board(found) is None:
+def _read_arch(text: str) -> str:
+    """Reads an architecture, a board's name, or the CPU, in lower case."""
+    if (name := text.lower()) != "cpu" and board(name) is None:
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from cpu, {KNOWN})")
-    return found
+    return name
 
 
-def _option(text: str) -> Any:
-    """A mask or score such as ``rawattn.mask:Window(3, right=0)``: a module, and a call of one of its classes with literals."""
+def _read_option(text: str) -> Any:
+    """Reads a mask or a score such as ``rawattn.mask:Window(3, right=0)``: a module, and a call of one of its classes."""
     module, _, call = text.partition(":")
     try:
         node = ast.parse(call, mode="eval").body
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             raise ValueError("it has no call")
-        found = pkgutil.resolve_name(f"{module}.{node.func.id}")
+        option_class = pkgutil.resolve_name(f"{module}.{node.func.id}")
         keywords = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
-        made = found(*map(ast.literal_eval, node.args), **keywords)
+        option = option_class(*map(ast.literal_eval, node.args), **keywords)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a class and its arguments, such as mymodule:Mine(7) ({error})"
         ) from None
-    if not isinstance(made, Option):
+    if not isinstance(option, Option):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no mask and no score of CUDA, such as rawattn.mask:Window(3); what rawattn makes of a Python function, "
             "rawattn.explain says for the arrays of a call"
         )
-    return made
+    return option
 
 
-def _window(text: str) -> tuple[int | None, int | None]:
+def _read_window(text: str) -> tuple[int | None, int | None]:
     try:
         left, right = (None if side == "none" else int(side) for side in text.split(","))
     except ValueError:
@@ -227,62 +227,63 @@ def _window(text: str) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _numbers(text: str) -> list[int]:
+def _read_numbers(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 512,4096")
-    return [int(each) for each in text.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
-def _count(text: str) -> int:
+def _read_count(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not an int from 1 up")
     return int(text)
 
 
-def _limit(text: str) -> float:
+def _read_limit(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 <= (found := float(text)) < math.inf:
-            return found
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 up")
 
 
-def _seconds(text: str) -> float:
-    if not (found := re.fullmatch(r"(\d+)([dh])", text)):
+def _read_seconds(text: str) -> float:
+    if not (match := re.fullmatch(r"(\d+)([dh])", text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of days or hours such as 30d or 12h")
-    return int(found[1]) * {"d": 86400.0, "h": 3600.0}[found[2]]
+    return int(match[1]) * {"d": 86400.0, "h": 3600.0}[match[2]]
 
 
-def _layer_options() -> argparse.ArgumentParser:
+def _make_layer_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     add = parser.add_argument_group("layer").add_argument
     add("--dtype", choices=[*ELEMENTS], help="number format; default: bf16")
-    add("--heads", type=_count, metavar="N", help="heads of q; default: 16")
-    add("--kv-heads", type=_count, metavar="N", help="heads of k and v; default: as many")
-    add("--head-dim", type=_count, metavar="N", help="columns of q and k; default: 128")
-    add("--head-dim-v", type=_count, metavar="N", help="columns of v and o; default: as many")
+    add("--heads", type=_read_count, metavar="N", help="heads of q; default: 16")
+    add("--kv-heads", type=_read_count, metavar="N", help="heads of k and v; default: as many")
+    add("--head-dim", type=_read_count, metavar="N", help="columns of q and k; default: 128")
+    add("--head-dim-v", type=_read_count, metavar="N", help="columns of v and o; default: as many")
     add("--causal", action="store_true", help="each query keeps the keys up to its own position")
     add("--softcap", type=float, metavar="X", help="cap of the logits")
     return parser
 
 
-def _problem_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, parents=[_layer_options()])
+def _make_problem_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, parents=[_make_layer_options()])
     add = parser.add_argument_group("problem").add_argument
     arch_text = f"what it is for, of {KNOWN}, or cpu; default: the GPU here, {TYPICAL['sm_90a'].name} where there is none"
-    add("--arch", type=_arch, metavar="ARCH", help=arch_text)
+    add("--arch", type=_read_arch, metavar="ARCH", help=arch_text)
     add("--batch", type=int, default=2, metavar="N", help="sequences; default: 2")
     add("--length", type=int, default=4096, metavar="N", help="queries of a sequence; default: 4096")
     add("--kv-length", type=int, metavar="N", help="keys of a sequence; default: as many")
-    add("--window", type=_window, metavar="LEFT,RIGHT", help="keys kept before and after that position, such as 128,0 or none,0")
+    window_text = "keys kept before and after that position, such as 128,0 or none,0"
+    add("--window", type=_read_window, metavar="LEFT,RIGHT", help=window_text)
     parser.set_defaults(dtype="bf16", heads=16, head_dim=128)
-    add("--mask", type=_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
-    add("--score", type=_option, metavar="MODULE:CALL", help="a score of your own")
+    add("--mask", type=_read_option, metavar="MODULE:CALL", help="a mask of your own, such as mymodule:Mine(7)")
+    add("--score", type=_read_option, metavar="MODULE:CALL", help="a score of your own")
     add("--varlen", action="store_true", help="sequences packed end to end, as attention_varlen takes them")
     add("--lse", action="store_true", help="lse is wanted beside o")
     return parser
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m rawattn", description="Attention kernels, compiled at run time.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.set_defaults(run=lambda options: demo.run(console))
@@ -293,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    problem = _problem_options()
+    problem = _make_problem_options()
     add("demo", lambda options: demo.run(console), "compute, check and time attention on this machine; the default")
     add("doctor", lambda options: doctor.run(console), "check what attention needs here, and say how to get what is missing")
     show_parser = add("show", show, "print what a kernel is compiled from, and a summary of its machine code", problem)
@@ -324,26 +325,26 @@ def _parser() -> argparse.ArgumentParser:
     add_option("--spec", type=pathlib.Path, metavar="FILE", help="recorded operations; default: those of usual models")
     add_option("--out", type=pathlib.Path, required=True, metavar="FILE", help="the file to write, such as kernels.zip")
     text = "time attention in your shapes, forward and backward, beside torch's"
-    bench_parser = add("bench", lambda options: bench.run(options, console), text, _layer_options())
+    bench_parser = add("bench", lambda options: bench.run(options, console), text, _make_layer_options())
     bench_parser.epilog = (
         "Without --like one layer is measured, on a CPU of 4 heads of 64 in fp32 by default. Cells are TFLOP/s, on a CPU "
         "GFLOP/s, of what the mask keeps; the backward is timed alone."
     )
     add_option = bench_parser.add_argument
     add_option("--like", type=pathlib.Path, metavar="FILE", help="config.json of a transformers model, whose layers are measured")
-    add_option("--lengths", type=_numbers, metavar="N,...", help="lengths; default: 512 to 16384, on a CPU 128 to 512")
-    add_option("--tokens", type=_count, metavar="N", help="tokens of a call; default: 16384, on a CPU 512")
-    add_option("--seconds", type=_limit, default=60.0, metavar="X", help="begin nothing after this time; default: 60")
+    add_option("--lengths", type=_read_numbers, metavar="N,...", help="lengths; default: 512 to 16384, on a CPU 128 to 512")
+    add_option("--tokens", type=_read_count, metavar="N", help="tokens of a call; default: 16384, on a CPU 512")
+    add_option("--seconds", type=_read_limit, default=60.0, metavar="X", help="begin nothing after this time; default: 60")
     add_option("--plot", type=pathlib.Path, metavar="FILE", help="also draw it, into a file such as attention.svg")
     clear_parser = add("clear", clear, "empty the cache")
     clear_text = "remove only what was not used for so long, such as 30d or 12h; known to a day"
-    clear_parser.add_argument("--unused", type=_seconds, default=0.0, metavar="TIME", help=clear_text)
+    clear_parser.add_argument("--unused", type=_read_seconds, default=0.0, metavar="TIME", help=clear_text)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; gives its exit status, 0 where all went well."""
-    options = _parser().parse_args(arguments)
+    options = _make_parser().parse_args(arguments)
     try:
         status: int = options.run(options)
         return status

@@ -74,26 +74,29 @@ def attention(
     """
     if isinstance(window, list):
         window = tuple(window)
-    alibi, bias = (x if x is None else _taken(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
+    alibi, bias = (x if x is None else _take(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    chosen = Options(causal, window, softcap, scale, mask, score, True, constant_time, deterministic, q_offset, kv_offset,
-                     dropout, invariant)  # fmt: skip
-    options, captured = captures.take(named(chosen))
+    all_options = Options(
+        causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
+        constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
+        invariant=invariant,
+    )  # fmt: skip
+    options, captured = captures.take(named(all_options))
     for words, x in zip(captures.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
-    given = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
-    given = {name: _taken(name, x) for name, x in given.items() if x is not None or name in "qkv"}
-    drawn = None if seed is None else _words(seed)
+    operands = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
+    operands = {name: _take(name, x) for name, x in operands.items() if x is not None or name in "qkv"}
+    seed_words = None if seed is None else _split_seed(seed)
     if make_dropout(dropout):
-        if drawn is None:
+        if seed_words is None:
             raise ProblemError(f"seed is None, and dropout is {dropout}; give an int, an array of one integer, or a key.")
-        given["seed"] = drawn
-    given |= dict(zip(captures.names(options), captured, strict=True))
-    found = {name: _SEED if name == "seed" else _described(x) for name, x in given.items()}
-    Forward.of_call(found, options, (None, None))
-    o, lse = _attention(tuple(options.items()), _varying(given, _axes(given)))
+        operands["seed"] = seed_words
+    operands |= dict(zip(captures.names(options), captured, strict=True))
+    described = {name: _SEED if name == "seed" else _describe(x) for name, x in operands.items()}
+    Forward.of_call(described, options, (None, None))
+    o, lse = _attend(tuple(options.items()), _vary(operands, _find_axes(operands)))
     return (o, lse) if return_lse else o
 
 
@@ -116,28 +119,28 @@ def dot_product_attention(
     """
     if implementation is not None:
         raise ProblemError(f"implementation is {implementation!r}; it must be None here, as rawattn is the implementation.")
-    given = [_taken(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
-    batched = given[0].ndim == 4
+    qkv = [_take(name, x) for name, x in (("query", query), ("key", key), ("value", value))]
+    batched = qkv[0].ndim == 4
     if not batched:
-        given = [x[None] for x in given]
+        qkv = [x[None] for x in qkv]
     sides = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
     kept: MaskLike = Causal("top_left") if is_causal else Full()
     if mask is not None:
-        q_shape, k_shape = given[0].shape, given[1].shape
-        kept = _of_table(mask, (q_shape[0], q_shape[2], q_shape[1], k_shape[1]), is_causal, sides)
+        q_shape, k_shape = qkv[0].shape, qkv[1].shape
+        kept = _make_mask(mask, (q_shape[0], q_shape[2], q_shape[1], k_shape[1]), is_causal, sides)
     elif sides is not None:
         near = WindowMask(*sides, "top_left")
         kept = And(Causal("top_left"), near) if is_causal else near
     options = {"bias": bias, "q_lens": query_seq_lengths, "kv_lens": key_value_seq_lengths}
-    o, lse = attention(*given, mask=kept, scale=scale, return_lse=True, **options)
-    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(given[1].dtype))
+    o, lse = attention(*qkv, mask=kept, scale=scale, return_lse=True, **options)
+    residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(qkv[1].dtype))
     o, residual = (x if batched else x[0] for x in (o, residual))
     return (o, residual) if return_residual else o
 
 
-def _taken(name: str, x: Any) -> Any:
-    """The argument ``name`` as a JAX array. Raises ProblemError for one of another library than NumPy, and where JAX would round
-    its numbers."""
+def _take(name: str, x: Any) -> Any:
+    """Takes the argument ``name`` as a JAX array. Raises ProblemError for an array of another library than NumPy, and where JAX
+    would round its numbers."""
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, (np.ndarray, np.generic)):
@@ -150,25 +153,25 @@ def _taken(name: str, x: Any) -> Any:
     return jnp.asarray(x)
 
 
-def _of_table(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[int, int] | None) -> Callable[..., Any]:
-    """The mask that an array of bools, is_causal and the sides of a window mean together."""
-    table = _taken("mask", mask)
-    found = (1,) * (4 - table.ndim) + table.shape
-    if table.dtype != bool or len(found) > 4 or any(n not in (1, need) for n, need in zip(found, sizes, strict=True)):
+def _make_mask(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[int, int] | None) -> Callable[..., Any]:
+    """Makes the mask that an array of bools, is_causal and the sides of a window mean together."""
+    table = _take("mask", mask)
+    shape = (1,) * (4 - table.ndim) + table.shape
+    if table.dtype != bool or len(shape) > 4 or any(n not in (1, need) for n, need in zip(shape, sizes, strict=True)):
         raise ProblemError(
             f"mask is {table.dtype} of shape {table.shape}; it must be of bool, and broadcast to {sizes}, (batch, heads, q_len, "
             "kv_len)."
         )
-    table = table.reshape(found)
-    own = tuple(n > 1 for n in table.shape)  # of the other axes all indices are 0
+    table = table.reshape(shape)
+    long_axes = tuple(n > 1 for n in table.shape)  # of the other axes all indices are 0
 
     def kept(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        found = table[tuple(i if each else 0 for i, each in zip((b, h, q, kv), own, strict=True))]
+        is_kept = table[tuple(i if is_long else 0 for i, is_long in zip((b, h, q, kv), long_axes, strict=True))]
         if is_causal:
-            found = found & (q >= kv)
+            is_kept = is_kept & (q >= kv)
         if sides is not None:
-            found = found & (q - kv <= sides[0]) & (kv - q <= sides[1])
-        return found
+            is_kept = is_kept & (q - kv <= sides[0]) & (kv - q <= sides[1])
+        return is_kept
 
     return kept
 
@@ -176,8 +179,8 @@ def _of_table(mask: Any, sizes: tuple[int, ...], is_causal: bool, sides: tuple[i
 _SEED = Array("jax", CPU, "int64", (1,), (1,), 0, None)
 
 
-def _words(seed: Any) -> Any:
-    """The 64 bits of a seed as two uint32, the lower ones first: JAX has no int64 unless it is asked for."""
+def _split_seed(seed: Any) -> Any:
+    """Splits the 64 bits of a seed into two uint32, the lower ones first: JAX has no int64 unless it is asked for."""
     if not isinstance(seed, jax.Array):
         if getattr(seed, "shape", None) == (1,):
             seed = seed[0]
@@ -200,7 +203,7 @@ def _words(seed: Any) -> Any:
     return jnp.stack([jax.lax.bitcast_convert_type(lower, jnp.uint32), upper])
 
 
-def _described(x: Any) -> Array:
+def _describe(x: Any) -> Array:
     """Describes a traced array, as far as checks of shapes read one."""
     name = _NAMES.get(np.dtype(x.dtype), str(x.dtype))
     return Array("jax", CPU, name, tuple(x.shape), contiguous_strides(x.shape), 0, None)
@@ -210,18 +213,18 @@ def _described(x: Any) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Items, given: dict[str, Any]) -> tuple[Any, Any]:
+def _attend(options: Items, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Computes (o, lse)."""
-    q, v = given["q"], given["v"]
+    q, v = operands["q"], operands["v"]
     lse_dtype = ELEMENTS[_NAMES[np.dtype(q.dtype)]].lse_dtype
     shapes = {"o": ((*q.shape[:-1], v.shape[-1]), q.dtype), "lse": ((q.shape[0], q.shape[2], q.shape[1]), lse_dtype)}
-    found = _called(_forward(options), shapes, given)
-    return found["o"], found["lse"]
+    results = _call_back(_make_forward(options), shapes, operands)
+    return results["o"], results["lse"]
 
 
-def _attention_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+def _attend_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
-    given = {name: x.value for name, x in primals.items()}
+    operands = {name: x.value for name, x in primals.items()}
     wrt = {name: () for name in captures.names(dict(options)) if primals[name].perturbed}
     for name in wrt:
         if name.startswith("mask"):
@@ -229,126 +232,126 @@ def _attention_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, 
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
-    o, lse = _attention(options, given)
-    return (o, lse), (given, o, lse, wrt)
+    o, lse = _attend(options, operands)
+    return (o, lse), (operands, o, lse, wrt)
 
 
-def _attention_bwd(options: Items, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
+def _attend_bwd(options: Items, kept: tuple[Any, ...], cotangents: tuple[Any, Any]) -> tuple[dict[str, Any]]:
     """Computes the gradients of q, k, v, the sinks, and of captured arrays."""
-    given, o, lse, followed = kept
+    operands, o, lse, followed = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
     wrt = tuple(name for name in captures.names(dict(options)) if name in followed)
-    shapes = {f"d{name}": (given[name].shape, given[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in given}
-    found = _gradients(options, wrt, tuple(shapes.items()), {**given, "do": do, "o": o, "lse": lse, "dlse": dlse})
-    return ({name: found.get(f"d{name}") for name in given},)
+    shapes = {f"d{name}": (operands[name].shape, operands[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in operands}
+    gradients = _compute_gradients(options, wrt, tuple(shapes.items()), {**operands, "do": do, "o": o, "lse": lse, "dlse": dlse})
+    return ({name: gradients.get(f"d{name}") for name in operands},)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _gradients(options: Items, wrt: tuple[str, ...], shapes: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """Computes the gradients, which have none themselves: XLA takes what a callback gives for constants."""
-    return _called(_backward(options, wrt), dict(shapes), given)
+def _compute_gradients(options: Items, wrt: tuple[str, ...], shapes: tuple[Any, ...], operands: dict[str, Any]) -> dict[str, Any]:
+    """Computes the gradients, which have no gradients themselves: XLA takes results of a callback for constants."""
+    return _call_back(_make_backward(options, wrt), dict(shapes), operands)
 
 
-@_gradients.defjvp
+@_compute_gradients.defjvp
 def _refuse_second(*args: Any) -> NoReturn:
     raise ProblemError("a second derivative of rawattn.jax.attention was asked for; its gradients have none.")
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
 # ---- the calls that XLA makes
 
 
-def _called(callback: Callable[..., None], shapes: dict[str, tuple[Any, Any]], given: dict[str, Any]) -> dict[str, Any]:
-    """Results of these shapes and dtypes from a callback. bf16 goes as the uint16 of its bits, which every protocol knows."""
-    results = {name: jax.ShapeDtypeStruct(shape, _carrier(dtype)) for name, (shape, dtype) in shapes.items()}
+def _call_back(callback: Callable[..., None], shapes: dict[str, tuple[Any, Any]], operands: dict[str, Any]) -> dict[str, Any]:
+    """Makes XLA call back for results of these shapes and dtypes. bf16 goes as uint16 of its bits, which all protocols know."""
+    results = {name: jax.ShapeDtypeStruct(shape, _find_carrier(dtype)) for name, (shape, dtype) in shapes.items()}
     call = buffer_callback(callback, results, vmap_method="broadcast_all", command_buffer_compatible=True)
-    found = call({name: jax.lax.bitcast_convert_type(x, _carrier(x.dtype)) for name, x in given.items()})
-    found = _varying(found, _axes(given))
-    return {name: jax.lax.bitcast_convert_type(x, shapes[name][1]) for name, x in found.items()}
+    buffers = call({name: jax.lax.bitcast_convert_type(x, _find_carrier(x.dtype)) for name, x in operands.items()})
+    buffers = _vary(buffers, _find_axes(operands))
+    return {name: jax.lax.bitcast_convert_type(x, shapes[name][1]) for name, x in buffers.items()}
 
 
-def _axes(given: dict[str, Any]) -> set[str]:
-    """The axes of a mesh along which these arrays differ from device to device, inside of shard_map."""
-    return {axis for x in given.values() for axis in _axes_of(x)}
+def _find_axes(operands: dict[str, Any]) -> set[str]:
+    """Finds the axes of a mesh along which the operands differ from device to device, inside of shard_map."""
+    return {axis for x in operands.values() for axis in _find_axes_of(x)}
 
 
-def _axes_of(x: Any) -> Any:
+def _find_axes_of(x: Any) -> Any:
     aval = jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", aval)  # JAX 0.10 has it, and vma before
     return getattr(kind, "varying", getattr(kind, "vma", ()))
 
 
-def _varying(given: dict[str, Any], axes: set[str]) -> dict[str, Any]:
-    """The arrays as ones that differ along these axes, whether they do or not. JAX sums the gradients of those that did not."""
-    missing = {name: tuple(sorted(axes - set(_axes_of(x)))) for name, x in given.items()}
-    return {name: jax.lax.pcast(x, missing[name], to="varying") if missing[name] else x for name, x in given.items()}
+def _vary(values: dict[str, Any], axes: set[str]) -> dict[str, Any]:
+    """Marks all values as different along these axes, whether they are or not. JAX sums the gradients of those that were not."""
+    missing = {name: tuple(sorted(axes - set(_find_axes_of(x)))) for name, x in values.items()}
+    return {name: jax.lax.pcast(x, missing[name], to="varying") if missing[name] else x for name, x in values.items()}
 
 
-def _carrier(dtype: Any) -> Any:
+def _find_carrier(dtype: Any) -> Any:
     return np.uint16 if np.dtype(dtype) == _BF16 else np.dtype(dtype)
 
 
 @functools.cache  # JAX compiles a callback once for each object
-def _forward(options: Items) -> Callable[..., None]:
-    def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
+def _make_forward(options: Items) -> Callable[..., None]:
+    def compute(context: Any, out: dict[str, Any], operands: dict[str, Any]) -> None:
         """Computes attention into XLA's buffers."""
-        for each in _elements(context, {**given, **out}, options):
-            inputs = ForwardInputs(*map(each.get, Forward.names))
-            captured = [each[name] for name in captures.names(dict(options))]
-            calls.run(inputs, request_for(Forward, dict(options)), (each["o"], each["lse"]), tuple(captured))
+        for element in _split_elements(context, {**operands, **out}, options):
+            inputs = ForwardInputs(*map(element.get, Forward.names))
+            captured = [element[name] for name in captures.names(dict(options))]
+            calls.run(inputs, request_for(Forward, dict(options)), (element["o"], element["lse"]), tuple(captured))
 
     return compute
 
 
 @functools.cache
-def _backward(options: Items, wrt: tuple[str, ...]) -> Callable[..., None]:
+def _make_backward(options: Items, wrt: tuple[str, ...]) -> Callable[..., None]:
     options = tuple((name, value if name != "return_lse" else False) for name, value in options)
     options = (*options, ("wrt", wrt)) if wrt else options
 
-    def compute(context: Any, out: dict[str, Any], given: dict[str, Any]) -> None:
+    def compute(context: Any, out: dict[str, Any], operands: dict[str, Any]) -> None:
         """Computes the gradients into XLA's buffers."""
-        for each in _elements(context, {**given, **out}, options):
+        for element in _split_elements(context, {**operands, **out}, options):
             names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
-            results = tuple(each[name] for name in names if name in each)
-            inputs = BackwardInputs(*map(each.get, Backward.names))
-            captured = [each[name] for name in captures.names(dict(options))]
+            results = tuple(element[name] for name in names if name in element)
+            inputs = BackwardInputs(*map(element.get, Backward.names))
+            captured = [element[name] for name in captures.names(dict(options))]
             calls.run(inputs, request_for(Backward, dict(options)), results, tuple(captured))
 
     return compute
 
 
-def _elements(context: Any, buffers: dict[str, Any], options: Items) -> Iterator[dict[str, Any]]:
-    """The arrays of each call to make, by name, while XLA's stream is the current one. Dimensions that vmap added join the batch;
-    with sinks and a seed, which have none, and with functions, which see the batch, each element is a call of its own."""
-    with _arrays(context, buffers) as found:
-        extra = found["q"].ndim - 4
+def _split_elements(context: Any, buffers: dict[str, Any], options: Items) -> Iterator[dict[str, Any]]:
+    """Splits buffers into the arrays of each call to make, by name, while XLA's stream is the current one. Dimensions that vmap
+    added join the batch; with sinks and a seed, which have no batch, and with functions, which see it, each element is a call."""
+    with _view_buffers(context, buffers) as views:
+        extra = views["q"].ndim - 4
         if not extra:
-            yield found
-        elif "sinks" not in found and "seed" not in found and not functions.among(dict(options)):
-            yield {name: x.reshape(-1, *x.shape[extra + 1 :]) for name, x in found.items()}
+            yield views
+        elif "sinks" not in views and "seed" not in views and not functions.among(dict(options)):
+            yield {name: x.reshape(-1, *x.shape[extra + 1 :]) for name, x in views.items()}
         else:
-            rows = {name: x.reshape(-1, *x.shape[extra:]) for name, x in found.items()}
+            rows = {name: x.reshape(-1, *x.shape[extra:]) for name, x in views.items()}
             for i in range(len(rows["q"])):
                 yield {name: x[i] for name, x in rows.items()}
 
 
 @contextlib.contextmanager
-def _arrays(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """XLA's buffers as arrays of NumPy, or of CuPy on a GPU, in place."""
+def _view_buffers(context: Any, buffers: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Views XLA's buffers as arrays of NumPy, or of CuPy on a GPU."""
     if int(buffers["q"].__dlpack_device__()[0]) == 1:  # kDLCPU
-        yield _of_bits(np, buffers)
+        yield _view_bits(np, buffers)
         return
     cupy = reading.import_cupy("rawattn.jax on a GPU")
-    found = _of_bits(cupy, buffers)
-    device = found["q"].device
+    views = _view_bits(cupy, buffers)
+    device = views["q"].device
     # A graph may be under way, in which memory for scratch cannot be had otherwise.
     with device, cupy.cuda.ExternalStream(context.stream, device.id), relaxed_capture():
-        yield found
+        yield views
 
 
-def _of_bits(module: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+def _view_bits(module: Any, buffers: dict[str, Any]) -> dict[str, Any]:
     views = {name: module.asarray(x) for name, x in buffers.items()}
     views = {name: x.view(_BF16) if x.dtype == np.uint16 else x for name, x in views.items()}
     return {name: x.view(np.int64) if name == "seed" else x for name, x in views.items()}

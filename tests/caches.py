@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.operation.spec import make_mask
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from rawattn.variant.element import ELEMENTS, FP8, KV_ELEMENTS
 from rawattn.variant.mask import FromKey
 
@@ -122,7 +122,7 @@ class Cached:
 
     def step(self, library: str = "numpy", **changes: Any) -> rawattn.Step:
         found = {
-            name: _moved(x, library, self.device) for name, x in self.step_arrays(changes.pop("nonsense_before", False)).items()
+            name: _move(x, library, self.device) for name, x in self.step_arrays(changes.pop("nonsense_before", False)).items()
         }
         found = {"causal": self.causal, **found, **changes}
         return rawattn.Step.from_indptr(**found) if self.form == "indptr" else rawattn.Step(**found)
@@ -177,12 +177,12 @@ class Cached:
     def made(self, k: Array, v: Array, library: str = "numpy") -> rawattn.KVCache:
         """A cache of pools that lie as those of ``pools``."""
         scales = [
-            _moved(x, library, self.device) if kind in SCALES[2:] else float(x)
+            _move(x, library, self.device) if kind in SCALES[2:] else float(x)
             for kind, x in zip(self.scales, self.scale_values(), strict=True)
         ]
         if library == "numpy" or self.pool == "apart":
-            return rawattn.KVCache(_moved(k, library, self.device), _moved(v, library, self.device), self.layout, *scales)
-        whole = _moved(k.base if self.pool == "interleaved" else k, library, self.device)
+            return rawattn.KVCache(_move(k, library, self.device), _move(v, library, self.device), self.layout, *scales)
+        whole = _move(k.base if self.pool == "interleaved" else k, library, self.device)
         if self.pool == "interleaved":
             return rawattn.KVCache(whole[..., : self.head_dim], whole[..., self.head_dim :], self.layout, *scales)
         return rawattn.KVCache(whole, whole[..., : self.head_dim_v], self.layout, *scales)

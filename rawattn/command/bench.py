@@ -76,21 +76,21 @@ class Bench:
     def measure(self, layer: Layer, batch: int, length: int) -> None:
         """Adds the times of all contenders on sequences of a layer."""
         op = operation(layer, batch, length)
-        arrays = self._arrays(op)
+        arrays = self._make_inputs(op)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says in many why a backend refuses
-            calls, reasons = self._calls(op, arrays)
+            calls, reasons = self._make_calls(op, arrays)
         for direction, flops in zip(PASSES, (op.flops, Backward(op).flops), strict=True):
-            loads = {name: self._load(both[direction], direction) for name, both in calls.items()}
+            loads = {name: self._make_load(both[direction], direction) for name, both in calls.items()}
             rounds = timing.race(self.clock, loads, self.schedule)
             for name in (*calls, *reasons):
                 us = timing.median_of_rounds(rounds[name]) if name in rounds else None
                 reason = reasons.get(name, "")
                 self.results.append(Result(layer, op.batch, op.q_len, direction, name, us, flops, reason))
 
-    def _arrays(self, op: Forward) -> dict[str, Any]:
-        """q, k, v, and do, of N(0, 1)."""
-        shapes = {each.name: each.shape for each in (*op.inputs, op.outputs[0])}
+    def _make_inputs(self, op: Forward) -> dict[str, Any]:
+        """Makes q, k, v and do of N(0, 1)."""
+        shapes = {operand.name: operand.shape for operand in (*op.inputs, op.outputs[0])}
         shapes["do"] = shapes.pop("o")
         if self.library == "torch":
             torch, device = self.module, "cpu" if self.device.is_cpu else "cuda"
@@ -105,8 +105,8 @@ class Bench:
         host |= {name: x.astype(op.element.dtype) for name, x in host.items() if name != "sinks"}
         return host if self.library == "numpy" else {name: self.module.asarray(x) for name, x in host.items()}
 
-    def _calls(self, op: Forward, arrays: dict[str, Any]) -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
-        """Contenders, each with both directions, and the reasons of those that cannot take part."""
+    def _make_calls(self, op: Forward, arrays: dict[str, Any]) -> tuple[dict[str, dict[str, Call]], dict[str, str]]:
+        """Makes the calls of contenders, each in both directions, and the reasons of those that cannot take part."""
         calls, reasons = {}, {}
         makers: dict[str, Callable[[], dict[str, Call]]] = {"rawattn": lambda: ours(op, arrays, self.library)}
         if self.library == "torch":
@@ -119,8 +119,8 @@ class Bench:
                 reasons[name] = str(error).strip().partition("\n")[0]
         return calls, reasons
 
-    def _load(self, call: Call, direction: str) -> timing.Load:
-        """A call made ready; in a graph, where it is too short for events and can be captured."""
+    def _make_load(self, call: Call, direction: str) -> timing.Load:
+        """Makes a call ready: as a graph, where it is too short for events and can be captured."""
         load = self.clock.load(call)
         if isinstance(self.clock, timing.Gpu) and direction == "forward" and load.us < timing.GRAPH_BELOW_US:
             with contextlib.suppress(RuntimeError):  # it cannot be captured
@@ -129,7 +129,7 @@ class Bench:
 
 
 def operation(layer: Layer, batch: int, length: int) -> Forward:
-    """Returns what a layer computes."""
+    """Returns the operation that a layer computes."""
     window = None if layer.window is None else (layer.window - 1, 0 if layer.causal else layer.window - 1)
     spec = Spec.of(causal=layer.causal and window is None, window=window, softcap=layer.softcap, scale=layer.scale)
     sizes = (batch, length, length, layer.heads, layer.kv_heads, layer.head_dim, layer.head_dim_v)
@@ -137,7 +137,7 @@ def operation(layer: Layer, batch: int, length: int) -> Forward:
 
 
 def ours(op: Forward, arrays: dict[str, Any], library: str) -> dict[str, Call]:
-    """rawattn, by autograd where there is torch."""
+    """Returns the calls of rawattn, with gradients by autograd where there is torch."""
     spec, (q, k, v) = op.spec, (arrays[name] for name in "qkv")
     options: dict[str, Any] = {"mask": spec.mask, "score": spec.score, "scale": spec.scale, "sinks": arrays.get("sinks")}
     if library == "torch":
@@ -150,8 +150,8 @@ def ours(op: Forward, arrays: dict[str, Any], library: str) -> dict[str, Call]:
 
 
 def sdpa(op: Forward, arrays: dict[str, Any], name: str) -> dict[str, Call]:
-    """torch's attention, held to one backend. Raises ValueError where it does not compute this, RuntimeError where the backend
-    does not."""
+    """Returns the calls of torch's attention by one backend. Raises ValueError where torch does not compute the operation,
+    RuntimeError where the backend does not."""
     torch = importlib.import_module("torch")
     attention = importlib.import_module("torch.nn.attention")
     if op.score.cuda_type != "Scale" or op.sinks:
@@ -175,14 +175,14 @@ def sdpa(op: Forward, arrays: dict[str, Any], name: str) -> dict[str, Call]:
 
 
 def band(torch: Any, op: Forward, device: Any) -> Any:
-    """The mask of an operation as torch takes it, (q_len, kv_len)."""
+    """Returns the mask of an operation as torch takes it, (q_len, kv_len)."""
     begin, end = (torch.from_numpy(x).to(device)[:, None] for x in op.mask.interval(np.arange(op.q_len), op.q_len, op.kv_len))
     keys = torch.arange(op.kv_len, device=device)
     return (begin <= keys) & (keys < end)
 
 
 def differentiate(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -> dict[str, Call]:
-    """The forward, without gradients, and the backward alone, as torch's autograd calls it."""
+    """Returns the calls of the forward, without gradients, and of the backward alone, as torch's autograd calls it."""
     torch = importlib.import_module("torch")
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     o = attend(*leaves)
@@ -196,7 +196,7 @@ def differentiate(attend: Callable[..., Any], q: Any, k: Any, v: Any, do: Any) -
 def run(options: argparse.Namespace, console: Console) -> int:
     """Measures and prints; gives the exit status. No length begins after ``options.seconds``."""
     figure, (device, library) = options.plot and new_figure(options.plot), here()
-    layers, lengths, tokens = _layers(options, device), options.lengths, options.tokens
+    layers, lengths, tokens = _choose_layers(options, device), options.lengths, options.tokens
     lengths, tokens = lengths or (CPU_LENGTHS if device.is_cpu else LENGTHS), tokens or (512 if device.is_cpu else 16384)
     bench, begin, left = Bench(device, library), time.monotonic(), []
     console.print(f"{device.name}, arrays of {library}, {tokens} tokens a call, medians of {bench.schedule.rounds} rounds")
@@ -209,8 +209,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 status.update(f"{layer.name}, length {length}")
                 bench.measure(layer, max(1, tokens // length), length)
     for layer in layers:
-        console.print(table(layer, [each for each in bench.results if each.layer == layer], device))
-    for name, reason in dict.fromkeys((each.name, each.reason) for each in bench.results if each.reason):
+        console.print(table(layer, [result for result in bench.results if result.layer == layer], device))
+    for name, reason in dict.fromkeys((result.name, result.reason) for result in bench.results if result.reason):
         console.print(f"{name}: {reason}")
     if left:
         console.print(f"not measured, as {options.seconds:g} s had passed: {', '.join(left)}; --seconds gives more")
@@ -218,11 +218,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
         draw(figure, bench.results, device)
         figure.savefig(options.plot)
         console.print(f"drawn in {options.plot}")
-    return int(any(each.name == "rawattn" and each.us is None for each in bench.results))
+    return int(any(result.name == "rawattn" and result.us is None for result in bench.results))
 
 
 def here() -> tuple[Device, str]:
-    """The device that is measured, and the library of the arrays on it."""
+    """Returns the device that is measured, and the library of the arrays on it."""
     lack, _ = demo.missing_gpu()
     torch = demo.import_if_there("torch")
     if lack is None:
@@ -230,8 +230,8 @@ def here() -> tuple[Device, str]:
     return this_cpu(), "numpy" if torch is None else "torch"
 
 
-def _layers(options: argparse.Namespace, device: Device) -> list[Layer]:
-    """The layers of a model, or one; what is asked for by name goes before what the model has."""
+def _choose_layers(options: argparse.Namespace, device: Device) -> list[Layer]:
+    """Chooses the layers: those of a model, or one; an option that is given goes before what the model has."""
     if options.like is not None:
         layers = model_config.read(options.like)
     else:
@@ -239,30 +239,30 @@ def _layers(options: argparse.Namespace, device: Device) -> list[Layer]:
         heads, head_dim = options.heads or heads, options.head_dim or head_dim
         layers = [Layer("attention", heads, options.kv_heads or heads, head_dim, head_dim, dtype, options.causal)]
     names = ("heads", "kv_heads", "head_dim", "head_dim_v", "dtype", "softcap")
-    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return [dataclasses.replace(layer, **asked) for layer in layers]
+    overrides = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return [dataclasses.replace(layer, **overrides) for layer in layers]
 
 
-def _unit(device: Device) -> tuple[str, float]:
-    """The unit of speeds on a device, and how many of it a TFLOP/s is."""
+def _choose_unit(device: Device) -> tuple[str, float]:
+    """Returns the unit of speeds on a device, and how many of it a TFLOP/s is."""
     return ("GFLOP/s", 1e3) if device.is_cpu else ("TFLOP/s", 1.0)
 
 
 def table(layer: Layer, results: Sequence[Result], device: Device) -> Table:
-    """A row for each length and direction, a column for each contender."""
-    unit, factor = _unit(device)
+    """Returns a table of results, with a row for each length and direction and a column for each contender."""
+    unit, factor = _choose_unit(device)
     heads = str(layer.heads) if layer.heads == layer.kv_heads else f"{layer.heads}/{layer.kv_heads}"
     dims = f"{layer.head_dim}" if layer.head_dim == layer.head_dim_v else f"{layer.head_dim}/{layer.head_dim_v}"
     words = [layer.name, layer.dtype, f"{heads} heads of {dims}", *["causal"] * layer.causal]
     words += [] if layer.softcap is None else [f"softcap {layer.softcap:g}"]
     words += ["sinks"] * layer.sinks
     grid = Table(title=f"{', '.join(words)}: {unit}", title_justify="left")
-    names = list(dict.fromkeys(each.name for each in results))
+    names = list(dict.fromkeys(result.name for result in results))
     for name in ("batch x length", "", *names, "to the best other"):
         grid.add_column(name, justify="right")
-    for key in dict.fromkeys((each.batch, each.length, each.direction) for each in results):
-        row = {each.name: each for each in results if (each.batch, each.length, each.direction) == key}
-        others = [each.tflops for each in row.values() if each.us and each.name != "rawattn"]
+    for key in dict.fromkeys((result.batch, result.length, result.direction) for result in results):
+        row = {result.name: result for result in results if (result.batch, result.length, result.direction) == key}
+        others = [result.tflops for result in row.values() if result.us and result.name != "rawattn"]
         mine = row["rawattn"].tflops
         ratio = f"{mine / max(others):.2f}" if others and row["rawattn"].us else "-"
         cells = (f"{row[name].tflops * factor:.3g}" if row[name].us else "-" for name in names)
@@ -271,7 +271,7 @@ def table(layer: Layer, results: Sequence[Result], device: Device) -> Table:
 
 
 def new_figure(path: pathlib.Path) -> Any:
-    """A figure to be drawn into. Raises ProblemError where matplotlib or such a format is not there."""
+    """Makes a figure to be drawn into. Raises ProblemError where matplotlib or the path's format is not there."""
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
     except ImportError as error:
@@ -287,19 +287,19 @@ def new_figure(path: pathlib.Path) -> Any:
 
 
 def draw(figure: Any, results: Sequence[Result], device: Device) -> None:
-    """Speed over length, a column of panels for each layer and a row for each direction."""
-    unit, factor = _unit(device)
-    layers = list(dict.fromkeys(each.layer for each in results))
+    """Draws speed over length into a figure: a column of panels for each layer, and a row for each direction."""
+    unit, factor = _choose_unit(device)
+    layers = list(dict.fromkeys(result.layer for result in results))
     figure.set_size_inches(1 + 4.5 * len(layers), 6.5)
     axes = figure.subplots(len(PASSES), len(layers), squeeze=False, sharey="row")
     for layer, column in zip(layers, axes.T, strict=True):
         for direction, axis in zip(PASSES, column, strict=True):
-            panel = [each for each in results if each.layer == layer and each.direction == direction and each.us]
-            for name in dict.fromkeys(each.name for each in panel):
-                points = [(each.length, each.tflops * factor) for each in panel if each.name == name]
+            panel = [result for result in results if result.layer == layer and result.direction == direction and result.us]
+            for name in dict.fromkeys(result.name for result in panel):
+                points = [(result.length, result.tflops * factor) for result in panel if result.name == name]
                 axis.plot(*zip(*points, strict=True), "o-", label=name, color=COLORS[name], linewidth=1 + (name == "rawattn"))
             axis.set(title=f"{layer.name}, {direction}", xlabel="length", ylabel=unit, ylim=(0, None), xscale="log")
-            lengths = sorted({each.length for each in panel})
+            lengths = sorted({result.length for result in panel})
             axis.set_xticks(lengths, list(map(str, lengths)), minor=False)
             axis.minorticks_off()
             axis.grid(alpha=0.3)

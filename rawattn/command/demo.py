@@ -43,7 +43,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def run(console: Console) -> int:
-    """The demonstration; gives the exit status."""
+    """Runs the demonstration; gives the exit status."""
     console.print(f"rawattn  {package.__version__}")
     lack, fault = missing_gpu()
     with console.status("importing torch"):
@@ -64,7 +64,7 @@ def missing_gpu() -> tuple[str | None, bool]:
     try:
         context.library()
         gpu = context.device(0)
-        select(_operation(GPU_SHAPE, BF16), gpu)
+        select(_make_operation(GPU_SHAPE, BF16), gpu)
     except (UnsupportedError, DeviceError) as error:
         return str(error), isinstance(error, DeviceError)
     if import_if_there("cupy") is None:
@@ -73,25 +73,25 @@ def missing_gpu() -> tuple[str | None, bool]:
 
 
 def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], element: Element, torch: Any) -> bool:
-    """Causal attention of N(0,1) inputs in each library: explained, checked, timed. Says whether it was right."""
+    """Explains, checks and times causal attention of N(0,1) inputs in each library. Tells whether it was right."""
     rows = np.linspace(0, shape[1] - 1, ROWS).astype(int).tolist()
     with console.status("drawing inputs and computing the reference"):
         normal = np.random.default_rng(0).standard_normal
         host = [normal(shape, np.float32).astype(element.dtype) for _ in range(3)]
         exact = reference.attention(*host, causal=True, rows=rows)
         plain = reference.attention(*host, causal=True, rows=rows, rounded=True)
-        allowed = MARGIN * _error(plain, exact) + 2 * float(ml_dtypes.finfo(element.dtype).eps)
+        allowed = MARGIN * _measure_error(plain, exact) + 2 * float(ml_dtypes.finfo(element.dtype).eps)
     calls: Calls = {}
     right = True
     for library in libraries:
-        *inputs, out = (_to(library, x) for x in (*host, np.full(shape, np.nan, element.dtype)))
+        *inputs, out = (_convert(library, x) for x in (*host, np.full(shape, np.nan, element.dtype)))
         if library == libraries[0]:
             console.print(str(attention.explain(*inputs, causal=True)))
             _compile(console, inputs, element)
         with console.status("attention"):
             attention.attention(*inputs, causal=True, out=out)
-            result = _to_host(out).astype(np.float64)
-        error = _error(result[:, rows], exact)
+            result = _copy_to_host(out).astype(np.float64)
+        error = _measure_error(result[:, rows], exact)
         good = error <= allowed and bool(np.isfinite(result).all())
         right &= good
         console.print(f"error    {error:.2g} relative to each query's largest number, {allowed:.2g} allowed  ({library})")
@@ -100,16 +100,16 @@ def attend(console: Console, libraries: Sequence[str], shape: tuple[int, ...], e
         calls[f"rawattn, {library}"] = functools.partial(attention.attention, *inputs, causal=True)
     on_gpu = element is BF16
     if torch is not None:
-        calls["torch SDPA"] = _sdpa(torch, [_to("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
+        calls["torch SDPA"] = _make_sdpa(torch, [_convert("torch", x) if on_gpu else torch.from_numpy(x) for x in host])
     with console.status("timing"):
-        seconds = _medians(calls, on_gpu, torch)
-    _report(console, seconds, _operation(shape, element).flops)
+        seconds = _time(calls, on_gpu, torch)
+    _report(console, seconds, _make_operation(shape, element).flops)
     return right
 
 
 def cross_compile(console: Console) -> bool:
-    """Compiles the Hopper kernel where there is no Hopper. Says whether that went well, or CuPy was left out on purpose."""
-    op, target = _operation(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
+    """Compiles the Hopper kernel where there is no Hopper. Tells whether that went well, or CuPy was left out on purpose."""
+    op, target = _make_operation(GPU_SHAPE, BF16), TYPICAL["sm_90a"]
     selection = select(op, target)
     console.print(f"\nA GPU's kernel can be compiled all the same:\n{explain.explain_operation(op, target)}")
     try:
@@ -124,44 +124,44 @@ def cross_compile(console: Console) -> bool:
 
 
 def describe(binary: compiler.Binary) -> str:
-    """Says where a kernel came from, and its registers and spills."""
+    """Describes where a kernel came from, and its registers and spills."""
     text = f"in {binary.seconds:.2f} s by NVRTC {binary.nvrtc}"
     text = text if binary.origin == "compiled" else f"earlier, {text}, now found on {binary.origin}"
     return f"{text}; {binary.registers} registers, {binary.spill_bytes} bytes spilled"
 
 
-def _operation(shape: tuple[int, ...], element: Element) -> Forward:
+def _make_operation(shape: tuple[int, ...], element: Element) -> Forward:
     batch, length, heads, head_dim = shape
     return Forward(element, batch, length, length, heads, heads, head_dim, head_dim, Spec(mask.Causal()))
 
 
-def _error(result: Array, exact: Array) -> float:
-    """The largest error at any query, relative to the largest number that a result has there."""
+def _measure_error(result: Array, exact: Array) -> float:
+    """Measures the largest error at any query, relative to the largest number that the exact result has there."""
     return float((np.abs(result - exact).max((0, 2, 3)) / np.abs(exact).max((0, 2, 3))).max())
 
 
 def import_if_there(name: str) -> Any:
-    """The module, or None."""
+    """Imports a module; None where it is not there."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError):  # not installed, or it misses a library of its own
         return None
 
 
-def _to(library: str, x: Array) -> Any:
-    """A NumPy array in a library and on its GPU, copied as bytes: no kernel of the library's own has to be compiled."""
+def _convert(library: str, x: Array) -> Any:
+    """Converts a NumPy array to one of a library, on its GPU, copied as bytes: no kernel of the library has to be compiled."""
     if library == "numpy":
         return x
     module = importlib.import_module(library)
     return module.asarray(x) if library == "cupy" else module.from_numpy(x.view(np.int16)).view(module.bfloat16).cuda()
 
 
-def _to_host(x: Any) -> Array:
+def _copy_to_host(x: Any) -> Array:
     return conversion.as_numpy(reading.read(x.get() if hasattr(x, "get") else x.cpu() if hasattr(x, "cpu") else x, "out"))
 
 
 def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
-    """Makes what the calls need, and says what it took."""
+    """Compiles what the calls need, and prints what it took."""
     begin = time.perf_counter()
     with console.status("looking into the cache") as status:
         plan = attention.plan(*inputs, causal=True, on_compile=lambda: status.update("NVRTC compiles"))
@@ -172,14 +172,14 @@ def _compile(console: Console, inputs: Sequence[Any], element: Element) -> None:
     console.print(f"compiled {text}; ready after {time.perf_counter() - begin:.2f} s")
 
 
-def _sdpa(torch: Any, inputs: Sequence[Any]) -> Callable[[], Any]:
-    """torch's own attention, on views of the same layout."""
+def _make_sdpa(torch: Any, inputs: Sequence[Any]) -> Callable[[], Any]:
+    """Makes the call of torch's own attention, on views of the inputs."""
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _medians(calls: Calls, on_gpu: bool, torch: Any) -> dict[str, float]:
-    """Median seconds of each call, the calls taking turns; on a GPU by its own clock."""
+def _time(calls: Calls, on_gpu: bool, torch: Any) -> dict[str, float]:
+    """Times each call, the calls taking turns, on a GPU by its own clock. Returns median seconds."""
     clock: timing.Clock = timing.Host() if not on_gpu else timing.CupyGpu() if torch is None else timing.Gpu()
     loads = {name: clock.load(timing.Call(call)) for name, call in calls.items()}
     return {name: timing.median_of_rounds(us) / 1e6 for name, us in timing.race(clock, loads, TURNS).items()}

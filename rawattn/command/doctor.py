@@ -30,16 +30,16 @@ TESTED: dict[str, Version] = {
 
 
 class Finding(NamedTuple):
-    """One line of the report."""
+    """A line of the report."""
 
     subject: str
-    found: str
+    state: str
     fix: str = ""  # what to do; empty where all is well
     broken: bool = False  # whether attention() fails on this machine until that is done
 
 
 def run(console: Console) -> int:
-    """Prints a line for each thing looked at; gives 1 where one keeps attention() from running here, else 0."""
+    """Prints a line for each thing that is examined; gives 1 where one keeps attention() from running here, else 0."""
     with console.status("looking"):
         findings = [_compare_with_tested(finding) for finding in examine()]
     for subject, state, fix, broken in findings:
@@ -50,112 +50,112 @@ def run(console: Console) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that is looked at, in order."""
+    """Examines all that attention() needs, in order."""
     good = sys.version_info >= (3, 10)
     yield Finding("Python", platform.python_version(), "" if good else "install Python 3.10 or newer", not good)
-    yield _package("NumPy", "numpy", (2, 0))
-    yield _package("Numba", "numba", (0, 60))
-    cuda, findings = _driver()
-    yield _torch(cuda)
-    yield _bindings(cuda)
-    yield _cupy(cuda)
-    yield _nvrtc(cuda)
+    yield _examine_package("NumPy", "numpy", (2, 0))
+    yield _examine_package("Numba", "numba", (0, 60))
+    cuda, findings = _examine_driver()
+    yield _examine_torch(cuda)
+    yield _examine_bindings(cuda)
+    yield _examine_cupy(cuda)
+    yield _examine_nvrtc(cuda)
     yield from findings
-    yield _cache()
+    yield _examine_cache()
 
 
 def _compare_with_tested(finding: Finding) -> Finding:
     """Adds the newest version that was tested, and makes a note of one that is newer."""
     newest = TESTED.get(finding.subject)
-    if newest is None or finding.fix or not finding.found[:1].isdigit():
+    if newest is None or finding.fix or not finding.state[:1].isdigit():
         return finding
     tested = ".".join(map(str, newest))
-    if _numbers(finding.found) > newest:
+    if _read_numbers(finding.state) > newest:
         return finding._replace(
             fix=f"newer than tested, which is up to {tested}; if something fails, report it, or take {tested}"
         )
-    return finding._replace(found=f"{finding.found}, tested up to {tested}")
+    return finding._replace(state=f"{finding.state}, tested up to {tested}")
 
 
-def _numbers(text: str) -> Version:
+def _read_numbers(text: str) -> Version:
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
-def _first_line(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _package(subject: str, module: str, least: Version, fix: str = "", needed: bool = True) -> Finding:
-    """A package, at least of a version."""
+def _examine_package(subject: str, module: str, least: Version, fix: str = "", needed: bool = True) -> Finding:
+    """Examines a package, of which a version is the least that serves."""
     at_least = ".".join(map(str, least))
     fix = fix or f"pip install --upgrade '{module}>={at_least}'"
     try:
         version: str = importlib.import_module(module).__version__
     except Exception as error:  # a broken package raises anything
-        return Finding(subject, _first_line(error), fix, needed)
-    if _numbers(version) < least:
+        return Finding(subject, _shorten(error), fix, needed)
+    if _read_numbers(version) < least:
         return Finding(subject, f"{version}, but {at_least} is needed", fix, needed)
     return Finding(subject, version)
 
 
-def _torch(cuda: Version | None) -> Finding:
-    """torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
+def _examine_torch(cuda: Version | None) -> Finding:
+    """Examines torch, which other arrays do not need; a build for the CPU alone has no tensors on a GPU."""
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "not installed; arrays of CuPy, JAX and NumPy need none")
-    finding = _package("torch", "torch", (2, 4), needed=False)
+    finding = _examine_package("torch", "torch", (2, 4), needed=False)
     if finding.fix or cuda is None or importlib.import_module("torch").version.cuda:
         return finding
-    return Finding("torch", f"{finding.found}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
+    return Finding("torch", f"{finding.state}, a build without CUDA", "install one with CUDA, for tensors on the GPU")
 
 
-def _bindings(cuda: Version | None) -> Finding:
-    """NVIDIA's bindings, without which nobody knows whether there is a GPU."""
+def _examine_bindings(cuda: Version | None) -> Finding:
+    """Examines NVIDIA's bindings, without which nobody knows whether there is a GPU."""
     try:
         version = importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
         return Finding("Bindings", "cuda-bindings is not installed", f"to use a GPU, {INSTALL_EITHER}")
-    if _numbers(version) < (12, 9):
-        return Finding("Bindings", f"{version}, but 12.9 is needed", _pip_line(cuda), cuda is not None)
+    if _read_numbers(version) < (12, 9):
+        return Finding("Bindings", f"{version}, but 12.9 is needed", _write_pip_line(cuda), cuda is not None)
     return Finding("Bindings", version)
 
 
-def _cupy(cuda: Version | None) -> Finding:
+def _examine_cupy(cuda: Version | None) -> Finding:
     names = [d.name for d in importlib.metadata.distributions() if re.fullmatch(r"cupy(-cuda\d+x)?", d.name or "")]
     if len(names) > 1:
-        fix = f"pip uninstall {' '.join(names)}, then {_pip_line(cuda)}"
+        fix = f"pip uninstall {' '.join(names)}, then {_write_pip_line(cuda)}"
         return Finding("CuPy", f"{' and '.join(names)} overwrite each other", fix, cuda is not None)
-    return _package("CuPy", "cupy", (14, 0), _pip_line(cuda), cuda is not None)
+    return _examine_package("CuPy", "cupy", (14, 0), _write_pip_line(cuda), cuda is not None)
 
 
-def _nvrtc(cuda: Version | None) -> Finding:
+def _examine_nvrtc(cuda: Version | None) -> Finding:
     try:
         version = compiler.nvrtc_version()
     except UnsupportedError as error:
-        return Finding("NVRTC", _first_line(error.__cause__ or error), _pip_line(cuda), cuda is not None)
-    if _numbers(version) < (12, 8):
-        return Finding("NVRTC", f"{version}, but 12.8 is needed", _pip_line(cuda), cuda is not None)
-    if cuda is not None and _numbers(version)[0] > cuda[0]:
+        return Finding("NVRTC", _shorten(error.__cause__ or error), _write_pip_line(cuda), cuda is not None)
+    if _read_numbers(version) < (12, 8):
+        return Finding("NVRTC", f"{version}, but 12.8 is needed", _write_pip_line(cuda), cuda is not None)
+    if cuda is not None and _read_numbers(version)[0] > cuda[0]:
         state = f"{version}, whose code a driver for CUDA {cuda[0]}.{cuda[1]} cannot load"
-        return Finding("NVRTC", state, f"{_pip_line(cuda)}, or a newer NVIDIA driver", True)
+        return Finding("NVRTC", state, f"{_write_pip_line(cuda)}, or a newer NVIDIA driver", True)
     return Finding("NVRTC", version)
 
 
-def _pip_line(cuda: Version | None) -> str:
-    """Returns what installs bindings, CuPy and NVRTC where the driver supports this CUDA version, which is None without a GPU."""
+def _write_pip_line(cuda: Version | None) -> str:
+    """Writes the line that installs bindings, CuPy and NVRTC where the driver supports this CUDA version, None without a GPU."""
     if cuda is None:
         return f"to compile for a GPU, {INSTALL_EITHER}"
     return INSTALL[13 if cuda >= (13, 0) else 12]
 
 
-def _driver() -> tuple[Version | None, list[Finding]]:
-    """The CUDA version that the driver supports, if there is a GPU, and the lines on driver and GPUs."""
+def _examine_driver() -> tuple[Version | None, list[Finding]]:
+    """Examines driver and GPUs. Returns the CUDA version that the driver supports, if there is a GPU, and the lines on them."""
     try:
         cuda = context.version()
         devices = [context.device(index) for index in range(context.device_count())]
     except UnsupportedError as error:
-        return None, [Finding("GPU", f"none in use ({_first_line(error)})", "attention() runs on the CPU")]
+        return None, [Finding("GPU", f"none in use ({_shorten(error)})", "attention() runs on the CPU")]
     except DeviceError as error:
-        return None, [Finding("Driver", _first_line(error), "reinstall the NVIDIA driver, or restart after its update", True)]
+        return None, [Finding("Driver", _shorten(error), "reinstall the NVIDIA driver, or restart after its update", True)]
     old = cuda < (12, 0)
     findings = [Finding("Driver", f"for CUDA {cuda[0]}.{cuda[1]}", "install NVIDIA driver 580 or newer" if old else "", old)]
     for device in devices:
@@ -169,7 +169,7 @@ def _driver() -> tuple[Version | None, list[Finding]]:
     return cuda, findings
 
 
-def _cache() -> Finding:
+def _examine_cache() -> Finding:
     try:
         folder = private_folder()
         sizes = [path.stat().st_size for path in folder.glob("*.cubin")]

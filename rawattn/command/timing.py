@@ -30,7 +30,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]  # around all run
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One contender on one case: ``run`` issues the work and gives its output, which ``view`` puts in our order, and which is
+    """A contender on a case: ``run`` issues the work and gives its output, which ``view`` puts in our order, and which is
     ``checked`` where it should be right. ``before`` makes what a call needs that is not timed with it."""
 
     run: Callable[[], Any]
@@ -54,7 +54,8 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class TimingProtocol:
-    """``rounds`` of all contenders, each ``seconds`` long, with ``before`` seconds of rest (burst) or of warm-up (sustained)."""
+    """A protocol of ``rounds`` of all contenders, each of ``seconds``, with ``before`` seconds of rest (burst) or of warm-up
+    (sustained)."""
 
     name: str
     rounds: int
@@ -68,12 +69,12 @@ PROTOCOLS = {protocol.name: protocol for protocol in (BURST, SUSTAINED)}
 
 
 def median_of_rounds(rounds: Sequence[Sequence[float]]) -> float:
-    """The median over rounds of each round's median: one disturbed round moves it little."""
+    """Returns the median over rounds of each round's median, which one disturbed round moves little."""
     return float(np.median([np.median(samples) for samples in rounds]))
 
 
 def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: int = 0) -> dict[Any, Rounds]:
-    """Times of each contender, by round; the order is shuffled in every round."""
+    """Times each contender by round, in an order that is shuffled in every round."""
     times: dict[Any, Rounds] = {name: [] for name in loads}
     shuffle = random.Random(seed)
     for _ in range(protocol.rounds):
@@ -85,10 +86,10 @@ def race(clock: Clock, loads: dict[Any, Load], protocol: TimingProtocol, seed: i
 
 
 class Clock(Protocol):
-    """This is what times a load: ``Gpu``, or another that can do what it can."""
+    """A clock that times loads, as ``Gpu`` does."""
 
     def load(self, call: Call) -> Load:
-        """A call, warmed up, with an estimate of what it costs."""
+        """Warms a call up, and estimates what it costs."""
         with call.context():
             call.run()
             load = Load(call.run, call.context, 1e9, 0.0)
@@ -98,7 +99,7 @@ class Clock(Protocol):
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]: ...
 
     def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
-        """Microseconds of runs under load, as of a burst where nothing warms up."""
+        """Returns microseconds of runs under load, as ``burst`` does where nothing warms up."""
         return self.burst(load, seconds, warm_up)
 
 
@@ -111,7 +112,7 @@ class Gpu:
         self.torch, self.device = torch, "cuda"
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
-        """Microseconds of each launch of as many as fill the seconds, three issues at least, after a rest."""
+        """Returns microseconds of each launch, of as many issues as fill the seconds, at least three, after a rest."""
         self.torch.cuda.synchronize()
         time.sleep(rest)
         issues = int(np.clip(seconds * 1e6 / (load.us * load.launches), 3, MOST_ISSUES))
@@ -125,7 +126,7 @@ class Gpu:
         return [a.elapsed_time(b) * 1e3 / load.launches for a, b in itertools.pairwise(events)]
 
     def sustain(self, load: Load, seconds: float, warm_up: float) -> list[float]:
-        """Microseconds of a launch, as the mean of each 10 ms of load after the warm-up. The GPU never waits for the host."""
+        """Returns microseconds of a launch, the mean of each 10 ms of load after warming up. The GPU never waits for the host."""
         issues = max(1, round(1e4 / (load.us * load.launches)))
         events = [self.torch.cuda.Event(enable_timing=True)]
         self.torch.cuda.synchronize()
@@ -142,20 +143,20 @@ class Gpu:
         return [a.elapsed_time(b) * 1e3 / (issues * load.launches) for a, b in itertools.pairwise(warm)]
 
     def load(self, call: Call) -> Load:
-        """A call, warmed up, with estimates of what it costs."""
+        """Warms a call up, and estimates what it costs the GPU and the host."""
         with call.context():
             for _ in range(3):
                 begin = time.perf_counter()
                 call.run()
                 host_us = (time.perf_counter() - begin) * 1e6
             self.torch.cuda.synchronize()
-            return self._estimated(Load(call.run, call.context, 1e9, host_us))
+            return self._estimate(Load(call.run, call.context, 1e9, host_us))
 
-    def _estimated(self, load: Load) -> Load:
+    def _estimate(self, load: Load) -> Load:
         return dataclasses.replace(load, us=float(np.median(self.burst(load, 0.0))))
 
     def graph(self, call: Call, launches: int = GRAPH_LAUNCHES) -> Load:
-        """A call captured in a graph of so many launches."""
+        """Captures a call in a graph of so many launches."""
         graph, stream = self.torch.cuda.CUDAGraph(), self.torch.cuda.Stream()
         stream.wait_stream(self.torch.cuda.current_stream())
         with call.context(), self.torch.cuda.stream(stream):
@@ -168,10 +169,10 @@ class Gpu:
             finally:
                 graph.capture_end()
         graph.replay()
-        return self._estimated(Load(graph.replay, contextlib.nullcontext, 1e9, 50.0, launches))
+        return self._estimate(Load(graph.replay, contextlib.nullcontext, 1e9, 50.0, launches))
 
     def host_us(self, run: Callable[[], Any], us: float) -> float:
-        """Median microseconds that the host spends in a call, the GPU never far behind."""
+        """Returns the median microseconds that the host spends in a call, the GPU never far behind."""
         samples = []
         self.torch.cuda.synchronize()
         for _ in range(int(np.clip(12e3 / us, 15, 200))):
@@ -182,7 +183,7 @@ class Gpu:
         return float(np.median(samples))
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
-        """Memory that a call takes at most, its output included, as torch's allocator counts it."""
+        """Returns the memory that a call takes at most, its output included, as torch's allocator counts it."""
         cuda = self.torch.cuda
         cuda.synchronize()
         cuda.reset_peak_memory_stats()
@@ -195,7 +196,7 @@ class CupyGpu(Clock):
     """The current CUDA device, by CuPy's events, where there is no torch. Launch costs are in the times of short calls."""
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
-        """Microseconds of each of as many calls as fill the seconds, three at least, after a rest."""
+        """Returns microseconds of each call, of as many as fill the seconds, at least three, after a rest."""
         from cupyx.profiler import benchmark
 
         time.sleep(rest)
@@ -207,7 +208,7 @@ class Host(Clock):
     """The clock of this machine, for calls that are done when they return."""
 
     def burst(self, load: Load, seconds: float, rest: float = 0.0) -> list[float]:
-        """Microseconds of as many calls as fill the seconds, one at least."""
+        """Returns microseconds of each call, of as many as fill the seconds, at least one."""
         time.sleep(rest)
         samples: list[float] = []
         end = time.perf_counter() + seconds

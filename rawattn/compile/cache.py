@@ -64,7 +64,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def private_folder(*names: str) -> pathlib.Path:
-    """The cache folder, or with names a folder in it, made where it is missing.
+    """The cache folder, or the folder in it with these ``names``, made where it is missing.
 
     Raises OSError where it cannot be made, and where another user could have put files into it.
     """
@@ -127,7 +127,7 @@ class File(NamedTuple):
 def files(folder: pathlib.Path) -> list[File]:
     """The files of rawattn in the cache folder, locks too, longest unused first. Files that go meanwhile are left out."""
     kept, now = [], time.time()
-    for path in _paths(folder):
+    for path in _list_paths(folder):
         with contextlib.suppress(OSError):
             facts = path.lstat()
             if facts.st_mtime > now:  # the clock was set back
@@ -137,7 +137,7 @@ def files(folder: pathlib.Path) -> list[File]:
     return sorted(kept)
 
 
-def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
+def _list_paths(folder: pathlib.Path) -> list[pathlib.Path]:
     paths = []
     for top in (folder, folder / "failed", folder / "numba"):
         for root, folders, names in os.walk(top):  # which passes over what it cannot read
@@ -195,7 +195,7 @@ def tidy(folder: pathlib.Path, added: pathlib.Path) -> None:
 
 
 def warn_uncached(error: OSError) -> None:
-    """Says once per process why nothing is kept, in the name of the first caller outside the package."""
+    """Warns once per process that nothing is kept, because of ``error``, at the line of the first caller outside the package."""
     with _warning:
         if warned.is_set():
             return

@@ -68,18 +68,18 @@ class Source:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """NVRTC's command line."""
+        """The options on NVRTC's command line."""
         return (f"--gpu-architecture={self.arch}", *OPTIONS)
 
     @functools.cached_property
     def key(self) -> str:
-        """sha256 of all of it, in hexadecimal; NVRTC's version is not in it, so a filled cache serves where there is no NVRTC."""
+        """The sha256 of the source, in hexadecimal, without NVRTC's version: so a filled cache serves where there is no NVRTC."""
         return _hash(self.name, self.text, sorted(self.headers), self.options)
 
     @functools.cached_property
     def code_key(self) -> str:
-        """sha256 of what the machine code depends on: the tokens, and the options but for line numbers. A comment, a line that is
-        wrapped elsewhere and the name of the file change the key and leave this one alone."""
+        """The sha256 of what the machine code depends on: the tokens, and options but for line numbers. A comment, a line that
+        is wrapped elsewhere and the name of the file change ``key`` and leave this one alone."""
         headers = [(path, code(text)) for path, text in sorted(self.headers)]
         return _hash(code(self.text), headers, [option for option in self.options if option != LINE_INFO])
 
@@ -129,12 +129,12 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
     Raises CompileError where NVRTC refuses the source, UnsupportedError where there is no NVRTC, or one that does not know the
     architecture yet. Warns once per process with CacheWarning where the cache folder cannot be used.
     """
-    if (at_hand := _at_hand(source)) is not None:
+    if (at_hand := _find_at_hand(source)) is not None:
         return at_hand
     with _locks.setdefault(source.key, threading.Lock()):
-        if (at_hand := _at_hand(source)) is not None:
+        if (at_hand := _find_at_hand(source)) is not None:
             return at_hand
-        folder = _folder()
+        folder = _find_folder()
         binary = _read(folder, source)
         if binary is None:
             if on_compile is not None:
@@ -146,9 +146,9 @@ def compile(source: Source, on_compile: Callable[[], None] | None = None) -> Bin
 
 
 def compile_together(source: Source, others: Iterable[Source], on_compile: Callable[[], None] | None = None) -> Binary:
-    """``compile``; where the source has to be compiled, also the others, at the same time, so that they are there when needed.
-    What NVRTC refuses of them says so then."""
-    if _at_hand(source) or ((folder := _folder()) is not None and os.path.exists(_entry(folder, source))):
+    """The machine code of a source, as of ``compile``. If it has to be compiled, so are ``others``, at the same time, to be there
+    when they are needed. What NVRTC refuses of them says so then."""
+    if _find_at_hand(source) or ((folder := _find_folder()) is not None and os.path.exists(_find_entry(folder, source))):
         return compile(source, on_compile)
     from concurrent.futures import ThreadPoolExecutor  # takes 10 ms to import
 
@@ -170,8 +170,8 @@ def compile_all(sources: Iterable[Source]) -> dict[str, Binary]:
             return None
 
     listed = [*sources]
-    if all(map(_at_hand, listed)):
-        binaries = [*map(_at_hand, listed)]
+    if all(map(_find_at_hand, listed)):
+        binaries = [*map(_find_at_hand, listed)]
     else:
         with ThreadPoolExecutor() as pool:
             binaries = [*pool.map(compile_or_none, listed)]
@@ -185,10 +185,10 @@ def recompile(source: Source) -> Binary:
     """
     with _locks.setdefault(source.key, threading.Lock()):
         _memory.pop(source.key, None)
-        folder = _folder()
+        folder = _find_folder()
         if folder is not None:
             with contextlib.suppress(OSError):  # not there, or not to be removed: _store says so
-                _entry(folder, source).unlink()
+                _find_entry(folder, source).unlink()
         with sole_process(folder, source.key):
             binary = _store(folder, source, _run_nvrtc(source))
         _memory[source.key] = dataclasses.replace(binary, origin="memory")
@@ -196,7 +196,7 @@ def recompile(source: Source) -> Binary:
 
 
 def serve(binaries: Iterable[Binary]) -> None:
-    """Has these kernels at hand from now on. Of two for one source the first stays."""
+    """Serves ``binaries`` from now on, from memory. Of two for one source the first stays."""
     for binary in binaries:
         _bundled.setdefault(binary.key, binary)
 
@@ -249,12 +249,12 @@ def clear(unused: float = 0.0) -> tuple[int, int]:
     return count, size
 
 
-def _at_hand(source: Source) -> Binary | None:
+def _find_at_hand(source: Source) -> Binary | None:
     """The binary in memory or in a bundle. Memory is first: it has what took the place of a binary that the driver refused."""
     return _memory.get(source.key) or _bundled.get(source.key)
 
 
-def _folder() -> pathlib.Path | None:
+def _find_folder() -> pathlib.Path | None:
     """The cache folder; None, after a warning, where it cannot be used."""
     try:
         return cache.private_folder()
@@ -264,19 +264,19 @@ def _folder() -> pathlib.Path | None:
 
 
 def entry_name(source: Source) -> str:
-    """The name of its file, in the cache folder and in bundles."""
+    """The name of a source's file, without its ending, in the cache folder and in bundles."""
     return f"{pathlib.PurePath(source.name).stem}-{source.key}.cubin"
 
 
-def _entry(folder: pathlib.Path, source: Source) -> pathlib.Path:
+def _find_entry(folder: pathlib.Path, source: Source) -> pathlib.Path:
     return folder / entry_name(source)
 
 
 def _read(folder: pathlib.Path | None, source: Source) -> Binary | None:
-    """The entry on disk; None where there is none, or one that is not whole."""
+    """The binary of a source from the disk cache; None where there is none, or one that is not whole."""
     if folder is None:
         return None
-    path = _entry(folder, source)
+    path = _find_entry(folder, source)
     try:
         entry = path.read_bytes()
     except OSError:
@@ -296,22 +296,22 @@ def unpack(entry: bytes, key: str, origin: Literal["disk", "bundle"]) -> Binary 
 
 
 def pack(binary: Binary) -> bytes:
-    """An entry with this binary."""
+    """The entry of the disk cache that holds a binary."""
     facts = {"key": binary.key, "nvrtc": binary.nvrtc, "seconds": binary.seconds, "log": binary.log}
     data = binary.cubin + json.dumps(facts).encode() + struct.pack("<Q", len(binary.cubin))
     return data + _seal(data)
 
 
 def _seal(data: bytes) -> bytes:
-    """The end of an entry: a checksum of all before it, and the version of its form."""
+    """The end of an entry: a checksum of ``data``, which is all before it, and the version of the entry's form."""
     return hashlib.sha256(data).digest() + b"rawattn1"
 
 
 def _store(folder: pathlib.Path | None, source: Source, binary: Binary) -> Binary:
-    """Writes an entry; the same binary comes back, whether that worked or not."""
+    """Writes a binary's entry to the disk cache, and returns the binary, whether that worked or not."""
     if folder is None:
         return binary
-    entry = _entry(folder, source)
+    entry = _find_entry(folder, source)
     temporary = entry.with_name(f"{entry.name}.{os.urandom(16).hex()}.tmp")
     try:
         try:
@@ -365,7 +365,7 @@ def _run_nvrtc(source: Source, again: bool = True) -> Binary:
         raise UnsupportedError(f"{needed}; {INSTALL[13]} (NVIDIA driver 580 or newer)")
     begin = time.perf_counter()
     paths, texts = [name.encode() for name, _ in source.headers], [text.encode() for _, text in source.headers]
-    options = [each for each in source.options if each != NO_CACHE or nvrtc.getVersion() >= (12, 9)]
+    options = [option for option in source.options if option != NO_CACHE or nvrtc.getVersion() >= (12, 9)]
     program = nvrtc.createProgram(source.text, source.name, texts, paths)
     try:
         try:
@@ -373,18 +373,18 @@ def _run_nvrtc(source: Source, again: bool = True) -> Binary:
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             if (part := re.search(r"failed to open (lib\S*\w)", log)) is None:
-                raise _refusal(source, log, str(error)) from None
+                raise _make_refusal(source, log, str(error)) from None
             if not again:
                 raise CompileError(f"{source.name} for {source.arch}: {MISSING_PART.format(part[1])}", log) from None
             time.sleep(1.0)  # another library may be loading it
             return _run_nvrtc(source, again=False)
-        cubin, log = _whole(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program)
+        cubin, log = _complete(nvrtc.getCUBIN(program)), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
     return Binary(cubin, log, nvrtc_version(), time.perf_counter() - begin, "compiled", source.key)
 
 
-def _refusal(source: Source, log: str, status: str) -> CompileError:
+def _make_refusal(source: Source, log: str, status: str) -> CompileError:
     """The error for a refused source, which is kept as files for the user to read, where that can be done."""
     lines = [line.strip() for line in log.splitlines()]
     first = next((line for line in lines if re.search(r"\b(error|fatal)\s*:", line)), status)
@@ -399,8 +399,8 @@ def _refusal(source: Source, log: str, status: str) -> CompileError:
     return CompileError(f"{source.name} for {source.arch}: {first} (all that NVRTC was given is in {folder})", log, str(folder))
 
 
-def _whole(cubin: bytes) -> bytes:
-    """The ELF file, with the last byte that CuPy's getCUBIN takes for the end of a string and drops.
+def _complete(cubin: bytes) -> bytes:
+    """The ELF file ``cubin`` with its last byte, which CuPy's getCUBIN takes for the end of a string and drops.
 
     NVRTC puts one of the file's two tables last, and that ends in the high byte of a 64-bit size or alignment: zero.
     """

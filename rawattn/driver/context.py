@@ -67,7 +67,7 @@ def version() -> tuple[int, int]:
 
 
 def device_count() -> int:
-    """Number of CUDA GPUs; 0 where there is no driver."""
+    """The number of CUDA GPUs; 0 where there is no driver."""
     try:
         count: int = call("cuDeviceGetCount")
     except (UnsupportedError, DeviceError):
@@ -76,7 +76,7 @@ def device_count() -> int:
 
 
 def check_number(index: Any) -> None:
-    """Raises ProblemError for what is not the number of a GPU, such as "cpu" or a ``torch.device``."""
+    """Raises ProblemError for an index that is not the number of a GPU, such as "cpu" or a ``torch.device``."""
     if not hasattr(index, "__index__"):
         raise ProblemError(f"device is {index!r}; it must be the number of a CUDA GPU, an int from 0 up.")
 

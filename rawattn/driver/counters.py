@@ -16,7 +16,7 @@ _CLEANED = 4096  # pairs of graphs that are cleaned at once, some 10 ms at most
 
 
 class _Pair:
-    """A pair that a captured launch counts in. It goes back when nothing holds it any more."""
+    """A pair of zeros that a captured launch counts in. It goes back when nothing holds it any more."""
 
     def __init__(self, address: int, returned: collections.deque[int]) -> None:
         self.address, self._returned = address, returned
@@ -46,11 +46,11 @@ class Counters:
 
     @functools.cached_property
     def _base(self) -> int:
-        """Address of the default stream's pair, then those of streams, then the first ones of captured launches."""
-        return self._zeros(1 + 2 * self._count)
+        """The address of the default stream's pair, which those of streams and the first ones of captured launches follow."""
+        return self._allocate(1 + 2 * self._count)
 
-    def _zeros(self, count: int) -> int:
-        """The address of so many new pairs."""
+    def _allocate(self, count: int) -> int:
+        """The address of ``count`` new pairs, in memory that is allocated for them."""
         with current(self._index), relaxed_capture():
             address = int(call("cuMemAlloc", self._size * count))
         self._clear([address], self._size * count)
@@ -65,23 +65,23 @@ class Counters:
             call("cuStreamSynchronize", stream)
 
     def take(self, stream_id: int, captured: bool) -> int:
-        """Address of the pair for a launch on the stream, by what ``stream_state`` says of it. The graph that captures the launch
-        owns the pair."""
+        """The address of the pair for a launch on the stream, by what ``stream_state`` says of it. The graph that captures the
+        launch owns the pair."""
         graph.drop()
         if captured:
             with self._lock:
-                pair = _Pair(self._of_launch(), self._returned)
+                pair = _Pair(self._give_launch(), self._returned)
             graph.retain(stream_id, pair)
             return pair.address
         with self._lock:
             if self._returned:  # better here than while a graph is captured
                 self._clean_returned()
             if stream_id and stream_id not in self._of_stream:
-                self._of_stream[stream_id] = self._new_stream()
+                self._of_stream[stream_id] = self._give_stream()
             return self._of_stream[stream_id] if stream_id else self._base
 
-    def _new_stream(self) -> int:
-        """The pair for a stream that has none.
+    def _give_stream(self) -> int:
+        """The address of a pair for a stream that has none.
 
         Streams come and go without a word, so pairs are given out in a ring. At each half of it a new era begins: all streams
         need new pairs, of the half ahead, and launches that were prepared for a stream are not found by its new number. One that
@@ -97,15 +97,15 @@ class Counters:
         self._streams += 1
         return self._base + self._size * (1 + (self._streams - 1) % self._count)
 
-    def _of_launch(self) -> int:
-        """A pair for a captured launch."""
+    def _give_launch(self) -> int:
+        """The address of a pair for a captured launch."""
         is_full = self._launches % self._count == 0  # where captured launches have had all pairs there are
         if is_full and self._launches and not self._clean:
             self._clean_returned()
         if self._clean:
             return self._clean.pop()
         if is_full:
-            self._first = self._zeros(self._count) if self._launches else self._base + self._size * (1 + self._count)
+            self._first = self._allocate(self._count) if self._launches else self._base + self._size * (1 + self._count)
         self._launches += 1
         return self._first + self._size * ((self._launches - 1) % self._count)
 
@@ -124,7 +124,7 @@ def of_device(index: int, size: int) -> Counters:
 
 @functools.cache
 def violations(index: int) -> int:
-    """Address of the device's word of what launches found violated; zero at first."""
+    """The address of the device's word of what launches found violated; zero at first."""
     with current(index), relaxed_capture():
         address = int(call("cuMemAlloc", 8))
         stream = side_stream(index)

@@ -1,4 +1,4 @@
-"""This module holds what is known of a device, as a frozen value: kernels and the chooser depend on these facts only."""
+"""Devices: all that is known of one, as a frozen value. Kernels and the selection depend on these facts only."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def boards(arch: str) -> list[Device]:
     return [typical, *others]
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     return re.sub(r"nvidia|geforce|rtx|jetson|agx|dgx|80gb hbm3|\(typical\)|[^a-z0-9]", "", name.lower())
 
 
 # The boards by the names that people use: h100, 4090, thor; and others by those whose chip they have.
-NAMES = {_short(board.name): board for arch in TYPICAL for board in boards(arch)}
+NAMES = {_shorten(board.name): board for arch in TYPICAL for board in boards(arch)}
 _LIKE = {"a10g": "a10", "a6000": "a40", "6000ada": "l40s", "gh200": "h100", "gb200": "b200", "gb300": "b300", "spark": "gb10"}
-NAMES |= {name: NAMES[like] for name, like in _LIKE.items()}
+NAMES |= {name: NAMES[chip] for name, chip in _LIKE.items()}
 KNOWN = f"{', '.join(TYPICAL)}, or of the boards {', '.join(NAMES)}"  # in words
 
 
 def board(name: str) -> Device | None:
-    """The board of such a name, in any case, with or without its maker's words; the typical one of an architecture; or None."""
-    return TYPICAL.get(name.lower()) or NAMES.get(_short(name))
+    """The board of this name, in any case, with or without its maker's words; the typical one of an architecture; or None."""
+    return TYPICAL.get(name.lower()) or NAMES.get(_shorten(name))

@@ -17,7 +17,7 @@ era = 0  # added to the streams' numbers; a new era makes strangers of all strea
 
 
 def stream_state(stream: int, index: int = 0) -> tuple[int, bool]:
-    """Returns a number that tells streams apart, and whether this one is capturing a graph.
+    """The number that tells a stream from all others, and whether the stream is capturing a graph.
 
     A stream is known by a number that no other one of this process ever has, as handles are used again. One that is capturing has
     its handle instead, since asking for the number would end the capture. ``index`` is the device that it belongs to.
@@ -52,7 +52,7 @@ _sparing = threading.Lock()
 
 @contextlib.contextmanager
 def spared_capture(stream: int, index: int) -> Iterator[None]:
-    """Python collects no garbage meanwhile, where the stream is capturing a graph.
+    """A context in which Python collects no garbage if the stream is capturing a graph.
 
     To choose, compile and load a kernel makes many objects, which is when the collector runs. If it finds a graph that nobody
     holds any more, of whatever library, CUDA refuses to destroy that one, and spoils the one that is captured.
@@ -82,7 +82,7 @@ _RELEASE_LOCK = ctypes.cast(ctypes.pythonapi["PyThread_release_lock"], ctypes.c_
 _locks: list[int] = []  # of graphs that are gone, acquired again
 
 
-class _Kept:
+class _KeptObjects:
     """The objects that a graph keeps alive."""
 
     def __init__(self, graph: Any) -> None:
@@ -104,7 +104,7 @@ class _Kept:
         return gone
 
 
-_kept: dict[int, _Kept] = {}  # by the capture's number, which no other one of this process ever has
+_kept: dict[int, _KeptObjects] = {}  # by the capture's number, which no other one of this process ever has
 _keeping = threading.Lock()
 
 
@@ -121,12 +121,12 @@ def retain(stream: int, thing: object) -> None:
         raise DeviceError(f"stream {stream:#x} is not capturing a graph ({status.name}); only a graph can keep something alive.")
     with _keeping:
         if int(number) not in _kept:
-            _kept[int(number)] = _Kept(graph)
+            _kept[int(number)] = _KeptObjects(graph)
         _kept[int(number)].things.append(thing)
 
 
 def drop() -> None:
-    """Drops what graphs kept alive that are gone."""
+    """Drops the objects that graphs kept alive which are gone."""
     with _keeping:
         gone = [_kept.pop(number) for number in [number for number, kept in _kept.items() if kept.is_over()]]
     if gone:

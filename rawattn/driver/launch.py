@@ -42,7 +42,7 @@ class LoadedFunction:
 
 
 @functools.cache
-def _pdl() -> list[Any]:
+def _make_pdl() -> list[Any]:
     """The launch attributes of programmatic dependent launch. The launch may begin when blocks of the one before it in the stream
     have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200)."""
     attribute, value = library().CUlaunchAttribute(), library().CUlaunchAttributeValue()
@@ -53,14 +53,14 @@ def _pdl() -> list[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(function: LoadedFunction, grid: int, stream: int) -> Any:
-    """The configuration of a launch, which nothing changes."""
+def _make_config(function: LoadedFunction, grid: int, stream: int) -> Any:
+    """The driver's configuration of a launch, which nothing changes."""
     config, facts = library().CUlaunchConfig(), function.facts
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
     config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
     if facts.uses_pdl:
-        config.attrs, config.numAttrs = _pdl(), 1  # the config keeps a copy
+        config.attrs, config.numAttrs = _make_pdl(), 1  # the config keeps a copy
     return config
 
 
@@ -77,7 +77,7 @@ class BoundLaunch:
     """One launch, ready to be issued any number of times and from any thread: nothing in it changes."""
 
     def __init__(self, function: LoadedFunction, grid: int, args: bytes, stream: int) -> None:
-        facts, config = function.facts, _config(function, grid, stream)
+        facts, config = function.facts, _make_config(function, grid, stream)
         if len(args) != facts.args_bytes:
             raise DeviceError(f"the kernel has {facts.args_bytes} bytes of arguments; the host filled {len(args)}.")
         self._index, self._handle, self._config = function.index, function.handle, config

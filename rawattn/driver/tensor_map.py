@@ -11,8 +11,8 @@ from .context import check, library
 
 
 @functools.lru_cache(maxsize=256)
-def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Those arguments of cuTensorMapEncodeTiled that do not follow from sizes and strides: the first, and the last ones."""
+def _make_constants(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, tuple[Any, ...]]:
+    """The arguments of cuTensorMapEncodeTiled that do not follow from sizes and strides: the first, and the last ones."""
     cuda = library()
     formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
@@ -31,11 +31,11 @@ def _map_form(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, t
 def tensor_maps(
     dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
 ) -> Callable[[int], bytes]:
-    """Returns a function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
+    """A function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
     numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 64 bytes, not of 256
     (perf/notes/attn_decode.md)."""
-    cuda, (kind, after) = library(), _map_form(dtype, box, read_once)
+    cuda, (kind, after) = library(), _make_constants(dtype, box, read_once)
     uint64 = cuda.cuuint64_t
     extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
     before, after = (kind, len(sizes)), (*extents, *after)

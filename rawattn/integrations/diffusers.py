@@ -25,17 +25,17 @@ NAME = "rawattn"
 
 def enable() -> None:
     """Registers rawattn under the name "rawattn", for ``set_attention_backend`` and ``attention_backend``."""
-    _AttentionBackendRegistry.register(_member(NAME))(attention)
+    _AttentionBackendRegistry.register(_add_member(NAME))(attention)
 
 
-def _member(value: str) -> Any:
-    """The backend's name as a member of diffusers' enumeration, which knows its own ones alone."""
+def _add_member(value: str) -> Any:
+    """Returns the member of diffusers' enumeration of backends with this value, and adds it where there is none."""
     names = AttentionBackendName
     if value not in names._value2member_map_:
-        made = str.__new__(names, value)
-        made._name_, made._value_, made._sort_order_ = value.upper(), value, len(names)
-        names._member_names_.append(made._name_)
-        names._member_map_[made._name_] = names._value2member_map_[value] = made
+        member = str.__new__(names, value)
+        member._name_, member._value_, member._sort_order_ = value.upper(), value, len(names)
+        names._member_names_.append(member._name_)
+        names._member_map_[member._name_] = names._value2member_map_[value] = member
     return names(value)
 
 
@@ -44,8 +44,8 @@ def attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, _parallel_config: Any = None,
 ) -> Any:  # fmt: skip
-    """Computes attention, (batch, length, heads, head_dim), as diffusers calls it: with the meaning of torch's own. diffusers
-    looks at the parameters' names, and leaves out what is not among them."""
+    """Computes attention, (batch, length, heads, head_dim), as diffusers calls it: arguments mean what they mean in torch's own.
+    diffusers looks at the parameters' names, and leaves out what is not among them."""
     if _parallel_config is not None:
         raise UnsupportedError("a parallel_config was given; rawattn does not serve diffusers' context parallelism.")
     sdpa.check_heads(query.shape[2], key.shape[2], enable_gqa)
@@ -53,5 +53,5 @@ def attention(
         reading.check_plain("attn_mask", attn_mask)
         attn_mask = attn_mask[:, None, None]  # which of each sequence's keys count, or what is added to their logits
     (batch, q_len, heads, _), kv_len = query.shape, key.shape[1]
-    options = sdpa.kept(attn_mask, is_causal, (batch, heads, q_len, kv_len))
+    options = sdpa.read_mask(attn_mask, is_causal, (batch, heads, q_len, kv_len))
     return api.attention(query, key, value, scale=scale, dropout=dropout_p, return_lse=return_lse, **options)

@@ -3,9 +3,9 @@
 >>> from rawattn.integrations.flash_attn import flash_attn_func
 >>> o = flash_attn_func(q, k, v, causal=True)
 
-``install`` makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` find them. Autograd follows, as in
-``rawattn.attention``, but for the functions over caches. dropout_p draws from torch's generator, and is refused over caches;
-return_attn_probs gives no probabilities. A ``deterministic`` of False allows other bits from run to run in gradients, as there.
+``install`` makes ``import flash_attn``, ``flash_attn_interface`` and ``flash_attn_3`` find these functions. Autograd follows all
+but those over caches. dropout_p draws from torch's generator, and is refused over caches; return_attn_probs gives no
+probabilities. With ``deterministic=False`` gradients may have other bits from run to run, as in ``rawattn.attention``.
 num_splits, pack_gqa, sm_margin and scheduler_metadata are hints; they are ignored, with a warning. A query without a key gives 0.
 ``_flash_attn_forward`` and ``_flash_attn_backward`` are for callers that write an autograd function of their own.
 """
@@ -55,7 +55,7 @@ def flash_attn_func(
     """Computes attention of q, (batch, q_len, heads, head_dim), and k and v; with return_attn_probs (o, lse, None)."""
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
-    return _with_probs(attention.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
+    return _add_probs(attention.attention(q, k, v, return_lse=return_attn_probs, **options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -64,7 +64,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_func`` of kv, (batch, kv_len, 2, kv_heads, head_dim)."""
-    k, v = unpacked("kv", kv, "batch, length, 2, kv_heads, head_dim")
+    k, v = unpack("kv", kv, "batch, length, 2, kv_heads, head_dim")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -75,7 +75,7 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_func`` of qkv, (batch, length, 3, heads, head_dim)."""
-    q, k, v = unpacked("qkv", qkv, "batch, length, 3, heads, head_dim")
+    q, k, v = unpack("qkv", qkv, "batch, length, 3, heads, head_dim")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
@@ -91,8 +91,8 @@ def flash_attn_varlen_func(
     options = options_of(softmax_scale, causal, window_size, softcap, deterministic, alibi_slopes)
     options["dropout"] = dropout_p
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    found = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
-    return _with_probs(found, return_attn_probs)
+    results = varlen(q, k, v, starts, longest, options, return_attn_probs, block_table)
+    return _add_probs(results, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -101,7 +101,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_varlen_func`` of kv, (total_k, 2, kv_heads, head_dim)."""
-    k, v = unpacked("kv", kv, "total_k, 2, kv_heads, head_dim")
+    k, v = unpack("kv", kv, "total_k, 2, kv_heads, head_dim")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -114,7 +114,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """Computes ``flash_attn_varlen_func`` of qkv, (total, 3, heads, head_dim)."""
-    q, k, v = unpacked("qkv", qkv, "total, 3, heads, head_dim")
+    q, k, v = unpack("qkv", qkv, "total, 3, heads, head_dim")
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -189,29 +189,29 @@ def _flash_attn_varlen_backward(
     backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, dropout=dropout_p, seed=rng_state, **packed)
 
 
-def backward(given: tuple[Any, ...], gradients: tuple[Any, ...], options: dict[str, Any], **more: Any) -> None:
-    """Writes the gradients of q, k and v. Raises ProblemError where one has no place."""
+def backward(tensors: tuple[Any, ...], gradients: tuple[Any, ...], options: dict[str, Any], **more: Any) -> None:
+    """Writes the gradients of q, k and v into ``gradients``. Raises ProblemError where one of these is None."""
     for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
         if x is None:
             raise ProblemError(f"{name} is None; it must be a tensor, which receives the gradient.")
-    do, q, k, v, o, lse = given
+    do, q, k, v, o, lse = tensors
     attention.attention_backward(do, q, k, v, o, lse, out=gradients, **more, **options)
 
 
-def refuse(**given: tuple[Any, Any]) -> None:
-    """Raises UnsupportedError for an argument that is not its default, the second of each pair."""
-    for name, (value, default) in given.items():
+def refuse(**arguments: tuple[Any, Any]) -> None:
+    """Raises UnsupportedError for an argument, the first of a pair, that is not its default, the second."""
+    for name, (value, default) in arguments.items():
         if value is not default and (isinstance(value, torch.Tensor) or value != default):
-            found = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-            raise UnsupportedError(f"{name} is {found}; rawattn does not have it yet: give {default!r}.")
+            words = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+            raise UnsupportedError(f"{name} is {words}; rawattn does not have it yet: give {default!r}.")
 
 
 _ignored: set[str] = set()
 
 
-def ignore(**given: tuple[Any, ...]) -> None:
-    """Warns once of a hint that is none of its defaults, those behind the first of each tuple."""
-    for name, (value, *defaults) in given.items():
+def ignore(**hints: tuple[Any, ...]) -> None:
+    """Warns once of a hint, the first of a tuple, that is none of its defaults, the others."""
+    for name, (value, *defaults) in hints.items():
         if name not in _ignored and not any(value is x or (type(value) is type(x) and value == x) for x in defaults):
             _ignored.add(name)
             warnings.warn(f"{name} is a hint to other kernels; rawattn ignores it.", stacklevel=4)
@@ -221,17 +221,17 @@ def options_of(
     scale: Any, causal: Any, window: Any, softcap: float, deterministic: bool = True, slopes: Any = None, chunk: int = 0,
     first: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """flash-attn's options as those of ``rawattn.attention``, which finds None faster than what means the same. Chunks count from
-    ``first``, where the keys of each sequence begin."""
-    sides = None if type(window) is tuple and window == (-1, -1) else _sides(window)
+    """Returns flash-attn's options as those of ``rawattn.attention``: None where an option is off, which is found faster. Chunks
+    count from ``first``, where the keys of each sequence begin."""
+    sides = None if type(window) is tuple and window == (-1, -1) else _read_sides(window)
     options = {"scale": scale, "causal": causal, "window": sides, "softcap": softcap or None, "deterministic": deterministic}
     if slopes is not None:
         options["alibi"] = slopes
-    return _chunked(options, chunk, first) if type(chunk) is not int or chunk else options
+    return _add_chunks(options, chunk, first) if type(chunk) is not int or chunk else options
 
 
-def _sides(window: Any) -> tuple[int, int] | None:
-    """A window as a pair, in which negative sides are unbounded; None where both are. A tensor on a GPU is waited for."""
+def _read_sides(window: Any) -> tuple[int, int] | None:
+    """Reads a window as a pair, in which -1 is unbounded; None where both sides are. A tensor on a GPU is waited for."""
     try:
         left, right = (max(-1, operator.index(side)) for side in window)
     except (TypeError, ValueError):
@@ -240,8 +240,8 @@ def _sides(window: Any) -> tuple[int, int] | None:
     return None if left == right == -1 else (left, right)
 
 
-def _chunked(options: dict[str, Any], size: Any, first: Any) -> dict[str, Any]:
-    """The options with a mask by which a query keeps keys of its own chunk of so many positions, besides causal and window."""
+def _add_chunks(options: dict[str, Any], size: Any, first: Any) -> dict[str, Any]:
+    """Adds to the options a mask by which a query keeps keys of its own chunk of ``size`` positions, within causal and window."""
     if type(size) is not int or size < 0:
         raise ProblemError(f"attention_chunk is {size!r}; it must be an int >= 0, where 0 is for no chunks.")
     Spec.of(causal=options["causal"])  # which checks it
@@ -250,16 +250,16 @@ def _chunked(options: dict[str, Any], size: Any, first: Any) -> dict[str, Any]:
 
     def mask(b: Any, q: Any, kv: Any, q_len: Any, kv_len: Any) -> Any:
         begin = 0 if first is None else first[b]
-        own = q + kv_len - q_len
-        kept = (own - begin) // size == (kv - begin) // size
-        kept = kept if left is None else kept & (own - kv <= left)
-        return kept if right is None else kept & (kv - own <= right)
+        position = q + kv_len - q_len
+        kept = (position - begin) // size == (kv - begin) // size
+        kept = kept if left is None else kept & (position - kv <= left)
+        return kept if right is None else kept & (kv - position <= right)
 
     return {**options, "causal": False, "window": None, "mask": mask}
 
 
-def _with_probs(found: Any, wanted: bool) -> Any:
-    return (*found, None) if wanted else found
+def _add_probs(results: Any, has_probs: bool) -> Any:
+    return (*results, None) if has_probs else results
 
 
 def varlen(
@@ -284,7 +284,7 @@ class _Paged(torch.autograd.Function):
     """Results over pages, which have no gradient: they require grad as the inputs do, and a backward through them raises."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Any], *given: Any) -> Any:
+    def forward(ctx: Any, compute: Callable[[], Any], *tensors: Any) -> Any:
         return compute()
 
     @staticmethod
@@ -292,10 +292,10 @@ class _Paged(torch.autograd.Function):
         raise ProblemError("o was computed over pages, which have no gradient; leave block_table out, or use torch.no_grad().")
 
 
-def unpacked(name: str, packed: Any, axes: str) -> tuple[Any, ...]:
-    """The tensors that are packed along the last axis but two, whose length is a number in ``axes``."""
-    each, shape = axes.split(", "), tuple(getattr(packed, "shape", ()))
-    if len(shape) != len(each) or shape[-3] != int(each[-3]):
+def unpack(name: str, packed: Any, axes: str) -> tuple[Any, ...]:
+    """Returns the tensors that are packed along the last axis but two, whose length is a number in ``axes``."""
+    lengths, shape = axes.split(", "), tuple(getattr(packed, "shape", ()))
+    if len(shape) != len(lengths) or shape[-3] != int(lengths[-3]):
         raise ProblemError(f"{name} is a {type(packed).__name__} of shape {shape}; it must be a tensor, ({axes}).")
     return tuple(packed.unbind(-3))
 
@@ -312,16 +312,16 @@ def install() -> None:
     Raises ProblemError where flash-attn itself is loaded.
     """
     for name in MODULES:
-        found = sys.modules.get(name)
-        if found is not None and not hasattr(found, "_of_rawattn"):
+        loaded = sys.modules.get(name)
+        if loaded is not None and not hasattr(loaded, "_of_rawattn"):
             raise ProblemError(
-                f"{name} is loaded, from {getattr(found, '__file__', None)}; call install() before it is imported."
+                f"{name} is loaded, from {getattr(loaded, '__file__', None)}; call install() before it is imported."
             )
     for name, ours in MODULES.items():
         source, module = importlib.import_module(f"{__package__}.{ours}"), types.ModuleType(name, "flash-attn's, by rawattn.")
-        names = [each for each in vars(source) if each.lstrip("_").startswith(("flash_attn_", "get_scheduler_"))]
-        vars(module).update({each: getattr(source, each) for each in names})
-        public, parent = [each for each in names if each[0] != "_"], name.partition(".")[0]
+        names = [key for key in vars(source) if key.lstrip("_").startswith(("flash_attn_", "get_scheduler_"))]
+        vars(module).update({key: getattr(source, key) for key in names})
+        public, parent = [key for key in names if key[0] != "_"], name.partition(".")[0]
         spec = importlib.machinery.ModuleSpec(name, None, is_package=f"{name}.flash_attn_interface" in MODULES)
         vars(module).update(__spec__=spec, __version__=source.__version__, __all__=public, _of_rawattn=True)
         if spec.submodule_search_locations is not None:

@@ -17,12 +17,12 @@ from ..api import attention
 from ..api.naming import naming
 from ..errors import ProblemError
 from ..serving.merge import merge_states
-from .flash_attn import APART, IN_CACHE, NAMES, Window, backward, ignore, options_of, refuse, unpacked, varlen
+from .flash_attn import APART, IN_CACHE, NAMES, Window, backward, ignore, options_of, refuse, unpack, varlen
 from .flash_attn_kvcache import with_kvcache
 
 __version__ = "3.0.0+rawattn"
-_OWN = {"page_table": "page_table"}
-_NAMES = NAMES | _OWN
+_PAGES = {"page_table": "page_table"}
+_NAMES = NAMES | _PAGES
 
 
 @naming(**_NAMES)
@@ -48,7 +48,7 @@ def flash_attn_qkvpacked_func(
     """Computes ``flash_attn_func`` of qkv, (batch, length, 3, heads, head_dim), or with num_heads_q (batch, length, heads + 2
     kv_heads, head_dim)."""
     if num_heads_q is None:
-        q, k, v = unpacked("qkv", qkv, "batch, length, 3, heads, head_dim")
+        q, k, v = unpack("qkv", qkv, "batch, length, 3, heads, head_dim")
     elif len(shape := tuple(getattr(qkv, "shape", ()))) != 4 or (shape[2] - num_heads_q) % 2:
         raise ProblemError(f"qkv has shape {shape}; with num_heads_q its third must be heads + 2 kv_heads.")
     else:
@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
     return varlen(q, k, v, starts, longest, options, return_attn_probs, None, (seqused_q, seqused_k))
 
 
-@naming(**IN_CACHE | _OWN)
+@naming(**IN_CACHE | _PAGES)
 def flash_attn_with_kvcache(
     q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
     rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
@@ -95,9 +95,9 @@ def flash_attn_with_kvcache(
     rotary = (rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     places = (cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     options = options_of(softmax_scale, causal, window_size, softcap, chunk=attention_chunk, first=cache_leftpad)
-    found = (k_cache, v_cache), (k, v), rotary, places
+    arguments = (k_cache, v_cache), (k, v), rotary, places
     more = cu_seqlens_q, max_seqlen_q, (k_descale, v_descale), cu_seqlens_k_new
-    return with_kvcache(q, *found, options, return_softmax_lse, *more)
+    return with_kvcache(q, *arguments, options, return_softmax_lse, *more)
 
 
 @naming(
@@ -128,11 +128,11 @@ def _flash_attn_forward(
     if cu_seqlens_q is seqused_k is None and all(x is None for x in rows.values()):
         return *flash_attn_func(q, k, v, *options, False, sm_margin, True), None, None
     places = seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, seqlens_rotary
-    found = flash_attn_with_kvcache(
+    results = flash_attn_with_kvcache(
         q, k, v, k_new, v_new, qv, rotary_cos, rotary_sin, *places, q_descale, k_descale, v_descale, softmax_scale, causal,
         window, attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin, True,
     )  # fmt: skip
-    return *found, None, None
+    return *results, None, None
 
 
 @naming(**_NAMES | APART | {"causal": "is_causal", "q_lens": "sequed_q", "kv_lens": "sequed_k"})
@@ -161,8 +161,8 @@ def flash_attn_combine(out_partial: Any, lse_partial: Any, out: Any = None, out_
     if lse_shape != shape[:-1]:
         raise ProblemError(f"lse_partial has shape {lse_shape}; it must be {shape[:-1]}, that of out_partial without head_dim.")
     if out is not None and (tuple(out.shape) != shape[1:] or out_dtype not in (None, out.dtype)):
-        found = f"out has dtype {out.dtype} and shape {tuple(out.shape)}"
-        raise ProblemError(f"{found}; it must have {out_dtype or 'any dtype'} and shape {shape[1:]}.")
+        words = f"out has dtype {out.dtype} and shape {tuple(out.shape)}"
+        raise ProblemError(f"{words}; it must have {out_dtype or 'any dtype'} and shape {shape[1:]}.")
     o, lse = merge_states([(o, lse.transpose(-1, -2)) for o, lse in zip(out_partial, lse_partial, strict=True)])
     return o.to(out_dtype or o.dtype) if out is None else out.copy_(o), lse.transpose(-1, -2)
 

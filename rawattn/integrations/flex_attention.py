@@ -41,7 +41,7 @@ def flex_attention(
     """Computes what ``torch.nn.attention.flex_attention.flex_attention`` does.
 
     Args:
-        query: (batch, heads, q_len, head_dim). key: (batch, kv_heads, kv_len, head_dim), value likewise with head_dim_v. They are
+        query: (batch, heads, q_len, head_dim). key: (batch, kv_heads, kv_len, head_dim). value: as key, with head_dim_v. They are
             read as transposed views, and nothing is copied. A key and a value of one sequence are for all of query's.
         score_mod: score_mod(score, b, h, q_idx, kv_idx), which makes a logit of scale * q.k; or ``rawattn.score.function(f)``.
             Tensors of floats that it captured get gradients where they require grad.
@@ -73,15 +73,15 @@ def flex_attention(
     if score_mod is not None:
         options["score"] = by_position(score_mod, "score")
     if block_mask is not None:
-        options["mask"] = _mask_of(block_mask, query, key)
-    o, lse = sdpa.attended(query, key, value, options)
+        options["mask"] = _read_mask(block_mask, query, key)
+    o, lse = sdpa.attend(query, key, value, options)
     if return_aux is not None:
         return o, AuxOutput(lse=lse)  # type: ignore[misc]  # who has a request has it
     return (o, lse) if lse_wanted else o
 
 
 class TracedMask:
-    """This is what ``create_block_mask`` gives: a mask_mod that was traced, and the sizes that it is for. It has no blocks."""
+    """The result of ``create_block_mask``: a mask_mod that was traced, and the sizes that it is for. It has no blocks."""
 
     def __init__(self, mask_mod: Any, sizes: tuple[int, int, int, int], device: Any, block: Any) -> None:
         self.mask_mod, self.shape, self.device, self.block = mask_mod, sizes, device, block
@@ -91,7 +91,7 @@ class TracedMask:
         return f"<TracedMask for {self.shape} (batch, heads, q_len, kv_len): {self.function!r}>"
 
     def to_block_mask(self) -> Any:
-        """torch's ``BlockMask`` of it. That asks for every pair."""
+        """Makes torch's ``BlockMask`` of the mask_mod. That asks for every pair."""
         return flex.create_block_mask(self.mask_mod, *self.shape, device=self.device, BLOCK_SIZE=self.block)
 
 
@@ -100,17 +100,17 @@ def create_block_mask(
     mask_mod: Callable[..., Any], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
     BLOCK_SIZE: Any = 128, _compile: bool = False, *rest: Any, **more: Any,
 ) -> TracedMask:  # fmt: skip
-    """A mask_mod, traced, for ``flex_attention`` of this module, with the signature of torch's own.
+    """Traces a mask_mod for ``flex_attention`` of this module, with the signature of torch's own ``create_block_mask``.
 
     No pair is asked, as kernels bound a mask over tiles by themselves: it takes no time and no memory that grow with the lengths.
-    B and H are those of query, or None or 1 for all. BLOCK_SIZE is for ``TracedMask.to_block_mask``; _compile and what stands
+    B and H are those of query, or None or 1 for all. BLOCK_SIZE is for ``TracedMask.to_block_mask``; _compile and the arguments
     behind it are ignored.
     """
     return TracedMask(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), device, BLOCK_SIZE)
 
 
 def by_position(mod: Any, role: str) -> Any:
-    """A function that gets its arguments by position, as torch passes them, also where their names would say another order."""
+    """Returns a function that gets the arguments of ``mod`` by position, as torch passes them, whatever their names say."""
     if isinstance(mod, BoundFunction) or not callable(mod):
         return mod
     wanted = POSITIONAL[role]
@@ -118,27 +118,27 @@ def by_position(mod: Any, role: str) -> Any:
         names = mod.__code__.co_varnames[: mod.__code__.co_argcount - len(mod.__defaults__ or ())]
     else:
         names = tuple(p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty)
-    meant = tuple(ALIASES.get(name) for name in names)
-    if meant == wanted or sorted(map(str, meant)) != sorted(wanted):
+    order = tuple(ALIASES.get(name) for name in names)
+    if order == wanted or sorted(map(str, order)) != sorted(wanted):
         return mod
     if role == "score":
         return lambda s, b, h, q, kv: mod(s, b, h, q, kv)
     return lambda b, h, q, kv: mod(b, h, q, kv)
 
 
-def _mask_of(given: Any, query: Any, key: Any) -> Any:
-    """The mask that block_mask means. Raises ProblemError where it is for other sizes."""
-    if not isinstance(given, TracedMask):
-        if not (callable(given) or isinstance(given, BoundFunction) or functions.is_block_mask(given)):
-            raise ProblemError(f"block_mask is a {type(given).__name__}; it must be a BlockMask, a mask_mod, or None.")
-        return given if functions.is_block_mask(given) else by_position(given, "mask")
-    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    if any(n not in ((1, need) if axis < 2 else (need,)) for axis, (n, need) in enumerate(zip(given.shape, sizes, strict=True))):
+def _read_mask(block_mask: Any, query: Any, key: Any) -> Any:
+    """Reads block_mask as a mask of ``rawattn.attention``. Raises ProblemError where it is for other sizes."""
+    if not isinstance(block_mask, TracedMask):
+        if not (callable(block_mask) or isinstance(block_mask, BoundFunction) or functions.is_block_mask(block_mask)):
+            raise ProblemError(f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask, a mask_mod, or None.")
+        return block_mask if functions.is_block_mask(block_mask) else by_position(block_mask, "mask")
+    shape, sizes = block_mask.shape, (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if any(n not in ((1, need) if axis < 2 else (need,)) for axis, (n, need) in enumerate(zip(shape, sizes, strict=True))):
         raise ProblemError(
-            f"block_mask was made for {given.shape} (B, H, Q_LEN, KV_LEN), but query and key have {sizes}; make one for these. A "
+            f"block_mask was made for {shape} (B, H, Q_LEN, KV_LEN), but query and key have {sizes}; make one for these. A "
             "B or an H of None is for all."
         )
-    return given.function
+    return block_mask.function
 
 
 def _check_shapes(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:

@@ -22,7 +22,7 @@ from ..serving.attention import attention_kvcache
 
 @dataclasses.dataclass
 class RawattnMetadata:
-    """The step of a batch, and where its layers with a window have a pool of their own, their step and the slots of new keys."""
+    """The step of a batch, and where layers with a window have a pool of their own, their step and their slots of new keys."""
 
     step: serving.Step
     window_step: serving.Step | None = None
@@ -30,7 +30,7 @@ class RawattnMetadata:
 
 
 class RawattnBackend(AttentionBackend):
-    """Steps, and attention of each layer. ``forward_metadata`` is that of the batch."""
+    """A backend of SGLang: it makes the steps of batches and computes layers' attention. ``forward_metadata`` is the batch's."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -60,27 +60,27 @@ class RawattnBackend(AttentionBackend):
             _check_extend(forward_batch)
             new = forward_batch.extend_seq_lens[:count]
             starts, longest = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int(), max(forward_batch.extend_seq_lens_cpu)
-        tokens = self._tokens(forward_batch, count)
-        found = self.forward_metadata = RawattnMetadata(self._step(lens, tokens // self.page_size, starts, longest))
+        tokens = self._find_tokens(forward_batch, count)
+        metadata = self.forward_metadata = RawattnMetadata(self._make_step(lens, tokens // self.page_size, starts, longest))
         if self.has_window_pool:
-            begin = self._begin(lens, starts)
-            found.window_step = self._step(lens, self._translated(tokens) // self.page_size, starts, longest, begin)
-            found.window_slots = self._translated(forward_batch.out_cache_loc)
+            begin = self._find_begin(lens, starts)
+            metadata.window_step = self._make_step(lens, self._translate(tokens) // self.page_size, starts, longest, begin)
+            metadata.window_slots = self._translate(forward_batch.out_cache_loc)
 
-    def _step(self, lens: Any, table: Any, starts: Any, longest: int, begin: Any = None) -> serving.Step:
+    def _make_step(self, lens: Any, table: Any, starts: Any, longest: int, begin: Any = None) -> serving.Step:
         return serving.Step(lens, table.int().contiguous(), starts, begin, max_q_len=longest)
 
-    def _tokens(self, forward_batch: Any, count: int) -> Any:
-        """The place of each page's first token in each sequence, (count, pages)."""
+    def _find_tokens(self, forward_batch: Any, count: int) -> Any:
+        """Finds the place of each page's first token in each sequence, (count, pages)."""
         longest = int(forward_batch.seq_lens_cpu[:count].max())
         return self.requests.req_to_token[:, : longest : self.page_size][forward_batch.req_pool_indices[:count]]
 
-    def _translated(self, places: Any) -> Any:
-        """Places in the pool of windows."""
+    def _translate(self, places: Any) -> Any:
+        """Translates places in the pool of all tokens to places in the pool of windows."""
         return self.pool.translate_loc_from_full_to_swa(places)
 
-    def _begin(self, lens: Any, starts: Any) -> Any:
-        """The first key that a window keeps of each sequence: the pages before it may be another's by now."""
+    def _find_begin(self, lens: Any, starts: Any) -> Any:
+        """Finds the first key that a window keeps of each sequence: the pages before it may be another's by now."""
         return (lens - starts.diff() - self.window).clamp(min=0).int()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -104,19 +104,19 @@ class RawattnBackend(AttentionBackend):
         count = forward_batch.batch_size
         lens, starts, begins = self._lens[:count], self._starts[: count + 1], self._begins[:count]
         lens.copy_(forward_batch.seq_lens[:count])
-        tokens = self._tokens(forward_batch, count)
+        tokens = self._find_tokens(forward_batch, count)
         self._tables[0, :count, : tokens.shape[1]].copy_(tokens // self.page_size)
         if self.has_window_pool:
-            self._tables[1, :count, : tokens.shape[1]].copy_(self._translated(tokens) // self.page_size)
-            begins.copy_(self._begin(lens, starts))
-            slots = self._translated(forward_batch.out_cache_loc)
+            self._tables[1, :count, : tokens.shape[1]].copy_(self._translate(tokens) // self.page_size)
+            begins.copy_(self._find_begin(lens, starts))
+            slots = self._translate(forward_batch.out_cache_loc)
             self._slots[: len(slots)].copy_(slots)
             self._slots[len(slots) :].zero_()
         if in_capture or count not in self._metadata:
-            found = self._metadata[count] = RawattnMetadata(self._step(lens, self._tables[0, :count], starts, 1))
+            metadata = self._metadata[count] = RawattnMetadata(self._make_step(lens, self._tables[0, :count], starts, 1))
             if self.has_window_pool:
-                found.window_step = self._step(lens, self._tables[1, :count], starts, 1, begins)
-                found.window_slots = self._slots
+                metadata.window_step = self._make_step(lens, self._tables[1, :count], starts, 1, begins)
+                metadata.window_slots = self._slots
         self.forward_metadata = self._metadata[count]
 
     # ---- attention
@@ -130,7 +130,7 @@ class RawattnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> Any:
-        """Computes o of prompts, of parts of them, and of single queries beside."""
+        """Computes o of prompts, of parts of them, and of single queries among them."""
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, more)
 
     def _attend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, more: dict[str, Any]) -> Any:
@@ -148,17 +148,17 @@ class RawattnBackend(AttentionBackend):
         rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         step = metadata.window_step if in_window_pool else metadata.step
-        return attention_kvcache(rows, self._cache_of(layer), step, **options).flatten(1)
+        return attention_kvcache(rows, self._find_cache(layer), step, **options).flatten(1)
 
-    def _cache_of(self, layer: Any) -> serving.KVCache:
+    def _find_cache(self, layer: Any) -> serving.KVCache:
         k, v = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
-        found = self._caches.get(layer.layer_id)
-        if found is None or found[0] != k.data_ptr():
+        kept = self._caches.get(layer.layer_id)
+        if kept is None or kept[0] != k.data_ptr():
             k, v = (x.unflatten(0, (-1, self.page_size)) for x in (k, v))
             scales = (layer.k_scale_float, layer.v_scale_float) if k.element_size() == 1 else (None, None)
             cache = serving.KVCache(k, v, "NHD", *(1.0 if x is None else x for x in scales))
-            found = self._caches[layer.layer_id] = (k.data_ptr(), cache)
-        return found[1]
+            kept = self._caches[layer.layer_id] = (k.data_ptr(), cache)
+        return kept[1]
 
 
 def _check_runner(model_runner: Any, pool: Any) -> None:
@@ -204,5 +204,5 @@ def _check_layer(layer: Any, more: dict[str, Any]) -> None:
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         refused["logit_capping_method"] = layer.logit_capping_method
     for name, value in refused.items():
-        found = f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
-        raise UnsupportedError(f"{name} is {found}; rawattn does not serve it in SGLang.")
+        words = f"a {type(value).__name__}" if hasattr(value, "shape") else repr(value)
+        raise UnsupportedError(f"{name} is {words}; rawattn does not serve it in SGLang.")

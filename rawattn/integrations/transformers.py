@@ -4,9 +4,10 @@
 >>> rawattn.integrations.transformers.enable()
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rawattn")
 
-transformers says by a Python function which pairs count. Causal masks, windows, padding and packed sequences are recognised and
-become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to ``rawattn.mask.function``. A padding mask
-or packed positions are read by the host, once a forward pass. ``continuous_batching`` serves ``generate_batch``.
+transformers gives a Python function that says which pairs count. Causal masks, windows, padding and packed sequences are
+recognised and become options of rawattn; nothing of q_len x kv_len is made. Any other function goes to
+``rawattn.mask.function``. A padding mask or packed positions are read by the host, once a forward pass.
+``continuous_batching`` serves ``generate_batch``.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ def attention(
     if not _REFUSED.isdisjoint(others):
         _refuse(**{name: others.get(name) for name in (*CHOICES, "output_attentions", "cache")})
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = _options(q, scaling, softcap, s_aux)
+    options = _make_options(q, scaling, softcap, s_aux)
     if dropout:
         options["dropout"] = dropout
     if position_bias is not None:
-        options["bias"] = _in_rows("position_bias", position_bias)
-    if isinstance(attention_mask, Kept):
+        options["bias"] = _make_contiguous("position_bias", position_bias)
+    if isinstance(attention_mask, LayerMask):
         return attention_mask.attend(q, k, v, options), None
     if attention_mask is not None:
         if hasattr(module, "prepare_dynamic_mask"):
@@ -64,13 +65,13 @@ def attention(
                 f"{type(module).__name__} makes a mask of its own, in which a causal one counts only if it is a tensor; "
                 "rawattn's is none: use another implementation for this model."
             )
-        attention_mask = _in_rows("attention_mask", attention_mask)
-        kept = sdpa.kept(attention_mask, False, (*query.shape[:3], key.shape[2]), "attention_mask")
-        if not kept.keys().isdisjoint(options):
+        attention_mask = _make_contiguous("attention_mask", attention_mask)
+        mask_options = sdpa.read_mask(attention_mask, False, (*query.shape[:3], key.shape[2]), "attention_mask")
+        if not mask_options.keys().isdisjoint(options):
             raise UnsupportedError(
                 "position_bias was given beside a mask that is a tensor of floats; add them, and give the sum."
             )
-        return api.attention(q, k, v, **kept, **options), None
+        return api.attention(q, k, v, **mask_options, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return api.attention(q, k, v, causal=bool(causal), **options), None
 
@@ -87,12 +88,12 @@ def attention_paged(
     refused = {name: others.get(name) for name in (*CHOICES, "output_attentions", "position_bias")}
     _refuse(attention_mask=attention_mask, dropout=dropout, **refused)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options = _options(q, scaling, softcap, s_aux)
+    options = _make_options(q, scaling, softcap, s_aux)
     return transformers_paged.attend(module, q, k, v, {"cache": cache, **others}, options), None
 
 
-def _in_rows(name: str, pairs: Any) -> Any:
-    """A bias or a mask whose last dimension is contiguous; where T5 looks a bias up, the heads are there."""
+def _make_contiguous(name: str, pairs: Any) -> Any:
+    """Returns a bias or a mask whose last dimension is contiguous: a copy where it is not, as in T5, which looks a bias up."""
     if not pairs.dim() or pairs.stride(-1) == 1 or pairs.shape[-1] == 1:
         return pairs
     reading.check_plain(name, pairs)
@@ -100,7 +101,7 @@ def _in_rows(name: str, pairs: Any) -> Any:
     return pairs.contiguous()
 
 
-def _options(q: Any, scaling: float | None, softcap: float | None, s_aux: Any) -> dict[str, Any]:
+def _make_options(q: Any, scaling: float | None, softcap: float | None, s_aux: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if s_aux is not None:
         options["sinks"] = s_aux.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -111,9 +112,9 @@ CHOICES = ("indices", "block_indices", "sinks")  # arguments of models that chan
 _REFUSED = frozenset((*CHOICES, "output_attentions", "cache"))
 
 
-def _refuse(**given: Any) -> None:
-    """Raises UnsupportedError for an argument that is more than off."""
-    for name, value in given.items():
+def _refuse(**arguments: Any) -> None:
+    """Raises UnsupportedError for an argument that is given and not off."""
+    for name, value in arguments.items():
         if value is not None and (hasattr(value, "shape") or value):
             raise UnsupportedError(f"{name} was given, a {type(value).__name__}; rawattn does not serve it in transformers yet.")
 
@@ -125,13 +126,13 @@ class Band(NamedTuple):
     right: int | None = None
 
     def and_(self, left: int | None, right: int | None) -> Band:
-        """The pairs that are in this one and in another."""
+        """Returns the band of the pairs that are in this band and in one of these sides."""
         sides = ((self.left, left), (self.right, right))
         return Band(*(min((x for x in side if x is not None), default=None) for side in sides))
 
     @property
     def options(self) -> dict[str, Any]:
-        """This as options of ``rawattn.attention``."""
+        """The options of ``rawattn.attention`` that keep these pairs."""
         if self.right == 0:
             return {"causal": True} if self.left is None else {"window": (self.left, 0)}
         return {} if self == Band() else {"window": tuple(self)}
@@ -140,54 +141,53 @@ class Band(NamedTuple):
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function, attention_mask: Any = None, **_: Any,
-) -> Kept:  # fmt: skip
-    """Makes what a model's layers get as attention_mask, from what transformers says of it."""
+) -> LayerMask:  # fmt: skip
+    """Makes the mask that a model's layers get as attention_mask, with the signature that transformers asks for."""
 
     def everything() -> Callable[..., Any]:
-        """The mask as one function of indices."""
+        """Returns the mask as one function of indices."""
         whole = mask_function
         if attention_mask is not None:
             padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
             whole = masking_utils.and_masks(whole, masking_utils.padding_mask_function(padding))
         return masking_utils.add_offsets_to_mask_function(whole, q_offset, kv_offset)
 
-    def last(count: int) -> Kept:
-        """The mask of the last queries alone."""
+    def last(count: int) -> LayerMask:
+        """Returns the mask of the last ``count`` queries alone."""
         first = q_offset + q_length - count
         return make_mask(batch_size, count, kv_length, first, kv_offset, mask_function, attention_mask)
 
-    kept, found = Kept((batch_size, 1, q_length, kv_length), everything, last), _band(mask_function)
-    if found is None:
+    kept, recognised = LayerMask((batch_size, 1, q_length, kv_length), everything, last), _recognise(mask_function)
+    if recognised is None:
         return kept
-    band, packed = found
-    own: Any = q_offset + q_length - kv_offset  # how many keys there are up to the last query's own position
+    band, packed = recognised
+    reach: Any = q_offset + q_length - kv_offset  # how many keys there are up to the last query's own position
     if attention_mask is not None or q_length > 1 or band.right != 0:
-        own = int(own)  # on the device with a static cache; one query without a mask may be captured in a graph
-    used = own if band.right == 0 else kv_length
-    if type(own) is int and band != Band() and (own > kv_length or own != used):
+        reach = int(reach)  # on the device with a static cache; one query without a mask may be captured in a graph
+    used = reach if band.right == 0 else kv_length
+    if type(reach) is int and band != Band() and (reach > kv_length or reach != used):
         return kept
     kept.band, kept.used, kept.options = band, used, band.options
-    padding = None if attention_mask is None else _padding(attention_mask, kv_offset, kv_length)[:, :used]
+    padding = None if attention_mask is None else _read_padding(attention_mask, kv_offset, kv_length)[:, :used]
     if padding is not None and padding.all():
         padding = None
     if padding is not None or packed is not None:
         kept.has_parts = True
-        kept.parts = _parts(padding, band, q_length) if packed is None else _runs(packed.cpu().numpy(), q_length)
+        kept.parts = _read_parts(padding, band, q_length) if packed is None else _read_runs(packed.cpu().numpy(), q_length)
     return kept
 
 
-def _padding(attention_mask: Any, first: int, count: int) -> Any:
-    """Returns which of the keys are no padding, (batch, count), on the host; those behind the mask are padding."""
+def _read_padding(attention_mask: Any, first: int, count: int) -> Any:
+    """Reads which of ``count`` keys are no padding, (batch, count), on the host; keys behind the mask are padding."""
     rows = attention_mask[:, first:][:, :count].cpu().numpy()
     return np.pad(rows, ((0, 0), (0, count - rows.shape[1])))
 
 
-def _band(function: Callable[..., Any]) -> tuple[Band, Any] | None:
-    """Returns what a mask function of transformers keeps, and the numbers of the sequences that are packed in a row or None.
-
-    Returns None where the function is of another kind."""
+def _recognise(function: Callable[..., Any]) -> tuple[Band, Any] | None:
+    """Returns the band that a mask function of transformers keeps, and the numbers of the sequences that are packed in a row, or
+    None. Returns None where the function is of another kind."""
     band, packed = Band(), None
-    for kind, held in _leaves(function):
+    for kind, held in _list_leaves(function):
         if kind == "causal_mask_function":
             band = band.and_(None, 0)
         elif kind == "sliding_window_overlay":
@@ -201,9 +201,9 @@ def _band(function: Callable[..., Any]) -> tuple[Band, Any] | None:
     return band, packed
 
 
-def _leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The functions that a mask function is the intersection of, each with its name in transformers and what it holds. Inside of
-    packed sequences positions grow by 1, so that distances are those of the indices."""
+def _list_leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lists the functions that a mask function is the intersection of, each with its name in transformers and the variables that
+    it holds. Inside of packed sequences positions grow by 1, so that distances are those of the indices."""
     if not isinstance(function, types.FunctionType) or function.__module__ != masking_utils.__name__:
         yield "", {}
         return
@@ -212,10 +212,10 @@ def _leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     }
     if kind == "and_masks":
-        for each in held["mask_functions"]:
-            yield from _leaves(each)
+        for part in held["mask_functions"]:
+            yield from _list_leaves(part)
     elif kind == "remap_positions_for_packed_sequence":
-        yield from _leaves(held["mask_function"])
+        yield from _list_leaves(held["mask_function"])
     else:
         yield kind, held
 
@@ -223,44 +223,45 @@ def _leaves(function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 Parts = list[list[tuple[int, int]]]  # of each row, how many queries and keys each of its sequences has, in order
 
 
-def _runs(ids: Any, q_length: int) -> Parts:
-    """The sequences that are packed in rows, by the number of each token's. Queries are the last tokens of a row."""
-    return [_of_cuts(_cuts(row).tolist(), len(row) - q_length) for row in ids]
+def _read_runs(ids: Any, q_length: int) -> Parts:
+    """Reads the sequences that are packed in rows, where ``ids`` has the number of each token's sequence. Queries are the last
+    tokens of a row."""
+    return [_count_runs(_find_cuts(row).tolist(), len(row) - q_length) for row in ids]
 
 
-def _of_cuts(cuts: list[int], first: int) -> list[tuple[int, int]]:
-    """Returns how many queries and keys runs between cuts have, where a row's queries begin at its token ``first``."""
+def _count_runs(cuts: list[int], first: int) -> list[tuple[int, int]]:
+    """Counts the queries and the keys of the runs between cuts, in a row whose queries begin at its token ``first``."""
     return [(max(0, end - max(begin, first)), end - begin) for begin, end in itertools.pairwise(cuts)]
 
 
-def _cuts(row: Any) -> Any:
-    """Returns where runs of equal values begin, and the end of the last."""
+def _find_cuts(row: Any) -> Any:
+    """Finds where runs of equal values begin in a row, and the end of the last."""
     return np.r_[0, np.flatnonzero(row[1:] != row[:-1]) + 1, len(row)]
 
 
-def _parts(padding: Any, band: Band, q_length: int) -> Parts | None:
-    """The tokens and the padding of each row, as sequences of their own; None where tokens are not one run. The last query stands
-    at the last key, and so queries that are padding see padding; where nothing depends on positions all see the tokens."""
-    found = []
+def _read_parts(padding: Any, band: Band, q_length: int) -> Parts | None:
+    """Reads the tokens and the padding of each row as sequences of their own; None where tokens are not one run. The last query
+    stands at the last key, and so queries that are padding see padding; where nothing depends on positions all see the tokens."""
+    parts = []
     for row in padding:
-        cuts = _cuts(row)
+        cuts = _find_cuts(row)
         runs = list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True))
         tokens = [run for run in runs if row[run[0]]]
         if len(tokens) > 1:
             return None
         if band == Band():
             seen = tokens or runs
-            found.append([(q_length if run in seen else 0, run[1] - run[0]) for run in runs])
+            parts.append([(q_length if run in seen else 0, run[1] - run[0]) for run in runs])
         else:
-            found.append(_of_cuts(cuts.tolist(), len(row) - q_length))
-    return found
+            parts.append(_count_runs(cuts.tolist(), len(row) - q_length))
+    return parts
 
 
 _warned: set[str] = set()
 
 
-class Kept(BlockMask):
-    """Says which pairs count; layers get it for attention_mask.
+class LayerMask(BlockMask):
+    """The pairs that count, which layers get for attention_mask.
 
     transformers lets a finished mask pass only if it is a tensor or a BlockMask, of four dimensions.
 
@@ -269,7 +270,7 @@ class Kept(BlockMask):
     None where these are no runs.
     """
 
-    def __init__(self, shape: tuple[int, ...], function: Callable[[], Callable[..., Any]], last: Callable[[int], Kept]) -> None:
+    def __init__(self, shape: tuple[int, ...], function: Callable[[], Any], last: Callable[[int], LayerMask]) -> None:
         self._shape, self.function, self._last = shape, function, last
         self.band: Band | None = None
         self.options: dict[str, Any] = {}
@@ -294,24 +295,24 @@ class Kept(BlockMask):
     def size(self, dim: int | None = None) -> Any:
         return self._shape if dim is None else self._shape[dim]
 
-    def to(self, device: Any, *_: Any, **__: Any) -> Kept:
-        """Refused: it is asked for by models that make a tensor of another dtype of it."""
+    def to(self, device: Any, *_: Any, **__: Any) -> LayerMask:
+        """Raises UnsupportedError, for models that would make a tensor of another dtype of the mask."""
         raise UnsupportedError(f"attention_mask.to({device}) was asked for; {_BY_HAND}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refused: torch's own functions are asked for by models that add it to logits."""
+        """Raises UnsupportedError, for models that would add the mask to logits by torch's functions."""
         raise UnsupportedError(f"attention_mask was given to torch's {function.__name__}; {_BY_HAND}")
 
-    def contiguous(self) -> Kept:
-        """Itself: transformers asks for it before a static cache."""
+    def contiguous(self) -> LayerMask:
+        """Returns itself: transformers calls this before a static cache."""
         return self
 
-    def __getitem__(self, index: Any) -> Kept:
-        """The mask of the last queries, ``mask[:, :, -n:, :]``, which models take for layers that give nothing to a cache."""
-        whole, given = slice(None), index if isinstance(index, tuple) else (index,)
-        if len(given) == 4 and all(type(x) is slice for x in given) and (given[0], given[1], given[3]) == (whole, whole, whole):
-            first, end, step = given[2].indices(self._shape[2])
+    def __getitem__(self, index: Any) -> LayerMask:
+        """Returns the mask of the last queries, ``mask[:, :, -n:, :]``, which models take for layers that write no cache."""
+        whole, slices = slice(None), index if isinstance(index, tuple) else (index,)
+        if len(slices) == 4 and all(type(x) is slice for x in slices) and slices[0] == slices[1] == slices[3] == whole:
+            first, end, step = slices[2].indices(self._shape[2])
             if first < end == self._shape[2] and step == 1:
                 return self if first == 0 else self._last(end - first)
         raise UnsupportedError(
@@ -320,42 +321,42 @@ class Kept(BlockMask):
         )
 
     def attend(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-        """Computes o, (batch, q_len, heads, head_dim_v), by the first way that serves the mask."""
+        """Computes o, (batch, q_len, heads, head_dim_v), by the first method that serves the mask."""
         if self.band is not None:
             if not self.has_parts and type(self.used) is int:
                 if k.shape[1] != self.used:
-                    k, v, options = k[:, : self.used], v[:, : self.used], _shortened(options, self.used)
+                    k, v, options = k[:, : self.used], v[:, : self.used], _shorten(options, self.used)
                 return api.attention(q, k, v, **self.options, **options)
             if self.parts is not None and "bias" not in options:
-                return self._end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
+                return self._attend_end_to_end(q, k[:, : self.used], v[:, : self.used], self.parts, options)
             if not self.has_parts and _NO_CACHE.isdisjoint(options) and not torch_state.requires_grad(q, k, v):
-                return self._over_cache(q, k, v, options)
+                return self._attend_over_cache(q, k, v, options)
         if self._option is None:
             self._option = mask.function(self.function())
         return api.attention(q, k, v, mask=self._option, **options)
 
-    def _over_cache(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-        """Computes o with k and v as a cache; how many keys it has is on the device."""
+    def _attend_over_cache(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+        """Computes o with k and v as a cache, whose number of keys is on the device."""
         window = dict(self.options)
         causal = window.pop("causal", False)
         if self._step is None:  # of all layers
             self._step = serving.Step(self.used.expand(len(q)).int().contiguous(), causal=causal)
         return attention_kvcache(q, serving.KVCache(k, v), self._step, **window, **options)
 
-    def _end_to_end(self, q: Any, k: Any, v: Any, parts: Parts, options: dict[str, Any]) -> Any:
-        """Computes o with all rows end to end, padding too. Keys stay where they are, between others' where heads are outside."""
-        step = _step(k)
-        if step is None or step != _step(v) or (step != k.shape[1] and torch_state.requires_grad(q, k, v)):
+    def _attend_end_to_end(self, q: Any, k: Any, v: Any, parts: Parts, options: dict[str, Any]) -> Any:
+        """Computes o with all rows end to end, padding too. Keys are not copied where rows of all sequences have one stride."""
+        step = _find_step(k)
+        if step is None or step != _find_step(v) or (step != k.shape[1] and torch_state.requires_grad(q, k, v)):
             k, v, step = k.contiguous(), v.contiguous(), k.shape[1]
             _warn_of_copies()
         flat = q.flatten(0, 1)
         if flat.data_ptr() != q.data_ptr():
             _warn_of_copies()
         if step not in self._starts:  # of all layers
-            self._starts[step] = _starts(parts, step, q.device)
+            self._starts[step] = _find_starts(parts, step, q.device)
         starts_q, starts_kv, *longest = self._starts[step]
         options = {**options, **self.options, "max_seqlen_q": longest[0], "max_seqlen_kv": longest[1]}
-        o = api.attention_varlen(flat, _rows(k, step), _rows(v, step), starts_q, starts_kv, **options)
+        o = api.attention_varlen(flat, _join_rows(k, step), _join_rows(v, step), starts_q, starts_kv, **options)
         return o.unflatten(0, q.shape[:2])
 
 
@@ -366,29 +367,29 @@ _BY_HAND = (
 _NO_CACHE = frozenset(("bias", "dropout"))  # which attention over a cache does not have
 
 
-def _shortened(options: dict[str, Any], used: int) -> dict[str, Any]:
-    """The options for so many of the first keys."""
+def _shorten(options: dict[str, Any], used: int) -> dict[str, Any]:
+    """Returns the options for the first ``used`` keys alone."""
     return {**options, "bias": options["bias"][..., :used]} if "bias" in options else options
 
 
-def _step(x: Any) -> int | None:
-    """Counts the rows between sequences of x, (batch, length, heads, head_dim), if a row is a step of its second dimension;
-    None where these are no whole rows."""
+def _find_step(x: Any) -> int | None:
+    """Finds the number of rows from one sequence of x, (batch, length, heads, head_dim), to the next, as the length counts them;
+    None where that is no whole number."""
     if len(x) == 1:
         return int(x.shape[1])
     step, rest = divmod(x.stride(0), max(x.stride(1), 1))
     return step if rest == 0 and step >= x.shape[1] else None
 
 
-def _rows(x: Any, step: int) -> Any:
-    """The rows of all sequences of x as one dimension, a view; those between sequences are none of theirs."""
+def _join_rows(x: Any, step: int) -> Any:
+    """Returns a view in which the rows of all sequences of x are one dimension, with the rows between sequences."""
     if step == x.shape[1]:
         return x.flatten(0, 1)
     return x.as_strided((step * (len(x) - 1) + x.shape[1], *x.shape[2:]), x.stride()[1:])
 
 
-def _starts(parts: Parts, step: int, device: Any) -> tuple[Any, ...]:
-    """Returns where sequences of queries and of keys begin, and the longest lengths.
+def _find_starts(parts: Parts, step: int, device: Any) -> tuple[Any, ...]:
+    """Finds where sequences of queries and of keys begin, and their longest lengths.
 
     Rows of keys that are between rows of the batch, or behind the last key, belong to sequences without queries."""
     q, kv = [0], [0]

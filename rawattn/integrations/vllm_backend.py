@@ -34,7 +34,7 @@ KEPT_STEPS = 256
 
 
 class RawattnBackend(AttentionBackend):
-    """This is what vLLM asks before it chooses a backend."""
+    """A backend of vLLM, by what vLLM asks before it chooses one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, *EIGHT_BITS]
@@ -104,7 +104,7 @@ class RawattnBackend(AttentionBackend):
 
 @dataclasses.dataclass
 class RawattnMetadata(AttentionMetadata):
-    """One step, which all layers of a group share."""
+    """The metadata of one step, which all layers of a group share."""
 
     step: serving.Step
     slot_mapping: Any  # vLLM's name: for attention to an encoder's keys it writes another one here
@@ -113,14 +113,14 @@ class RawattnMetadata(AttentionMetadata):
 
 
 class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
-    """Makes the step of a batch out of what vLLM says of it. The arrays are vLLM's own, so that graphs see their new contents."""
+    """A builder of a batch's metadata. The arrays of its step are vLLM's own, so that graphs see their new contents."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update: bool = True
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """A graph of prompts has no place for the ranges of images, which differ between batches."""
+        """Returns which graphs vLLM may capture: none of prompts with ranges of images, which differ between batches."""
         ranges = vllm_config.model_config.is_mm_prefix_lm
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if ranges else cls._cudagraph_support
 
@@ -136,7 +136,7 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
         arrays = common.seq_lens, common.block_table_tensor, common.query_start_loc
         bounds = {"max_q_len": common.max_query_len, "max_kv_len": longest}
         slots, rows = common.slot_mapping[: common.num_actual_tokens], common.num_actual_tokens
-        prefix = _prefix_of(common)
+        prefix = _read_prefix(common)
         if isinstance(common.causal, torch.Tensor):
             return RawattnMetadata(serving.Step(*arrays, causal=common.causal.int(), **bounds), slots, rows)
         causal = bool(common.causal) and prefix is None  # a mask of ranges is causal by itself
@@ -148,7 +148,7 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
         return RawattnMetadata(self._steps[key], slots, rows, prefix)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RawattnMetadata:
-        """Makes the metadata by ``build``, which vLLM's classes override to say of the batch something else."""
+        """Makes the metadata of a graph by ``build``, which classes of vLLM override to change what the batch says."""
         self._captures = True
         try:
             return self.build(0, common_attn_metadata)
@@ -159,27 +159,27 @@ class RawattnMetadataBuilder(AttentionMetadataBuilder[RawattnMetadata]):
         """Does nothing: the step has vLLM's own arrays, which hold the next draft's lengths already."""
 
 
-def _prefix_of(common: Any) -> tuple[Any, Any, Any] | None:
-    """Returns, where rows are in ranges of positions in which tokens see each other, the first and the last key of each row's
-    range, and by how much a position of each sequence differs from its row."""
+def _read_prefix(common: Any) -> tuple[Any, Any, Any] | None:
+    """Reads the ranges of positions in which tokens see each other: the first and the last key of each row's range, and by how
+    much a position of each sequence differs from its row; None where no row is in such a range."""
     ranges = getattr(common, "mm_req_doc_ranges", None)
     if not ranges:
         return None
-    found = torch.tensor([[1 << 30], [-1]], dtype=torch.int32).repeat(1, common.num_actual_tokens)
+    bounds = torch.tensor([[1 << 30], [-1]], dtype=torch.int32).repeat(1, common.num_actual_tokens)
     starts, any_row = common.query_start_loc_cpu.tolist(), False
-    for i, given in ranges.items():
+    for i, pairs in ranges.items():
         rows = starts[i + 1] - starts[i]
         first = int(common.seq_lens_cpu_upper_bound[i]) - rows  # the position of its first row
-        for begin, last in given:
+        for begin, last in pairs:
             low, high = max(begin - first, 0), min(last + 1 - first, rows)
             if begin < last and low < high:
                 any_row = True
-                found[:, starts[i] + low : starts[i] + high] = torch.tensor([[begin], [last]], dtype=torch.int32)
+                bounds[:, starts[i] + low : starts[i] + high] = torch.tensor([[begin], [last]], dtype=torch.int32)
     if not any_row:
         return None
     if common.causal is not True:
         raise UnsupportedError(f"mm_req_doc_ranges were given where causal is {common.causal!r}; rawattn has them beside True.")
-    begin, last = found.to(common.seq_lens.device, non_blocking=True)
+    begin, last = bounds.to(common.seq_lens.device, non_blocking=True)
     return begin, last, (common.query_start_loc[1:] - common.seq_lens).int()
 
 
@@ -204,7 +204,7 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         self._cache: tuple[Any, tuple[Any, Any], serving.KVCache] | None = None
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Converts the sinks to float32, in which kernels read them. Those that are loaded again go where the earlier ones are,
+        """Converts the sinks to float32, in which kernels read them. Sinks that are loaded again go where the earlier ones are,
         as graphs read them there."""
         if self.sinks is None:
             return
@@ -219,7 +219,7 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         output_scale: Any = None, output_block_scale: Any = None,
     ) -> Any:  # fmt: skip
         """Writes key and value, (rows, kv_heads, head_size), into the cache, and attention over it into output. Where queries see
-        an encoder's keys, there are as many of these as slots, or none, as they are in the cache already."""
+        an encoder's keys, key has as many rows as there are slots, or is None, as they are in the cache already."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale was given; rawattn does not give results in eight bits.")
         if attn_metadata is None:  # vLLM measures its memory
@@ -227,23 +227,23 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
         rows, step, slots = attn_metadata.rows, attn_metadata.step, attn_metadata.slot_mapping
         if self.sinks is not None and "sinks" not in self.options:
             self.process_weights_after_loading(query.dtype)
-        options = self.options | self._mask(layer, attn_metadata)
+        options = self.options | self._make_mask(layer, attn_metadata)
         if self.attn_type in ENCODERS:
             starts, longest = step.cu_seqlens_q, step.max_q_len
-            given = query[:rows], key[:rows], value[:rows], starts, starts, longest, longest
-            attention.attention_varlen(*given, causal=step.is_causal, out=output[:rows], **options)
+            tensors = query[:rows], key[:rows], value[:rows], starts, starts, longest, longest
+            attention.attention_varlen(*tensors, causal=step.is_causal, out=output[:rows], **options)
             return output
-        cache = self._cache_of(layer, kv_cache)
+        cache = self._find_cache(layer, kv_cache)
         if self.writes and key is not None and len(slots):
             append(cache, None, key[: len(slots)], value[: len(slots)], slots=slots)
         attention_kvcache(query[:rows], cache, step, out=output[:rows], **options)
         return output
 
-    def _mask(self, layer: Any, metadata: RawattnMetadata) -> dict[str, Any]:
-        """Gives the option that says which keys count: a window, or, where rows are in ranges, a mask. The window of a layer with
+    def _make_mask(self, layer: Any, metadata: RawattnMetadata) -> dict[str, Any]:
+        """Makes the option that says which keys count: a window, or, where rows are in ranges, a mask. The window of a layer with
         ``mm_prefix_clamp_sliding_window`` cuts the ranges too."""
         if metadata.prefix is None:
-            return {"window": self._window(metadata.step)}
+            return {"window": self._make_window(metadata.step)}
         (begin, last, shift), clamps = metadata.prefix, bool(getattr(layer, "mm_prefix_clamp_sliding_window", False))
         window = self.sliding_window or 1 << 30
 
@@ -254,16 +254,15 @@ class RawattnImpl(AttentionImpl[RawattnMetadata]):
 
         return {"mask": keep}
 
-    def _window(self, step: serving.Step) -> tuple[int, int] | None:
-        """Gives the numbers of keys before and after a query that count: as in vLLM's own backends, queries that are not causal
+    def _make_window(self, step: serving.Step) -> tuple[int, int] | None:
+        """Returns the numbers of keys before and after a query that count: as in vLLM's own backends, queries that are not causal
         see as many after them. Where an array says which sequences are causal, the step drops the keys after their queries."""
         if self.sliding_window is None:
             return None
         return self.sliding_window - 1, 0 if step.causal is True else self.sliding_window - 1
 
-    def _cache_of(self, layer: Any, kv_cache: Any) -> serving.KVCache:
-        """Gives the cache of a layer whose ``kv_cache`` is (blocks, kv_heads, block_size, 2 head_size): a key and its value lie
-        together."""
+    def _find_cache(self, layer: Any, kv_cache: Any) -> serving.KVCache:
+        """Returns the cache of a layer whose ``kv_cache`` is (blocks, kv_heads, block_size, 2 head_size): key, then value."""
         eight = self.kv_cache_dtype in EIGHT_BITS
         scales = (layer._k_scale_float, layer._v_scale_float) if eight else (1.0, 1.0)
         if self._cache is None or self._cache[0] is not kv_cache or self._cache[1] != scales:

@@ -4,8 +4,8 @@
 >>> o = memory_efficient_attention(q, k, v, attn_bias=xformers.ops.LowerTriangularMask())
 
 ``install`` puts the functions in the place of xformers' own. Biases are known by the names of their classes, so that xformers
-itself is not needed. ``op`` is a hint; it is ignored, with a warning. A query that keeps no key gives 0. Lengths that a bias says
-of padded keys are read on the device.
+itself is not needed. ``op`` is a hint; it is ignored, with a warning. A query that keeps no key gives 0. Lengths of padded keys,
+which a bias has, are read on the device.
 """
 
 from __future__ import annotations
@@ -52,53 +52,53 @@ def memory_efficient_attention_partial(
     return _attend(query, key, value, attn_bias, p, scale, op, output_dtype, True)
 
 
-def _window(bias: Any) -> dict[str, Any]:
+def _read_window(bias: Any) -> dict[str, Any]:
     return {"window": (bias.window_left, bias.window_right)}
 
 
-def _local(bias: Any) -> dict[str, Any]:
+def _read_local(bias: Any) -> dict[str, Any]:
     return {"window": (bias._window_size - 1, 0)}
 
 
-def _local_top_left(bias: Any) -> dict[str, Any]:
+def _read_local_top_left(bias: Any) -> dict[str, Any]:
     return {"mask": mask.Window(bias._window_size - 1, 0, "top_left")}
 
 
-def _top_left(bias: Any) -> dict[str, Any]:
+def _read_top_left(bias: Any) -> dict[str, Any]:
     return {"mask": mask.Causal("top_left")}
 
 
-def _biased(bias: Any) -> dict[str, Any]:
-    return {"mask": mask.Causal("top_left"), "bias": _four(bias._bias)}
+def _read_biased(bias: Any) -> dict[str, Any]:
+    return {"mask": mask.Causal("top_left"), "bias": _reshape_bias(bias._bias)}
 
 
-def _causal(bias: Any) -> dict[str, Any]:
+def _read_causal(bias: Any) -> dict[str, Any]:
     return {"causal": True}
 
 
-def _all(bias: Any) -> dict[str, Any]:
+def _read_full(bias: Any) -> dict[str, Any]:
     return {}
 
 
 OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {  # of rawattn.attention, that each class means
-    "LowerTriangularMask": _top_left,
-    "LowerTriangularMaskWithTensorBias": _biased,
-    "LowerTriangularFromBottomRightMask": _causal,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _local,
-    "LocalAttentionFromBottomRightMask": _window,
-    "BlockDiagonalMask": _all,
-    "BlockDiagonalCausalMask": _top_left,
-    "BlockDiagonalCausalFromBottomRightMask": _causal,
-    "BlockDiagonalCausalLocalAttentionMask": _local_top_left,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _local,
-    "BlockDiagonalPaddedKeysMask": _all,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _window,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _local,
-    "BlockDiagonalGappyKeysMask": _all,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _causal,
-    "PagedBlockDiagonalPaddedKeysMask": _all,
-    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _causal,
+    "LowerTriangularMask": _read_top_left,
+    "LowerTriangularMaskWithTensorBias": _read_biased,
+    "LowerTriangularFromBottomRightMask": _read_causal,
+    "LowerTriangularFromBottomRightLocalAttentionMask": _read_local,
+    "LocalAttentionFromBottomRightMask": _read_window,
+    "BlockDiagonalMask": _read_full,
+    "BlockDiagonalCausalMask": _read_top_left,
+    "BlockDiagonalCausalFromBottomRightMask": _read_causal,
+    "BlockDiagonalCausalLocalAttentionMask": _read_local_top_left,
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _read_local,
+    "BlockDiagonalPaddedKeysMask": _read_full,
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _read_causal,
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _read_window,
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _read_local,
+    "BlockDiagonalGappyKeysMask": _read_full,
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _read_causal,
+    "PagedBlockDiagonalPaddedKeysMask": _read_full,
+    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _read_causal,
 }
 
 
@@ -106,7 +106,7 @@ OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {  # of rawattn.attention,
 def _attend(
     query: Any, key: Any, value: Any, bias: Any, p: float, scale: float | None, op: Any, output_dtype: Any, return_lse: bool
 ) -> tuple[Any, Any]:
-    """o and lse, or None for it, in xformers' shapes."""
+    """Computes o and lse, or None for lse, in xformers' shapes."""
     if output_dtype is not None and output_dtype != query.dtype:
         raise UnsupportedError(f"output_dtype is {output_dtype}; rawattn gives o in query's dtype, {query.dtype}.")
     ignore(op=(op, None))
@@ -116,15 +116,15 @@ def _attend(
     options: dict[str, Any] = {"scale": scale, "return_lse": True} if return_lse else {"scale": scale}
     if p:
         options["dropout"] = p
-    found = _of_kind(_heads(query, key, value), bias, options)
-    o, lse = found if return_lse else (found, None)
+    results = _dispatch(_join_heads(query, key, value), bias, options)
+    o, lse = results if return_lse else (results, None)
     if query.dim() == 5:
         return o.unflatten(2, query.shape[2:4]), None if lse is None else lse.unflatten(1, query.shape[2:4])
     return (o[:, :, 0], None if lse is None else lse[:, 0]) if query.dim() == 3 else (o, lse)
 
 
-def _heads(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """These as (batch, length, heads, head_dim). Where the heads of a group share expanded keys, a group is one key head."""
+def _join_heads(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Returns q, k and v as (batch, length, heads, head_dim). Where a group's heads share expanded keys, it is one key head."""
     if q.dim() == 3:
         return tuple(x[:, :, None] for x in (q, k, v))
     if q.dim() == 4:
@@ -134,45 +134,45 @@ def _heads(q: Any, k: Any, v: Any) -> tuple[Any, ...]:
     return tuple(x.flatten(2, 3) for x in (q, k, v))
 
 
-def _of_kind(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
+def _dispatch(tensors: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
     if bias is None:
-        return attention.attention(*given, **options)
+        return attention.attention(*tensors, **options)
     name = type(bias).__name__
     if name in OPTIONS:
         options |= OPTIONS[name](bias)
         if "BlockDiagonal" not in name:
-            return attention.attention(*given, **options)
-        return _packed(given, bias, options)
+            return attention.attention(*tensors, **options)
+        return _attend_packed(tensors, bias, options)
     if isinstance(bias, torch.Tensor):
         if not bias.is_floating_point():
             raise ProblemError(f"attn_bias is a tensor of {bias.dtype}; it must be of floats, which are added.")
-        return attention.attention(*given, bias=_four(bias), **options)
+        return attention.attention(*tensors, bias=_reshape_bias(bias), **options)
     raise UnsupportedError(f"attn_bias is a {name}; rawattn has these of xformers: tensors, {', '.join(OPTIONS)}.")
 
 
-def _four(bias: Any) -> Any:
-    """A tensor as (batch, heads, q_len, kv_len)."""
+def _reshape_bias(bias: Any) -> Any:
+    """Returns a tensor of biases as (batch, heads, q_len, kv_len)."""
     reading.check_plain("attn_bias", bias)
     if bias.dim() == 5:
         return bias.flatten(1, 2)
     return bias[:, None] if bias.dim() == 3 else bias
 
 
-def _packed(given: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
-    """Computes sequences end to end, in a batch of one, whose lengths the bias says."""
-    if any(len(x) != 1 for x in given):
+def _attend_packed(tensors: tuple[Any, ...], bias: Any, options: dict[str, Any]) -> Any:
+    """Computes attention of sequences end to end, in a batch of one, whose lengths the bias has."""
+    if any(len(x) != 1 for x in tensors):
         raise ProblemError(
-            f"query has a batch of {len(given[0])} with a {type(bias).__name__}; it must be 1, sequences end to end."
+            f"query has a batch of {len(tensors[0])} with a {type(bias).__name__}; it must be 1, sequences end to end."
         )
-    (q, k, v), queries, keys = (x[0] for x in given), bias.q_seqinfo, bias.k_seqinfo
+    (q, k, v), queries, keys = (x[0] for x in tensors), bias.q_seqinfo, bias.k_seqinfo
     lens = getattr(keys, "seqlen", None)  # of keys with padding behind them
     _check_gaps(bias)
     if hasattr(bias, "block_tables"):
-        found = _paged(q, k, v, bias, lens, options)
+        results = _attend_paged(q, k, v, bias, lens, options)
     else:
         longest = {"max_seqlen_q": queries.max_seqlen, "max_seqlen_kv": keys.max_seqlen}
-        found = attention.attention_varlen(q, k, v, queries.seqstart, keys.seqstart, kv_lens=lens, **longest, **options)
-    return tuple(x[None] for x in found) if "return_lse" in options else found[None]
+        results = attention.attention_varlen(q, k, v, queries.seqstart, keys.seqstart, kv_lens=lens, **longest, **options)
+    return tuple(x[None] for x in results) if "return_lse" in options else results[None]
 
 
 def _check_gaps(bias: Any) -> None:
@@ -190,7 +190,7 @@ def _check_gaps(bias: Any) -> None:
             )
 
 
-def _paged(q: Any, k: Any, v: Any, bias: Any, lens: Any, options: dict[str, Any]) -> Any:
+def _attend_paged(q: Any, k: Any, v: Any, bias: Any, lens: Any, options: dict[str, Any]) -> Any:
     if options.get("dropout"):
         raise UnsupportedError(f"p is {options['dropout']} with a {type(bias).__name__}; caches have no dropout.")
     cache = serving.KVCache(*(x.unflatten(0, (-1, bias.page_size)) for x in (k, v)))
@@ -200,21 +200,21 @@ def _paged(q: Any, k: Any, v: Any, bias: Any, lens: Any, options: dict[str, Any]
 
 
 NAMES = ("memory_efficient_attention", "memory_efficient_attention_forward", "memory_efficient_attention_partial")
-_own: dict[tuple[str, str], Any] = {}
+_originals: dict[tuple[str, str], Any] = {}
 
 
 def install() -> None:
     """Puts the functions in the place of xformers' own, in ``xformers.ops`` and ``xformers.ops.fmha``, in this process."""
-    for module in ("xformers.ops", "xformers.ops.fmha"):
-        found = importlib.import_module(module)
+    for path in ("xformers.ops", "xformers.ops.fmha"):
+        module = importlib.import_module(path)
         for name in NAMES:
-            if hasattr(found, name):
-                _own.setdefault((module, name), getattr(found, name))
-                setattr(found, name, globals()[name])
+            if hasattr(module, name):
+                _originals.setdefault((path, name), getattr(module, name))
+                setattr(module, name, globals()[name])
 
 
 def uninstall() -> None:
     """Takes back what ``install`` did."""
-    for (module, name), function in _own.items():
-        setattr(sys.modules[module], name, function)
-    _own.clear()
+    for (path, name), function in _originals.items():
+        setattr(sys.modules[path], name, function)
+    _originals.clear()

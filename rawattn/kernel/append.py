@@ -21,9 +21,9 @@ FILE = "append.cu"
 
 @dataclasses.dataclass(frozen=True)
 class AppendConfig:
-    """Threads of a block, which has one token."""
+    """The configuration of append.cu."""
 
-    threads: int = 256
+    threads: int = 256  # of a block, which has one token
 
 
 class AppendKernel(Kernel[Append]):
@@ -98,24 +98,24 @@ class AppendKernel(Kernel[Append]):
 
     def values(self, op: Append) -> dict[str, float]:
         """The run-time numbers of struct Args."""
-        found: dict[str, float] = {"kv_heads": op.kv_heads * op.k, "v_heads": op.kv_heads * op.v, "heads": op.heads}
-        found |= {
+        values: dict[str, float] = {"kv_heads": op.kv_heads * op.k, "v_heads": op.kv_heads * op.v, "heads": op.heads}
+        values |= {
             "pages": op.pages,
             "page_size": op.page_size,
             "page_shift": page_shift(op),
             "indices_count": op.table,
             "max_kv_len": op.kv_len,
         }
-        found |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
-        found |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
-        return found | {"q_len": op.total if op.ragged else max(1, op.q_len)}
+        values |= {"batches": op.batch, "max_q_len": op.q_len, "max_positions": op.max_positions}
+        values |= {"k_scale": op.k_scale, "v_scale": op.v_scale}
+        return values | {"q_len": op.total if op.ragged else max(1, op.q_len)}
 
     def lower(self, op: Append, config: AppendConfig, device: Device) -> Program:
         """The launch; none where there is no new row."""
         if not op.total:
             return Program(())
         arch = device.arch
-        rendered = self._kept((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, arch)))
+        rendered = self._keep((op.kind, config, arch), lambda: (self.render(op, config, arch), self.fields(op, arch)))
         return Program((Launch(self.name, *rendered, self.values(op), op.total),))
 
 

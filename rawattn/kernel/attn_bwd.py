@@ -21,7 +21,7 @@ from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QListWalk, lists
 from . import attn_bwd_captured, backward, group, tiling
-from .attn_bwd_captured import launches
+from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Launch, Program
 from .render import wgmma
@@ -44,31 +44,24 @@ STEPS = ("together", "apart")  # in one loop or two
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdConfig:
-    """Consumer warpgroups, 64 keys each; query rows of a step; into how many parts of how many columns dq is cut, in how many
-    chains blocks take turns to add to it, how many steps of it are under way; registers of a producer and of a consumer thread;
-    how parts of dq meet ("ordered", "final", "unordered"); in which direction blocks go ("" for what the mask suggests); when a
-    step's part of dq is made ("at_once", "step_later"); whether steps with whole tiles have a loop of their own ("together",
-    "apart"); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes suggest), and in
-    which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest); the captured array
-    whose gradient is dS, which is stored as it is made ("" for none); the one of whose elements, one for each pair, TMA brings
-    tiles to the place of dS ("" for none)."""
+    """The configuration of attn_bwd.cu."""
 
-    consumers: int = 2
-    tile_q: int = 64
-    dq_parts: int = 1
-    dq_columns: int = 128
-    dq_chains: int = 1
-    dq_stages: int = 2
-    producer_registers: int = 40
-    consumer_registers: int = 232
-    store: str = "ordered"
-    direction: str = ""
-    order: str = "at_once"
-    steps: str = "together"
-    parts: int = 0
-    walk: str = ""
-    gradient: str = ""
-    elements: str = ""
+    consumers: int = 2  # warpgroups, 64 keys each
+    tile_q: int = 64  # query rows of a step
+    dq_parts: int = 1  # into which the columns of dq are cut
+    dq_columns: int = 128  # of a part
+    dq_chains: int = 1  # in which blocks take turns to add to dq
+    dq_stages: int = 2  # steps whose dq is under way
+    producer_registers: int = 40  # of a thread
+    consumer_registers: int = 232  # of a thread
+    store: str = "ordered"  # how parts of dq meet, of STORES
+    direction: str = ""  # in which blocks go; "" for what the mask suggests
+    order: str = "at_once"  # when a step's part of dq is made, of ORDERS
+    steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
+    parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
+    walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
+    elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
 
     @property
     def tile_kv(self) -> int:
@@ -79,12 +72,12 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
     """The configuration for the head sizes, found by compiling."""
     if lists(op.mask):
         return dataclasses.replace(list_configs_of(op)[0], store=store)
-    found = _registers_of(op, store)
-    return dataclasses.replace(found, steps="apart" if _has_two_loops(op, found) else "together")
+    config = _choose_registers(op, store)
+    return dataclasses.replace(config, steps="apart" if _has_two_loops(op, config) else "together")
 
 
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether whole tiles have a loop of their own: where that is ahead (notes/attn_bwd.md) and fits in registers, of which
+    """Says whether whole tiles have a loop of their own: where that is faster (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
     if config.order != "at_once" or not op.has_plain_score or op.spec.dropout or op.spec.offsets is not None:
         return False
@@ -93,7 +86,7 @@ def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and op.widest <= 64)
 
 
-def _registers_of(op: Forward, store: str) -> AttnBwdConfig:
+def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
     """The configuration of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves,
     for dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their
     rows."""
@@ -115,21 +108,21 @@ def _registers_of(op: Forward, store: str) -> AttnBwdConfig:
 
 
 def list_configs_of(op: Forward) -> list[AttnBwdConfig]:
-    """Those where the mask's tiles are lists. The first warps ask it for them, and how many registers they need depends on it. A
-    warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide, the last contributor can
-    finish dq only if whole tiles have a loop of their own."""
+    """The configurations for a mask whose tiles are lists. The first warps ask the mask for them, and how many registers these
+    need depends on the mask. A warpgroup that makes all columns of a wide dq needs more than they leave; where heads are wide,
+    the last contributor can finish dq only if whole tiles have a loop of their own."""
     plain = AttnBwdConfig(dq_parts=2, dq_columns=64) if op.head_dim > 96 else AttnBwdConfig(dq_columns=op.head_dim)
     if (size := op.widest) > 96:
         plain = dataclasses.replace(plain, producer_registers=56, consumer_registers=224)
-        found = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
-        return [*found, dataclasses.replace(plain, order="step_later"), plain]
+        configs = [dataclasses.replace(plain, store=store, steps="apart") for store in ("final", "ordered")]
+        return [*configs, dataclasses.replace(plain, order="step_later"), plain]
     registers = ((88, 208),) if size <= 80 else ((72, 216), (56, 224))
-    found = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
-    return found + [dataclasses.replace(each, store="final") for each in found]
+    configs = [dataclasses.replace(plain, producer_registers=x, consumer_registers=y) for x, y in registers]
+    return configs + [dataclasses.replace(config, store="final") for config in configs]
 
 
-def _of_kind(mask: Any) -> Any:
-    """The mask itself, or one of its kind, which has its registers, with the pairs of a causal one."""
+def _generalize(mask: Any) -> Any:
+    """A mask that takes the same registers: the mask itself, or one of its class that keeps the pairs of a causal mask."""
     if isinstance(mask, Full) or lists(mask):
         return mask
     if isinstance(mask, Window):
@@ -138,14 +131,14 @@ def _of_kind(mask: Any) -> Any:
 
 
 def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
-    """The configuration that makes dq a step later, where it is ahead for long sequences (notes/attn_bwd.md)."""
+    """The configuration that makes dq a step later, where that is faster for long sequences (notes/attn_bwd.md)."""
     measured = op.head_dim == op.head_dim_v > 112 and isinstance(op.mask, (Full, Causal))
     if not measured or not op.has_plain_score or op.spec.dropout or op.spec.offsets is not None:
         return []
     needy = op.varlen and op.head_dim == WIDEST and isinstance(op.mask, Causal)  # what loads spills with fewer registers
     producer, consumer = (56, 224) if needy else (40, 232)
-    found = dataclasses.replace(config_of(op), order="step_later", steps="together")
-    return [dataclasses.replace(found, producer_registers=producer, consumer_registers=consumer)]
+    config = dataclasses.replace(config_of(op), order="step_later", steps="together")
+    return [dataclasses.replace(config, producer_registers=producer, consumer_registers=consumer)]
 
 
 def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
@@ -156,28 +149,28 @@ def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
-    """The array of two-byte elements of which the score reads one for each pair, and its axes, where TMA reads tiles of it and
-    knows where queries end; "" and None where there is none."""
+    """The captured array, of two bytes an element, of which the score reads an element for each pair, and its axes, where TMA
+    reads tiles of it and knows where queries end; "" and None where there is no such array."""
     score = op.score
     if not isinstance(score, FunctionScore) or score.ahead_bytes != 2 or op.varlen or any(op.lens):
         return "", None
-    found = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
-    if len(found) != 1 or found[0] is None or f"score_{found[0][0]}" not in layout.tma_captured:
+    loads = [score.pair_axes.get(i) for i, x in enumerate(nodes(score.code.root)) if x.op == "load" and {"q", "kv"} <= x.deps]
+    if len(loads) != 1 or loads[0] is None or f"score_{loads[0][0]}" not in layout.tma_captured:
         return "", None
-    return f"score_{found[0][0]}", found[0][1]
+    return f"score_{loads[0][0]}", loads[0][1]
 
 
-def _wrong_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
-    """The reason why tiles of dS and of elements cannot be moved so; None where they can."""
-    own, read = [*attn_bwd_captured.arrays_with_ds_gradient(op)], elements_by_tma(op.forward, op.layout)[0]
-    if config.gradient not in ("", *own):
-        return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {own}"
+def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why TMA cannot move the tiles of dS and of elements that the configuration names; None where it can."""
+    arrays, read = [*attn_bwd_captured.arrays_with_ds_gradient(op)], elements_by_tma(op.forward, op.layout)[0]
+    if config.gradient not in ("", *arrays):
+        return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {arrays}"
     if config.elements not in ("", read):
         return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
     return None
 
 
-def _with_tiles(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
+def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
     heads have those of other scores."""
     gradient, elements = next(iter(attn_bwd_captured.arrays_with_ds_gradient(op)), ""), elements_by_tma(op.forward, op.layout)[0]
@@ -186,7 +179,7 @@ def _with_tiles(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
-def _store_of_ds(op: Backward, config: AttnBwdConfig) -> Option:
+def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for what becomes of dS besides dq. Tiles that a mask leaves out are filled, unless they were cleared before."""
     if not config.gradient:
         return gradients.DsKept()
@@ -196,8 +189,8 @@ def _store_of_ds(op: Backward, config: AttnBwdConfig) -> Option:
     return kind(config.gradient, axes, config.tile_q)
 
 
-def _elements(op: Backward, config: AttnBwdConfig) -> Option:
-    """The option for how elements come that the score reads of pairs."""
+def _choose_elements(op: Backward, config: AttnBwdConfig) -> Option:
+    """The option for who brings the elements of pairs that the score reads."""
     axes = elements_by_tma(op.forward, op.layout)[1] if config.elements else None
     once = config.gradient == config.elements
     return gradients.TmaElements(config.elements, axes, config.tile_q, once) if axes else gradients.TransposedElements()
@@ -207,6 +200,7 @@ class AttnBwd(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd"
+    needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnBwdConfig
 
     def runs_on(self, device: Device) -> bool:
@@ -216,11 +210,8 @@ class AttnBwd(BackwardKernel):
         return self.runs_on(device) and op.forward.widest <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        found, forward = [], op.forward
-        if not self.runs_on(device):
-            found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(forward, WIDEST)
-        return found + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST)
+        return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
@@ -257,50 +248,48 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _wrong_tiles(config, op):
+        if reason := _refuse_tiles(config, op):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
         if 128 * (config.producer_registers + config.consumers * config.consumer_registers) > 65536 // threads // 8 * 8 * threads:
             return f"registers are {config.producer_registers} and {config.consumer_registers}; a block has not so many"
-        if smem_bytes(config, forward) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return tiling.too_large_block(smem_bytes(config, forward), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
-        """A length whose tiles of dq have few contributors, and one where they have many."""
-        plain = tiling.with_mask(op.forward, _of_kind(op.forward.mask))
+        """The operation at two lengths: with few contributors to a tile of dq, and with many."""
+        plain = tiling.with_mask(op.forward, _generalize(op.forward.mask))
         plain = dataclasses.replace(plain, spec=plain.spec.at(op.forward.spec.offsets and (0, 0)), heads=8, kv_heads=8)
-        made = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, LONGEST))
-        return tuple(dataclasses.replace(op, forward=forward) for forward in made)
+        forwards = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, LONGEST))
+        return tuple(dataclasses.replace(op, forward=forward) for forward in forwards)
 
     def is_tried(self, op: Backward) -> bool:
         return lists(op.forward.mask)
 
     def small_spill(self, op: Backward) -> int:
-        """Of wide heads, what a work needs between its steps, and one or two words of a step."""
+        """The bytes for wide heads: what a work needs between its steps, and one or two words of a step."""
         return SMALL_SPILL if op.forward.widest > 96 else 0
 
     def counts_spills(self, launch: Launch) -> bool:
-        """The pass before calls what asks a list's mask: it keeps registers there, once a block."""
+        """Says whether it is the main one: the pass before calls what asks a mask for lists, which keeps registers."""
         return launch.entry == self.name
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdConfig]:
-        """Those that were found for the head sizes, of each way in which dq is finished, and one that makes it a step later."""
+        """The configurations found for the head sizes: one for each way to finish dq, and one that makes dq a step later."""
         forward = op.forward
         if lists(forward.mask):
-            found = list_configs_of(forward)
+            configs = list_configs_of(forward)
         else:
-            found = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
-        return [each for each in map(functools.partial(_with_tiles, op), found) if self.legal(each, op, device) is None]
+            configs = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
+        return [config for config in map(functools.partial(_use_tma, op), configs) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdConfig, op: Backward, device: Device) -> float:
-        """Returns the time of its products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
+        """The time of the products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
-        Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then it is better
-        made a step later (notes/attn_bwd.md). Of a list only the device knows how many they are: few are expected, whatever the
-        length."""
+        Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then dq is better
+        made a step later (notes/attn_bwd.md). Where tiles are lists, only the device knows how many key tiles add: few are
+        expected, whatever the length."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
         if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
             return seconds * (0.9 if config.store == "final" else 0.97)
@@ -316,25 +305,25 @@ class AttnBwd(BackwardKernel):
         kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        own = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
-        main = functools.partial(_main, _store_of_ds(op, config), _elements(op, config))
-        own += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
-        own += self.add_parts(op, config.parts, device)
+        launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
+        main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
+        launches += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
+        launches += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
-            own.append(self.convert(op, last, device))
+            launches.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
         cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         return self.program(
-            op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient
+            op, device, first, launches, make_launches, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient
         )
 
 
-def _main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
+def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del numbers["parts"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}

@@ -15,7 +15,7 @@ from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
 from ..variant.walk import QIntervalSteps, QListSteps, lists
 from . import backward, group, tiling
-from .attn_bwd_captured import launches
+from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Program
 
@@ -28,26 +28,22 @@ LEAST_ROWS = 32  # of a tile
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdMmaConfig:
-    """Query rows of a step; warps; 16-row tiles of keys that a warp has; warps that have the same keys; queries whose S it has at
-    once; stages of Q and of dO; among how many warps the rows of dq are shared out; blocks that share a multiprocessor; how
-    many numbers of dq are added at once; how parts of dq meet ("ordered", "unordered"); in which direction blocks go ("" for what
-    the mask suggests); into how many parts, works of their own, the query heads of a key head are split (0 for what sizes
-    suggest), and in which order a work goes over their tiles ("by_heads", "by_tiles", "" for what mask and sizes suggest)."""
+    """The configuration of attn_bwd_mma.cu."""
 
-    tile_q: int = 64
+    tile_q: int = 64  # query rows of a step
     warps: int = 8
-    m_tiles_per_warp: int = 2
-    sharing: int = 2
-    chunk_q: int = 32
+    m_tiles_per_warp: int = 2  # tiles of 16 keys that a warp has
+    sharing: int = 2  # warps that have the same keys
+    chunk_q: int = 32  # queries whose S a warp has at once
     q_stages: int = 2
     do_stages: int = 2
-    dq_row_warps: int = 2
-    ctas_per_sm: int = 1
-    dq_vector: int = 4
-    store: str = "ordered"
-    direction: str = ""
-    parts: int = 0
-    walk: str = ""
+    dq_row_warps: int = 2  # among which the rows of dq are shared out
+    ctas_per_sm: int = 1  # blocks that share a multiprocessor
+    dq_vector: int = 4  # numbers of dq that are added at once
+    store: str = "ordered"  # how parts of dq meet, of STORES
+    direction: str = ""  # in which blocks go; "" for what the mask suggests
+    parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
+    walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
 
     @property
     def threads(self) -> int:
@@ -132,8 +128,8 @@ def misshapen(config: AttnBwdMmaConfig) -> str | None:
     """The reason why the kernel's parts do not fit together, whatever they are to compute."""
     tile_q, warps, rows = config.tile_q, config.warps, config.dq_row_warps
     if warps not in (4, 8) or config.m_tiles_per_warp not in (1, 2) or config.sharing not in (1, 2, 4):
-        found = f"warps is {warps}, m_tiles_per_warp {config.m_tiles_per_warp} and sharing {config.sharing}"
-        return f"{found}; they must be 4 or 8, 1 or 2, and 1, 2 or 4"
+        values = f"warps is {warps}, m_tiles_per_warp {config.m_tiles_per_warp} and sharing {config.sharing}"
+        return f"{values}; they must be 4 or 8, 1 or 2, and 1, 2 or 4"
     if tile_q not in (32, 64, 128) or config.tile_kv < LEAST_ROWS:
         return f"tile_q is {tile_q} and tile_kv {config.tile_kv}; they must be 32, 64 or 128, and at least {LEAST_ROWS}"
     if config.chunk_q < 16 or config.chunk_q % 16 or tile_q % (config.sharing * config.chunk_q):
@@ -142,8 +138,8 @@ def misshapen(config: AttnBwdMmaConfig) -> str | None:
     if rows not in (1, 2, 4) or tile_q % (16 * rows):
         return f"dq_row_warps is {rows}; it must be 1, 2 or 4, and 16 rows for each of them at most tile_q"
     if config.q_stages not in (1, 2) or config.do_stages not in (1, 2) or not 1 <= config.ctas_per_sm <= 16:
-        found = f"q_stages is {config.q_stages}, do_stages {config.do_stages} and ctas_per_sm {config.ctas_per_sm}"
-        return f"{found}; they must be 1 or 2, 1 or 2, and from 1 to 16"
+        values = f"q_stages is {config.q_stages}, do_stages {config.do_stages} and ctas_per_sm {config.ctas_per_sm}"
+        return f"{values}; they must be 1 or 2, 1 or 2, and from 1 to 16"
     if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
         return f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
     return None
@@ -153,28 +149,26 @@ class AttnBwdMma(BackwardKernel):
     """The kernel and its launches."""
 
     name = "attn_bwd_mma"
+    needs = "a GPU of compute capability 8.0 or newer"
     config_type = AttnBwdMmaConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        """On Hopper only for float32, which the kernels that are made for it do not take."""
+        """Says whether it is made for the operation: on Hopper only for float32, which the kernels for Hopper do not take."""
         return self.runs_on(device) and (device.capability != 90 or op.forward.element == FP32)
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        found, forward = [], op.forward
-        if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        widest = 256 if forward.element != FP32 or has_large_smem(device) else 128
-        found += tiling.tensor_core_reasons(forward, widest, (BF16, FP16, FP32))
-        return found + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
+        widest = 256 if op.forward.element != FP32 or has_large_smem(device) else 128
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, widest, (BF16, FP16, FP32))
+        return reasons + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
 
     def asks_for_copies(self, op: Backward) -> bool:
-        """Not for float32: the kernel of the forward takes such arrays, and autograd can ask for none in the backward."""
+        """Says no for float32: the kernel of the forward takes such arrays, and autograd can ask for no copy in the backward."""
         return op.forward.element != FP32
 
     def legal(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> str | None:
@@ -189,12 +183,12 @@ class AttnBwdMma(BackwardKernel):
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdMmaConfig]:
-        """The one that was found for the head sizes: dq in order, or where ``deterministic`` is False unordered
+        """The configuration that was found for the head sizes: dq in order, or unordered where ``deterministic`` is False
         (perf/notes/attn_bwd_mma.md)."""
-        return [each for each in (config_of(op.forward, device),) if self.legal(each, op, device) is None]
+        return [config for config in (config_of(op.forward, device),) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> float:
-        """Returns the time of its products at half the rate of mma.sync, about what it reaches on an H200."""
+        """The time of the products at half the rate of mma.sync, about what the kernel reaches on an H200."""
         parts = 6 if op.forward.element == FP32 else 1  # three products, of tf32, at half the rate
         return 2 * parts * op.flops / (tiling.mma_flops(device) * device.sm_count * 1.7e9)
 
@@ -207,17 +201,17 @@ class AttnBwdMma(BackwardKernel):
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
         last = ConvertPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
-        own = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _main)]
-        own += self.add_parts(op, config.parts, device)
-        own += [self.convert(op, last, device)] * (forward.total_q > 0)
+        launches = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _render_main)]
+        launches += self.add_parts(op, config.parts, device)
+        launches += [self.convert(op, last, device)] * (forward.total_q > 0)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         scratch = [Buffer("dq_sum", blocks * config.tile_q * forward.head_dim * 4)]
         scratch += [Buffer("turns", blocks * 4)] * (config.store == "ordered")
         first = DeltaPass(config.tile_q, config.tile_kv, 16 // forward.element.itemsize, clears, dq)
-        return self.program(op, device, first, own, launches, (*scratch, *backward.part_buffers(forward, config.parts)))
+        return self.program(op, device, first, launches, make_launches, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
-def _main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Source, Fields]:
+def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Source, Fields]:
     constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del constants["warps"], constants["parts"]
     constants |= {"tile_kv": config.tile_kv, "threads": config.threads, "q_block": config.tile_q}

@@ -14,19 +14,19 @@ from ..variant import Option
 from ..variant.field import Fields
 from ..variant.walk import QIntervalWalk, QListCursor, lists
 from . import backward, tiling
-from .attn_bwd_captured import launches
+from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, DeltaPass
 from .program import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class AttnBwdSimtConfig:
-    """Tile sizes in rows, columns that are in shared memory at a time, blocks of a multiprocessor that registers suffice for."""
+    """The configuration of attn_bwd_dkdv_simt.cu and attn_bwd_dq_simt.cu."""
 
     tile_q: int = 32
     tile_kv: int = 32
-    chunk: int = 64
-    blocks: int = 1
+    chunk: int = 64  # columns that are in shared memory at a time
+    blocks: int = 1  # of a multiprocessor, for which registers suffice
 
 
 def configs_of(op: Forward) -> list[AttnBwdSimtConfig]:
@@ -52,6 +52,7 @@ class AttnBwdSimt(BackwardKernel):
     """The kernels and their launches."""
 
     name = "attn_bwd_simt"
+    needs = "a GPU of compute capability 7.5 or newer"
     alignment = 1  # any
     config_type = AttnBwdSimtConfig
 
@@ -59,12 +60,10 @@ class AttnBwdSimt(BackwardKernel):
         return device.capability >= 75
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        found, forward = [], op.forward
-        if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
-        sizes = {"head_dim": forward.head_dim, "head_dim_v": forward.head_dim_v}
-        found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
-        return found + backward.reasons(op, 16, 16)
+        sizes = {"head_dim": op.forward.head_dim, "head_dim_v": op.forward.head_dim_v}
+        reasons = self.device_reasons(device)
+        reasons += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
+        return reasons + backward.reasons(op, 16, 16)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
@@ -73,16 +72,14 @@ class AttnBwdSimt(BackwardKernel):
         for which, value in (("tile_q", config.tile_q), ("tile_kv", config.tile_kv), ("chunk", config.chunk)):
             if value % 16 or value < 16:
                 return f"{which} is {value}; it must be a multiple of 16"
-        if smem_bytes(config, op.forward) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, op.forward)} bytes of shared memory; a block has {device.smem_bytes}"
-        return None
+        return tiling.too_large_block(smem_bytes(config, op.forward), device)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdSimtConfig]:
-        """The fastest that the device's shared memory suffices for."""
-        return [each for each in configs_of(op.forward) if self.legal(each, op, device) is None][:1]
+        """The fastest configuration that the device's shared memory suffices for."""
+        return [config for config in configs_of(op.forward) if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnBwdSimtConfig, op: Backward, device: Device) -> float:
-        """Returns the time of its products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
+        """The time of the products at one fused multiplication a clock for each of 128 lanes, which is a lower bound."""
         return op.flops * 7 / 5 / (256 * device.sm_count * 1.5e9)
 
     def lower(self, op: Backward, config: AttnBwdSimtConfig, device: Device) -> Program:
@@ -92,27 +89,28 @@ class AttnBwdSimt(BackwardKernel):
         kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
         launch = functools.partial(self.launch, op, config, device)
-        own = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _dkdv), launch("attn_bwd_dq_simt", shared, q_grid, _dq)
-        return self.program(op, device, DeltaPass(config.tile_q, config.tile_kv), own, launches)
+        dkdv = launch("attn_bwd_dkdv_simt", kv_values, kv_grid, _render_dkdv)
+        dq = launch("attn_bwd_dq_simt", shared, q_grid, _render_dq)
+        return self.program(op, device, DeltaPass(config.tile_q, config.tile_kv), (dkdv, dq), make_launches)
 
 
-def _dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
+def _render_dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
     plan = backward.kv_scheduler(op, persistent=False)
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
-    return _rendered("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
+    return _render("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 
 
-def _dq(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
-    own = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
-    return _rendered("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], own, arch)
+def _render_dq(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
+    options = {"Scheduler": tiling.lpt_scheduler(op, persistent=False), "Walk": tiling.cursor(op, up=True)}
+    return _render("attn_bwd_dq_simt.cu", op, config, backward.OUTPUTS[2:], options, arch)
 
 
-def _rendered(
-    file: str, op: Forward, config: AttnBwdSimtConfig, outputs: Fields, own: dict[str, Option], arch: str
+def _render(
+    file: str, op: Forward, config: AttnBwdSimtConfig, outputs: Fields, options: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
     constants = {**dataclasses.asdict(config), "q_block": config.tile_q, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants["scale_sign"] = -1 if op.scale < 0 else 1
-    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **own)
+    every = backward.options(op, Score=op.spec.placed_score, Weight=op.spec.weight, **options)
     fields = (*backward.READS, *outputs, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered(file, constants, fields, [], every, arch)
 

@@ -28,18 +28,16 @@ MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 
 @dataclasses.dataclass(frozen=True)
 class AttnDecodeConfig:
-    """16 rows for each of ``m_tiles``, which have four warps each; the rows of a key tile; the stages of the ring; the steps of
-    the contraction whose Q stays in registers; the steps of 32 keys whose scores are computed together; the passes by which warps
-    exchange columns; whether warps copy the pages, in place of TMA, and how many; TMA needs one."""
+    """The configuration of attn_decode.cu."""
 
-    m_tiles: int = 1
+    m_tiles: int = 1  # of 16 rows, with four warps each
     tile_kv: int = 64
-    stages: int = 5
-    q_steps_in_registers: int = 8
-    steps_at_once: int = 2
-    merge_passes: int = 1
-    cp_async: bool = False
-    producers: int = 1
+    stages: int = 5  # of the ring
+    q_steps_in_registers: int = 8  # steps of the contraction whose Q stays in registers
+    steps_at_once: int = 2  # steps of 32 keys whose scores are computed together
+    merge_passes: int = 1  # by which warps exchange columns
+    cp_async: bool = False  # whether warps copy the pages, in place of TMA
+    producers: int = 1  # warps that copy; TMA needs one
 
     @property
     def tile_q(self) -> int:
@@ -60,8 +58,8 @@ def most_rows(op: AttentionKVCache) -> int:
 
 
 def is_crowded(op: AttentionKVCache) -> bool:
-    """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which eight bits
-    and ``invariant`` take, or where all that a step can say of each sequence comes together."""
+    """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which caches of
+    eight bits and ``invariant`` take, or where a step has all the arrays that it may have for each sequence."""
     return most_rows(op) > 16 and op.widest <= 192 and op.head_dim + op.head_dim_v > 256
 
 
@@ -85,7 +83,7 @@ def page_rows(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
 
 
 def kv_option(op: AttentionKVCache, config: AttnDecodeConfig) -> Option:
-    """Returns the option that says where keys and values come from."""
+    """The option for where keys and values come from."""
     pages, rows = kv.PAGES[op.form], page_rows(op, config)
     if config.cp_async:
         return kv.PagedCpAsyncKv(pages, rows)
@@ -99,65 +97,64 @@ def must_copy(op: AttentionKVCache, device: Device) -> bool:
 
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
-    """Keys of a split at least, and splits at most, powers of two: constants of the model, so that a row has the same bits in any
-    batch. Sequences with few key heads are split more often."""
+    """The fewest keys of a split and the most splits, powers of two: constants of the model, so that a row has the same bits in
+    any batch. Sequences with few key heads are split more often."""
     most = 64 if op.kv_heads <= 2 else 32 if op.kv_heads <= 4 else 16
     return min(op.split_keys, LONGEST + 1) or 512, MOST_SPLITS if op.split_keys else most
 
 
 def splits_at_most(op: AttentionKVCache) -> int:
-    """Splits of a sequence at most; the kernel cuts lengths to ``kv_len``."""
+    """The most splits of a sequence; the kernel cuts lengths to ``kv_len``."""
     keys, most = split_rule(op)
     return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
 
 
 def _fill(op: AttentionKVCache, config: AttnDecodeConfig, room: int) -> AttnDecodeConfig:
-    """The configuration with the fewest passes of the exchange that leave the ring four stages, and half of shared memory or ten
-    stages; where none does, with those that leave it the most stages."""
+    """The configuration with the fewest passes of the exchange that leave the ring four stages, and half of ``room`` or ten
+    stages; where no number of passes does, with the one that leaves the ring the most stages."""
     tile, blocks = config.tile_kv * key_bytes(op), ceil_div(op.head_dim_v, 32)
-    found = config
+    best = config
     for passes in (n for n in range(1, blocks + 1) if blocks % n == 0):
         tried = dataclasses.replace(config, merge_passes=passes)
         stages = min(10, (room - smem_bytes(op, tried)) // (tile + 24) + 1)
-        if passes == 1 or stages > found.stages:
-            found = dataclasses.replace(tried, stages=stages)
+        if passes == 1 or stages > best.stages:
+            best = dataclasses.replace(tried, stages=stages)
         if stages >= 4 and (stages == 10 or stages * tile >= room // 2):
             break
-    return found
+    return best
 
 
 class AttnDecode(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
     name = "attn_decode"
+    needs = "a GPU of compute capability 8.0 or newer"
     config_type = AttnDecodeConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        found = []
-        if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
+        reasons = self.device_reasons(device)
         if op.element not in (element.BF16, element.FP16):
-            found.append(f"it takes bf16 and fp16, not {op.element.name}")
+            reasons.append(f"it takes bf16 and fp16, not {op.element.name}")
         elif op.kv_element is not None and op.kv_element != op.element and not paging.is_fp8(op):
-            found.append(f"it takes caches in the format of q, {op.element.name}, e4m3 and e5m2, not {op.kv_element.name}")
-        found += paging.reasons_of_eight_bits(op, device)
+            reasons.append(f"it takes caches in the format of q, {op.element.name}, e4m3 and e5m2, not {op.kv_element.name}")
+        reasons += paging.reasons_of_eight_bits(op, device)
         step = 32 if paging.is_fp8(op) else 16
         for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
             if size % step or not step <= size <= 256:
                 over = " over caches of eight bits" if step == 32 else ""
-                found.append(f"{which} is {size}; it takes multiples of {step} from {step} to 256{over}")
+                reasons.append(f"{which} is {size}; it takes multiples of {step} from {step} to 256{over}")
         if most_rows(op) > MOST_ROWS:
             heads = f"{op.q_len} queries of {op.heads_per_kv} heads for each key head"
-            found.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
+            reasons.append(f"{heads} are {most_rows(op)} rows; it takes up to {MOST_ROWS}, and max_q_len says how many there are")
         if op.mask.of_head is not None:
-            found.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
-        if not found and not self.candidates(op, device):
+            reasons.append("its mask differs by head, and it takes the keys of all heads of a sequence together")
+        if not reasons and not self.candidates(op, device):
             sizes, room = f"head_dim {op.head_dim} and head_dim_v {op.head_dim_v}", f"{device.smem_bytes} bytes of {device.name}"
-            found.append(f"{sizes} need more shared memory than the {room}")
-        return found + tiling.reasons(self.layout_reason(op.layout))
+            reasons.append(f"{sizes} need more shared memory than the {room}")
+        return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None
@@ -170,8 +167,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def legal(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> str | None:
         if config.m_tiles not in (1, 2) or config.tile_kv not in (32, 64):
-            given = f"m_tiles is {config.m_tiles} and tile_kv {config.tile_kv}"
-            return f"{given}; they must be 1 or 2, and 32 or 64"
+            tiles = f"m_tiles is {config.m_tiles} and tile_kv {config.tile_kv}"
+            return f"{tiles}; they must be 1 or 2, and 32 or 64"
         if config.steps_at_once not in (1, config.tile_kv // 32):
             return f"steps_at_once is {config.steps_at_once}; it must be 1 or {config.tile_kv // 32}"
         blocks, steps = ceil_div(op.head_dim_v, 32), op.head_dim // 16
@@ -188,29 +185,29 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:
-        """As many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32
-        keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
-        dims, room, each, every = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[AttnDecodeConfig]()
+        """The configurations with as many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32
+        rows, tiles of 32 keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
+        dims, room, row_bytes, configs = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[AttnDecodeConfig]()
         wide = op.widest > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
             fewer = wide or (m_tiles == 2 and not op.spec.invariant)  # other tiles are other bits
-            tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and each > 256) else 64
+            tile = 32 if (not paging.is_fp8(op) and fewer) or (room < 110_000 and row_bytes > 256) else 64
             most = 192 if op.kv_element == element.E5M2 else 256  # NVRTC 13.0 spills e5m2 beyond
             tight = wide or (m_tiles == 2 and (dims > most or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
-            found = _fill(op, AttnDecodeConfig(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
-            if found.stages * tile >= 64 * m_tiles and self.legal(found, op, device) is None:
-                every += [found, *self._lighter(found, op)] if self.is_tried(op) else [found]
+            config = _fill(op, AttnDecodeConfig(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
+            if config.stages * tile >= 64 * m_tiles and self.legal(config, op, device) is None:
+                configs += [config, *self._lighten(config, op)] if self.is_tried(op) else [config]
                 if m_tiles == 1 or not is_crowded(op):
                     break
-        return every
+        return configs
 
-    def _lighter(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
+    def _lighten(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
         """Configurations with fewer registers, which functions may need, the fastest first."""
-        found = [dataclasses.replace(config, q_steps_in_registers=n) for n in range(config.q_steps_in_registers)[::-2]]
-        found = [dataclasses.replace(each, steps_at_once=1) for each in (config, *found)]
-        return [each for each in found if each != config]
+        configs = [dataclasses.replace(config, q_steps_in_registers=n) for n in range(config.q_steps_in_registers)[::-2]]
+        configs = [dataclasses.replace(lighter, steps_at_once=1) for lighter in (config, *configs)]
+        return [lighter for lighter in configs if lighter != config]
 
     def cost(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> float:
         return 8e-6 + op.bytes / 4e12
@@ -277,15 +274,15 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
-        found: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
-        found |= paging.values(op) | {"slots": slots(op), "k_scale": op.k_scale, "v_scale": op.v_scale}
+        values: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
+        values |= paging.values(op) | {"slots": slots(op), "k_scale": op.k_scale, "v_scale": op.v_scale}
         keys, most = split_rule(op)
-        found |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
-        return found | op.mask.values | op.score.values
+        values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
+        return values | op.mask.values | op.score.values
 
     def grid(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> int:
-        """One block for each multiprocessor, or for each split that there may be; fewer where their states would take more than
-        MOST_BYTES."""
+        """The number of blocks: one for each multiprocessor, or for each split that there may be; fewer where their states would
+        take more than MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
         room = 1 + MOST_BYTES // (4 * slots(op) * state_floats(op, config))
         return min(device.sm_count, MOST_BLOCKS, works * splits_at_most(op), room)
@@ -297,7 +294,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         arch, options = device.arch, (op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind)
         formats = op.element, op.kv_element, op.k_scales, op.v_scales, *paging.arrays_of(op)
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
-        rendered = self._kept(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
+        rendered = self._keep(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
         grid = self.grid(op, config, device)
         partials = Buffer("partials", partials_bytes(op, config, grid))
         program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))

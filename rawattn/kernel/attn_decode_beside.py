@@ -20,7 +20,7 @@ from .program import Program
 
 
 def few_queries(op: AttentionKVCache) -> int:
-    """The queries of a sequence that attn_decode takes at most."""
+    """The most queries of a sequence that attn_decode takes."""
     return MOST_ROWS // op.heads_per_kv
 
 
@@ -28,8 +28,8 @@ class AttnDecodeOfFew(AttnDecode):
     """attn_decode for the sequences that have few rows."""
 
     def options(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> dict[str, Option]:
-        found = super().options(op, config, arch)
-        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=True)}
+        options = super().options(op, config, arch)
+        return options | {"Rows": rows.RowsByQueryCount(options["Rows"], few=True)}
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         return super().values(op) | {"few_queries": few_queries(op)}
@@ -49,19 +49,19 @@ def reasons(op: AttentionKVCache, device: Device) -> list[str]:
 
 
 def few_config(op: AttentionKVCache, device: Device) -> Any:
-    """The configuration of attn_decode: the first, or where only compiling tells, that which few rows have alone."""
+    """The configuration of attn_decode: the first, or where only compiling tells, the one that few rows have by themselves."""
     if not _FEW.is_tried(op):
         return _FEW.candidates(op, device)[0]
-    return _tried_config(dataclasses.replace(paging.tried_shape(op), q_len=few_queries(op)), device)
+    return _try_configs(dataclasses.replace(paging.tried_shape(op), q_len=few_queries(op)), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _tried_config(op: AttentionKVCache, device: Device) -> Any:
+def _try_configs(op: AttentionKVCache, device: Device) -> Any:
     return without_spills(_FEW, [(op, _FEW.candidates(op, device))], device)[0]
 
 
 class Beside(OverCache):
-    """A kernel of the forward over caches, in its configurations, with attn_decode before it: before it in the bases, too."""
+    """A kernel of the forward over caches, in its configurations, with attn_decode before it; that kernel is a base after it."""
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         return reasons(op, device) or super().supports(op, device)
@@ -70,8 +70,8 @@ class Beside(OverCache):
         return op.spec.invariant
 
     def options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
-        found = super().options(op, config)
-        return found | {"Rows": rows.RowsByQueryCount(found["Rows"], few=False)}
+        options = super().options(op, config)
+        return options | {"Rows": rows.RowsByQueryCount(options["Rows"], few=False)}
 
     def values(self, op: AttentionKVCache, config: Any, device: Device) -> dict[str, float]:
         return super().values(op, config, device) | {"few_queries": few_queries(op)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +37,11 @@ _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, a
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdConfig:
-    """Tile sizes in rows, stages of the K and V rings and of Q."""
+    """The configuration of attn_fwd.cu."""
 
     tile_q: int = 128
     tile_kv: int = 128
-    stages: int = 2
+    stages: int = 2  # of the rings of K and V
     q_stages: int = 1
 
     @property
@@ -52,7 +53,7 @@ class AttnFwdConfig:
 def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
     part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
-    needs more, and consumers whose score is a function."""
+    needs more, and so do consumers whose score is a function."""
     if lists(op.mask):
         return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (32, 112)}[config.consumers]
     wide = config.tile_kv > 112 or op.score.is_function
@@ -60,7 +61,7 @@ def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
 
 
 def ahead_of(op: Forward, config: AttnFwdConfig) -> Option:
-    """The option for what comes of the score's arrays before it is asked for."""
+    """The option for which elements of the score's arrays come before the score asks for them."""
     return ahead_by_tiles(op.score, op.layout.tma_captured, config.tile_q, config.tile_kv)
 
 
@@ -89,19 +90,19 @@ def accumulators(config: AttnFwdConfig, op: Forward) -> int:
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
-    """Returns when the workers end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
+    """The time in which ``workers`` end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
     works = np.sort(np.resize(work, count))[::-1].tolist()
     busy = works[:workers]  # the first of each
     heapq.heapify(busy)
-    for each in works[workers:]:
-        heapq.heapreplace(busy, busy[0] + each)
+    for seconds in works[workers:]:
+        heapq.heapreplace(busy, busy[0] + seconds)
     return max(busy, default=0.0)
 
 
 def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, options: dict[str, Option]) -> Source:
-    """The source of a configuration with these options."""
+    """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
@@ -113,8 +114,8 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     return source(FILE, config_header(constants, fields, products, options), arch)
 
 
-def _keys_of_ring(config: AttnFwdConfig) -> int:
-    """Keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than those."""
+def _count_keys(config: AttnFwdConfig) -> int:
+    """The keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than these keys."""
     return min(config.stages * config.tile_kv, 192)
 
 
@@ -127,6 +128,7 @@ class AttnFwd(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd"
+    needs = "a Hopper GPU (compute capability 9.0)"
     file = FILE
     config_type = AttnFwdConfig
 
@@ -137,13 +139,9 @@ class AttnFwd(ForwardKernel):
         return op.invariant or not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        found = []
-        if not self.runs_on(device):
-            found.append(f"it needs a Hopper GPU (compute capability 9.0), and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op)
-        found += tiling.too_many_tiles(op, 64)
-        found += tiling.function_reasons(op)
-        return found + tiling.reasons(self.layout_reason(op.layout))
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
+        reasons += tiling.too_many_tiles(op, 64) + tiling.function_reasons(op)
+        return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported
@@ -157,8 +155,8 @@ class AttnFwd(ForwardKernel):
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        if smem_bytes(config, op) > device.smem_bytes:
-            return f"it needs {smem_bytes(config, op)} bytes of shared memory; a block has {device.smem_bytes}"
+        if reason := tiling.too_large_block(smem_bytes(config, op), device):
+            return reason
         if config.consumers == 3 and config.tile_kv > 128:
             return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
         limit = {256: 208, 232: 200, 216: 184, 160: 128, 152: 120, 112: 80, 104: 72}[registers(config, op)[1]]
@@ -167,8 +165,8 @@ class AttnFwd(ForwardKernel):
         return None
 
     def small_spill(self, op: Forward) -> int:
-        """Returns 16 for scores: a table of biases by distance takes 1409 us in 192 x 64, which spills 16, and 1505 in 128 x 96,
-        which spills none (perf/notes/functions.md). Nobody measured it for lists, where the producer may be what spills."""
+        """The bytes for scores, 16: a table of biases by distance takes 1409 us in 192 x 64, which spills 16, and 1505 in
+        128 x 96, which spills none (perf/notes/functions.md). Nobody measured lists, where the producer may be what spills."""
         return 0 if lists(op.mask) else SMALL_SPILL
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdConfig]:
@@ -177,24 +175,24 @@ class AttnFwd(ForwardKernel):
         ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
         registers, and the shortest and the longest key tile of each. Three have rows of several blocks of queries, of which each
         may need other keys."""
-        found = []
+        configs: list[AttnFwdConfig] = []
         most = 256 if not lists(op.mask) else 128 if getattr(op.mask, "by_blocks", False) else 192
         for tile_q in range(64, most + 1, 64):
-            own = [self._deepest(tile_q, tile_kv, op, device) for tile_kv in range(32, 129, 16)]
-            own = [rings for rings in own if rings]
+            tiles = [self._find_deepest(tile_q, tile_kv, op, device) for tile_kv in range(32, 129, 16)]
+            tiles = [rings for rings in tiles if rings]
             if lists(op.mask):
-                own = [rings for rings in own if rings[0].tile_kv >= 64] or own
-                own = own[:1] + own[1:][-1:]
-            found += [config for rings in own for config in ([max(rings, key=_keys_of_ring)] if self.is_tried(op) else rings)]
-        return [c for c in found if c.tile_kv >= 64] or found
+                tiles = [rings for rings in tiles if rings[0].tile_kv >= 64] or tiles
+                tiles = tiles[:1] + tiles[1:][-1:]
+            configs += itertools.chain(*([max(rings, key=_count_keys)] if self.is_tried(op) else rings for rings in tiles))
+        return [c for c in configs if c.tile_kv >= 64] or configs
 
-    def _deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[AttnFwdConfig]:
-        """A tile with the deepest rings that fit, with two stages of Q and with one."""
-        found = []
+    def _find_deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[AttnFwdConfig]:
+        """The configurations of a tile with the deepest rings that fit, with two stages of Q and with one."""
+        configs = []
         for q_stages in (2, 1):
             fitting = [AttnFwdConfig(tile_q, tile_kv, stages, q_stages) for stages in (8, 6, 5, 4, 3, 2)]
-            found += [c for c in fitting if self.legal(c, op, device) is None][:1]
-        return found
+            configs += [c for c in fitting if self.legal(c, op, device) is None][:1]
+        return configs
 
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
@@ -216,10 +214,10 @@ class AttnFwd(ForwardKernel):
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
-        own: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
+        span: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         return tiling.options(
             op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out,
-            Order=self.order(op, config), Walk=walk, **own,
+            Order=self.order(op, config), Walk=walk, **span,
         )  # fmt: skip
 
     def order(self, op: Forward, config: AttnFwdConfig) -> Option:

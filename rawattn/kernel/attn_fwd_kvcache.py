@@ -25,8 +25,8 @@ def page_rows(op: AttentionKVCache, config: AttnFwdConfig) -> int:
 
 
 def kv_kind(op: AttentionKVCache, config: AttnFwdConfig) -> type[kv.PagedPanelsKv]:
-    """Returns which option says where keys and values come from. A small page is one box where its rows are whole panels, two or
-    more; with one panel it saves no boxes, and is slower (perf/notes/attn_decode.md)."""
+    """The class of the option for where keys and values come from. A small page is one box where its rows are whole panels, two
+    or more; with one panel that saves no boxes, and is slower (perf/notes/attn_decode.md)."""
     if op.kv_begin:
         return kv.PagedPanelsFromKv
     has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
@@ -50,10 +50,10 @@ class AttnFwdKVCache(OverCache):
         return ATTN_FWD
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        found = super().supports(op, device)
+        reasons = super().supports(op, device)
         if 1 << page_shift(op) < SWIZZLE_ROWS:
-            found.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
-        return found
+            reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
+        return reasons
 
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
@@ -63,7 +63,7 @@ class AttnFwdKVCache(OverCache):
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
-        return [each for each in ATTN_FWD.candidates(forward_of(op), device) if self.legal(each, op, device) is None]
+        return [config for config in ATTN_FWD.candidates(forward_of(op), device) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
@@ -76,15 +76,15 @@ class AttnFwdKVCache(OverCache):
         shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
         if is_plain(op):
             return shapes
-        return tuple(tiling.with_mask(each, And(Causal(), Window())) for each in shapes)
+        return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdConfig) -> bool:
         heads = op.heads_per_kv
         return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
 
-    def own_options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
-        like = over_tensors(op)
-        order = tiling.lpt_scheduler(like, persistent=True)
+    def kernel_options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
+        forward = over_tensors(op)
+        order = tiling.lpt_scheduler(forward, persistent=True)
         if op.ragged and not op.kv_begin:  # with first keys it would spill, by Both in tiles of 128
             order = scheduler.TwoEndedScheduler()
         return {
@@ -92,7 +92,7 @@ class AttnFwdKVCache(OverCache):
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Scheduler": scheduler.ReportingScheduler(order),
             "Ahead": ahead_of(op.score),
-            "Order": ATTN_FWD.order(like, config),
+            "Order": ATTN_FWD.order(forward, config),
             "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
         }
 
@@ -116,8 +116,8 @@ class AttnFwdKVCache(OverCache):
         return ATTN_FWD.grid(self.tiled(op, config), config, device)
 
     def rendered_kind(self, op: AttentionKVCache, config: AttnFwdConfig) -> tuple[Any, ...]:
-        own = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv
-        return (*super().rendered_kind(op, config), *own)
+        pages = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv
+        return (*super().rendered_kind(op, config), *pages)
 
 
 ATTN_FWD_KVCACHE = AttnFwdKVCache()

@@ -31,18 +31,16 @@ _FOLD = 3e-6  # seconds of the launch that folds splits
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdMmaConfig:
-    """Tile sizes in rows; slots of the ring, which K and V tiles share; tiles of 16 query rows that a warp computes; contraction
-    steps of 16 columns whose Q stays in registers; blocks that share a multiprocessor; whether the query heads that share a key
-    head share tiles; whether a sequence's keys may be split, where few queries would leave multiprocessors idle."""
+    """The configuration of attn_fwd_mma.cu."""
 
     tile_q: int = 128
     tile_kv: int = 64
-    stages: int = 2
-    m_tiles_per_warp: int = 2
-    q_steps_in_registers: int = 0
-    ctas_per_sm: int = 2
-    pack_gqa: bool = False
-    split: bool = False
+    stages: int = 2  # slots of the ring, which K and V tiles share
+    m_tiles_per_warp: int = 2  # tiles of 16 query rows that a warp computes
+    q_steps_in_registers: int = 0  # contraction steps of 16 columns whose Q stays in registers
+    ctas_per_sm: int = 2  # blocks that share a multiprocessor
+    pack_gqa: bool = False  # whether the query heads that share a key head share tiles
+    split: bool = False  # whether a sequence's keys may be split, where few queries would leave multiprocessors idle
 
     @property
     def threads(self) -> int:
@@ -94,19 +92,19 @@ def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
 
 
 def register_limit(config: AttnFwdMmaConfig, device: Device) -> int:
-    """Registers that a thread may have, with as many blocks on a multiprocessor, less what ptxas wants for itself: found by
-    compiling what is chosen with NVRTC 13.0 and 13.5."""
+    """Registers that a thread may have where the configuration's blocks share a multiprocessor, less what ptxas wants for itself:
+    found by compiling what is chosen with NVRTC 13.0 and 13.5."""
     wanted = (24, 32) if device.capability >= 100 else (20, 0)
     return min(255, 65536 // (config.threads * config.ctas_per_sm) // 8 * 8) - wanted[config.m_tiles_per_warp - 1]
 
 
-def _uneven(warps: float) -> float:
-    """Returns how much longer the four schedulers, each with its own tensor core, take than with evenly spread warps."""
+def _stretch(warps: float) -> float:
+    """The factor by which the four schedulers, each with its own tensor core, take longer than with evenly spread warps."""
     return float(np.ceil(warps / 4) * 4 / warps)
 
 
-def _larger(a: float, b: float) -> float:
-    """Returns about the time that two overlapping things take."""
+def _overlap(a: float, b: float) -> float:
+    """The time, about, that two overlapping things take which alone take ``a`` and ``b``."""
     return float((a**4 + b**4) ** 0.25)
 
 
@@ -114,6 +112,7 @@ class AttnFwdMma(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_mma"
+    needs = "a GPU of compute capability 8.0 or newer"
     file = "attn_fwd_mma.cu"
     config_type = AttnFwdMmaConfig
 
@@ -121,12 +120,9 @@ class AttnFwdMma(ForwardKernel):
         return device.capability >= 80
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        found = []
-        if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 8.0 or newer, and {device.name} is {device.arch}")
-        found += tiling.tensor_core_reasons(op) + tiling.too_many_tiles(op, 32)
-        found += tiling.function_reasons(op)
-        return found + tiling.reasons(self.layout_reason(op.layout))
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
+        reasons += tiling.too_many_tiles(op, 32) + tiling.function_reasons(op)
+        return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -154,20 +150,20 @@ class AttnFwdMma(ForwardKernel):
         return None
 
     def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
-        """Compares with a window where there is one: it takes registers. Where heads share tiles: one query and many keys, of
-        sequences that fill a GPU and of one, and some queries."""
-        found = tiling.tuning_shapes(op)
+        """The operations by which configurations are compared, with a window where the mask has one: it takes registers. Where
+        heads share tiles, these have one query and many keys, of sequences that fill a GPU and of one, and some queries."""
+        shapes = tiling.tuning_shapes(op)
         if not op.invariant and (packs(op) or tiling.is_few(op)):
-            few = dataclasses.replace(found[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
-            found = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
+            few = dataclasses.replace(shapes[0], kv_len=4096, heads=8 * op.heads_per_kv, kv_heads=8)
+            shapes = tuple(dataclasses.replace(few, batch=batch, q_len=q_len) for batch, q_len in ((64, 1), (1, 1), (16, 32)))
         if isinstance(op.mask, (Full, Causal)) or lists(op.mask):
-            return found
-        return tuple(tiling.with_mask(each, And(Causal(), Window())) for each in found)
+            return shapes
+        return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
-        """As many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in registers nothing, or as much
-        as fits."""
-        steps, found, split = columns(op)[0] // 16, [], tiling.is_few(op)
+        """The configurations with as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in
+        registers nothing, or as much as fits."""
+        steps, configs, split = columns(op)[0] // 16, [], tiling.is_few(op)
         for m_tiles_per_warp, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
             for tile_kv in (64, 32) if m_tiles_per_warp == 2 else (64, 32, 128):
                 bare = [
@@ -177,8 +173,8 @@ class AttnFwdMma(ForwardKernel):
                 for config in fitting:
                     room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
                     kept = min(steps, room // 2 * 2)
-                    found += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
-        return found
+                    configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
+        return configs
 
     def cost(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
@@ -197,8 +193,8 @@ class AttnFwdMma(ForwardKernel):
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
         together = min(config.ctas_per_sm, max(1.0, count))  # at a time
-        busy = together * (_larger((products + exponentials) * _uneven(together * warps), read) + _EACH_STEP)
-        alone = _larger((products + exponentials) * _uneven(warps), read) + _STEP
+        busy = together * (_overlap((products + exponentials) * _stretch(together * warps), read) + _EACH_STEP)
+        alone = _overlap((products + exponentials) * _stretch(warps), read) + _STEP
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
@@ -209,16 +205,17 @@ class AttnFwdMma(ForwardKernel):
     def options(self, op: Forward, config: AttnFwdMmaConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=False)
-        own: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
-        own["Walk"] = tiling.cursor(op)
+        options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
+        options["Walk"] = tiling.cursor(op)
         if config.pack_gqa:
             mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)
-            own |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
+            dropout = weight.make(op.spec.dropout, pack_gqa=True)
+            options |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": dropout}
         if config.split:
-            own |= {"Mask": SplitMask(own.get("Mask", op.mask)), "Store": store.StorePartial()}
-            own["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
+            options |= {"Mask": SplitMask(options.get("Mask", op.mask)), "Store": store.StorePartial()}
+            options["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
-        return tiling.options(op, **own)
+        return tiling.options(op, **options)
 
     def fields(self, op: Forward, config: AttnFwdMmaConfig) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
@@ -236,12 +233,12 @@ class AttnFwdMma(ForwardKernel):
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
     def values(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> dict[str, float]:
-        found = tiling.values(packed_gqa(op, config), config.tile_q, device)
-        return found | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else found
+        values = tiling.values(packed_gqa(op, config), config.tile_q, device)
+        return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
     def tiles(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tiling.QueryTiles:
-        found = super().tiles(packed_gqa(op, config), config, device)
-        return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
+        query_tiles = super().tiles(packed_gqa(op, config), config, device)
+        return query_tiles._replace(rows_each=op.heads_per_kv) if config.pack_gqa else query_tiles
 
     def lower(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> Program:
         splits, keys = tiling.splits(op, device) if config.split else (1, 0)
@@ -250,12 +247,12 @@ class AttnFwdMma(ForwardKernel):
         return self._split(op, config, device, splits, keys)
 
     def _split(self, op: Forward, config: AttnFwdMmaConfig, device: Device, splits: int, keys: int) -> Program:
-        """Two launches: of each row the results over each split of the keys, and their fold; none where no row is computed."""
+        """The program of two launches: each row's results over ``splits`` splits of keys, and their fold; none without rows."""
         whole = super().lower(op, config, device)
         if not whole.launches:
             return whole
         main = whole.launches[-1]
-        fold = combine.fold(op, splits, device, self._kept((op.kind, device.arch), lambda: combined(op, device.arch)))
+        fold = combine.fold(op, splits, device, self._keep((op.kind, device.arch), lambda: combined(op, device.arch)))
         rows = op.batch * op.heads * op.q_len
         main = main._replace(
             values={**main.values, "splits": splits, "split_keys": keys, "partial_rows": rows},

@@ -33,10 +33,10 @@ class AttnFwdMmaKVCache(OverCache):
         return ATTN_FWD_MMA.legal(dataclasses.replace(config, pack_gqa=False), self.tiled(op, config), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
-        like = forward_of(op)
-        packs = like.heads_per_kv > 1 and max(like.q_len, like.total_q) * like.heads_per_kv < LONGEST
-        found = ATTN_FWD_MMA.candidates(like, device)
-        return list(dict.fromkeys(dataclasses.replace(each, pack_gqa=packs, split=False) for each in found))
+        forward = forward_of(op)
+        packs = forward.heads_per_kv > 1 and max(forward.q_len, forward.total_q) * forward.heads_per_kv < LONGEST
+        configs = ATTN_FWD_MMA.candidates(forward, device)
+        return list(dict.fromkeys(dataclasses.replace(config, pack_gqa=packs, split=False) for config in configs))
 
     def cost(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> float:
         plain, rows_each = dataclasses.replace(config, pack_gqa=False), op.heads_per_kv if config.pack_gqa else 1
@@ -45,16 +45,16 @@ class AttnFwdMmaKVCache(OverCache):
         return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
-        """Those of plain tensors, with as many heads for each key head."""
+        """The tuning shapes of plain tensors, with as many heads for each key head as the operation has."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
-        return tuple(dataclasses.replace(each, heads=each.kv_heads * op.heads_per_kv) for each in shapes)
+        return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
         return config.pack_gqa
 
-    def own_options(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> dict[str, Option]:
+    def kernel_options(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> dict[str, Option]:
         return {
             "Rows": rows.StridedCacheRows(op.ragged, paging.lengths_option(op)),
             "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(kv.PAGES[op.form]),
@@ -75,8 +75,8 @@ class AttnFwdMmaKVCache(OverCache):
         return tiling.most_tiles(self.tiled(op, config), config.tile_q)
 
     def values(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> dict[str, float]:
-        found = super().values(op, config, device)
-        return found | {"scale": found["scale"] * op.k_scale, "v_scale": op.v_scale}
+        values = super().values(op, config, device)
+        return values | {"scale": values["scale"] * op.k_scale, "v_scale": op.v_scale}
 
 
 ATTN_FWD_MMA_KVCACHE = AttnFwdMmaKVCache()

@@ -17,14 +17,14 @@ from .render import config_header, source
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdSimtConfig:
-    """Tile sizes in rows; columns of K and of V that are in shared memory at a time; threads; blocks on a multiprocessor."""
+    """The configuration of attn_fwd_simt.cu."""
 
     tile_q: int = 64
     tile_kv: int = 64
-    chunk: int = 64
-    v_chunk: int = 64
+    chunk: int = 64  # columns of K that are in shared memory at a time
+    v_chunk: int = 64  # ... and of V
     threads: int = 256
-    ctas_per_sm: int = 1
+    ctas_per_sm: int = 1  # blocks on a multiprocessor
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -53,6 +53,7 @@ class AttnFwdSimt(ForwardKernel):
     """The kernel and its cost model."""
 
     name = "attn_fwd_simt"
+    needs = "a GPU of compute capability 7.5 or newer"
     file = "attn_fwd_simt.cu"
     alignment = 1  # any
     config_type = AttnFwdSimtConfig
@@ -61,15 +62,13 @@ class AttnFwdSimt(ForwardKernel):
         return device.capability >= 75
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        found = []
-        if not self.runs_on(device):
-            found.append(f"it needs a GPU of compute capability 7.5 or newer, and {device.name} is {device.arch}")
+        reasons = self.device_reasons(device)
         sizes = {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-        found += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
+        reasons += [f"{which} is {size}; it takes up to 512" for which, size in sizes.items() if size > 512]
         if op.constant_time and op.element == element.FP64:
-            found.append("it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32")
-        found += tiling.function_reasons(op)
-        return found + tiling.too_many_tiles(op, 8)
+            reasons.append("it takes longer for some numbers of fp64; constant_time is for bf16, fp16 and fp32")
+        reasons += tiling.function_reasons(op)
+        return reasons + tiling.too_many_tiles(op, 8)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
@@ -94,7 +93,7 @@ class AttnFwdSimt(ForwardKernel):
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdSimtConfig]:
         """Every legal configuration worth comparing, with as many blocks as fit."""
         widths = {min(_round_up(n, 16), limit) for n in (op.head_dim, op.head_dim_v) for limit in (64, 128)}
-        found = []
+        configs = []
         for threads in (256, 128):
             for rows_each in (8, 4, 2, 1):
                 for tile_kv in (64, 32, 16):
@@ -102,8 +101,8 @@ class AttnFwdSimt(ForwardKernel):
                         chunk, v_chunk = (min(_round_up(n, 16), width) for n in (op.head_dim, op.head_dim_v))
                         tile_q = rows_each * threads // 16
                         fitting = [AttnFwdSimtConfig(tile_q, tile_kv, chunk, v_chunk, threads, ctas) for ctas in (4, 3, 2, 1)]
-                        found += [c for c in fitting if self.legal(c, op, device) is None][:1]
-        return found
+                        configs += [c for c in fitting if self.legal(c, op, device) is None][:1]
+        return configs
 
     def cost(self, config: AttnFwdSimtConfig, op: Forward, device: Device) -> float:
         """Estimated seconds, to compare configurations: multiplications and loads from shared memory share the issue slots."""

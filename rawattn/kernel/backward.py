@@ -36,18 +36,18 @@ SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
 
 def reasons(op: Backward, q_block: int, tile_kv: int, places: int = 1) -> list[str]:
-    """The reasons why no kernel of the backward computes the operation, where the smallest tiles have these rows and a block of
-    ``q_block`` rows has ``places`` places that are counted."""
-    found, forward = [], op.forward
+    """The reasons why no kernel of the backward computes the operation, where the smallest tiles have ``q_block`` queries and
+    ``tile_kv`` keys, and a block of ``q_block`` rows has ``places`` places that are counted."""
+    refusals, forward = [], op.forward
     if forward.score.slope is None:
-        found.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
+        refusals.append(f"it needs the derivative of the score, slope(...), and {type(forward.score).__name__} has none")
     if forward.constant_time:
-        found.append("its time is not shown to be independent of the data; constant_time is for the forward")
+        refusals.append("its time is not shown to be independent of the data; constant_time is for the forward")
     most = tiling.MOST_TILES // places
     for count, size in ((q_blocks(forward, q_block) * forward.heads, q_block), (kv_tiles(forward, tile_kv), tile_kv)):
         if count > most:
-            found.append(f"it counts up to {most} tiles of {size} rows, and here are {count}")
-    return found
+            refusals.append(f"it counts up to {most} tiles of {size} rows, and here are {count}")
+    return refusals
 
 
 def q_blocks(op: Forward, rows: int) -> int:
@@ -56,9 +56,9 @@ def q_blocks(op: Forward, rows: int) -> int:
 
 
 def kv_tiles(op: Forward, tile_kv: int) -> int:
-    """The key tiles of all heads, for packed sequences at most."""
-    each = op.total_kv // tile_kv + op.batch if op.varlen else op.batch * -(-op.kv_len // tile_kv)
-    return each * op.kv_heads
+    """The key tiles of all heads; a bound on them for packed sequences."""
+    tiles = op.total_kv // tile_kv + op.batch if op.varlen else op.batch * -(-op.kv_len // tile_kv)
+    return tiles * op.kv_heads
 
 
 def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
@@ -68,21 +68,21 @@ def statistics(op: Forward, q_block: int) -> tuple[Buffer, ...]:
 
 
 def exact_score(op: Forward) -> Option:
-    """The score for tensor cores: its short-cuts are for the forward, which rounds weights to 16 bits. Float32 takes it as plain
-    arithmetic does, to the last place."""
+    """The operation's score for tensor cores, without short-cuts: these are for the forward, which rounds weights to 16 bits.
+    Float32 takes the score as plain arithmetic does, to the last place."""
     score: Any = op.score if op.element.itemsize > 2 else op.score.constant_time
     return dataclasses.replace(op.spec, score=score).placed_score
 
 
-def options(op: Forward, **own: Option) -> dict[str, Option]:
-    """The option on each axis that all kernels of the backward have, and a kernel's own."""
+def options(op: Forward, **kernel_options: Option) -> dict[str, Option]:
+    """The option on each axis that all kernels of the backward have, and ``kernel_options``."""
     where = all_rows(op)
     if op.kv_lens:
         where = rows.UsedKeys(where)
     if op.q_lens:
         where = rows.CutQueries(where)
     where = where if op.spec.offsets is None else rows.WithOffset(where)
-    return {"Element": op.element, "Rows": where, "Mask": op.mask, **own}
+    return {"Element": op.element, "Rows": where, "Mask": op.mask, **kernel_options}
 
 
 def all_rows(op: Forward) -> Option:
@@ -104,7 +104,7 @@ def turn(op: Forward) -> Option:
 
 
 def wrong_direction(op: Forward, direction: str) -> str | None:
-    """The reason why key tiles cannot be taken in this direction; None where they can."""
+    """The reason why key tiles cannot be taken in ``direction``; None where they can."""
     if direction not in ("", "ShortestFirst") and lists(op.mask):
         return f"direction is {direction!r}; where key tiles are lists, it must be 'ShortestFirst', the order of their adds to dq"
     return None
@@ -116,15 +116,15 @@ def launch_option(arch: str) -> Option:
 
 
 def rendered(
-    file: str, constants: Mapping[str, int], own: Fields, products: Sequence[str], options: dict[str, Option], arch: str
+    file: str, constants: Mapping[str, int], kernel_fields: Fields, products: Sequence[str], options: dict[str, Option], arch: str
 ) -> tuple[Source, Fields]:
-    """A source and its fields, each of them once."""
-    fields = tuple(dict.fromkeys((*own, *(field for option in options.values() for field in option.fields))))
+    """The source of ``file``, and its fields: the kernel's and those of ``options``, each of them once."""
+    fields = tuple(dict.fromkeys((*kernel_fields, *(field for option in options.values() for field in option.fields))))
     return source(file, config_header({"m_tiles_per_warp": 1, **constants}, fields, products, options), arch), fields
 
 
 def loads(op: Forward, tile_q: int, tile_kv: int) -> Fields:
-    """Returns the fields of what TMA loads, in tiles of these rows. A map of dense sequences knows one end for all of them."""
+    """The fields of what TMA loads, in tiles of these rows. A map of dense sequences knows one end for all of them."""
     boxes = {"q": tile_q, "k": tile_kv, "v": tile_kv, "do": tile_q}
     is_cut = any(op.lens) and not op.varlen
     ctype, fill = ("TmaPageRows", PageRows) if is_cut else ("TmaTensor", TensorMap)
@@ -152,26 +152,26 @@ def row_order(op: Forward) -> dict[str, float]:
 
 
 def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1, parts: int = 1) -> dict[str, float]:
-    """Takes key tiles together of as many heads as give each multiprocessor its blocks; each of the ``parts`` of a group of query
-    heads counts as one."""
+    """The run-time numbers that take key tiles together of as many heads as give each multiprocessor its blocks; each of the
+    ``parts`` of a group of query heads counts as one."""
     size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), device.sm_count * ctas_per_sm)
-    found: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
-    return found if parts == 1 else found | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
+    order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
+    return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 
 
 def part_values(op: Forward, parts: int) -> dict[str, float]:
     """The run-time numbers of parts of dk and dv."""
-    return {"group_parts": parts, "part_rows": _kv_rows(op), "batch_rows": 0 if op.varlen else op.kv_len}
+    return {"group_parts": parts, "part_rows": _count_kv_rows(op), "batch_rows": 0 if op.varlen else op.kv_len}
 
 
 def part_buffers(op: Forward, parts: int) -> tuple[Buffer, ...]:
     """The scratch memory of parts of dk and dv, where there are several."""
-    rows = op.kv_heads * parts * _kv_rows(op) * op.element.lse_bytes
+    rows = op.kv_heads * parts * _count_kv_rows(op) * op.element.lse_bytes
     return (Buffer("dk_parts", rows * op.head_dim), Buffer("dv_parts", rows * op.head_dim_v)) if parts > 1 else ()
 
 
-def _kv_rows(op: Forward) -> int:
-    """The rows of all sequences."""
+def _count_kv_rows(op: Forward) -> int:
+    """The key rows of all sequences."""
     return op.total_kv if op.varlen else op.batch * op.kv_len
 
 
@@ -181,44 +181,40 @@ def group_options(parts: int) -> dict[str, Option]:
 
 
 def dkv_rows(parts: int) -> dict[str, Option]:
-    """That, and how kernels for tensor cores of Hopper write rows of dk and dv."""
+    """The options that say which query heads a work has, and how kernels for tensor cores of Hopper write rows of dk and dv."""
     return group_options(parts) | {"DkvRows": gradients.StoreRows32() if parts > 1 else gradients.StoreRows16()}
 
 
-CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``attn_bwd_captured.launches`` is
+CapturedLaunches = Callable[..., tuple[list[Launch], list[Buffer]]]  # what ``attn_bwd_captured.make_launches`` is
 
 
 @dataclasses.dataclass(frozen=True)
 class DeltaPass:
-    """The configuration of attn_bwd_delta.cu, the first pass, which makes delta = rowsum(o do): rows of a block, keys of a tile
-    of the kernel that follows, numbers of o and do that are read at once; what it clears, and the constants of dq that this
-    needs; how the statistics lie; whether lse has a gradient."""
+    """The configuration of attn_bwd_delta.cu, the first pass, which makes delta = rowsum(o do)."""
 
-    q_block: int
-    tile_kv: int
-    vector: int = 1
+    q_block: int  # rows of a block
+    tile_kv: int  # keys of a tile of the kernel that follows
+    vector: int = 1  # numbers of o and do that are read at once
     clear: Option = NOTHING
-    dq_constants: tuple[tuple[str, int], ...] = ()
+    dq_constants: tuple[tuple[str, int], ...] = ()  # that ``clear`` needs
     statistics: Option = BY_ROWS
-    dlse: bool = False
+    dlse: bool = False  # whether lse has a gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertPass:
-    """The configuration of attn_bwd_convert.cu, the last pass, which makes dq of its sums: rows of a block, keys of a tile of the
-    kernel before, columns of each part of dq, how many parts there are, how many numbers of a thread follow each other in the
-    sum, and in how many chains blocks took turns to add to it; 0 where they took none."""
+    """The configuration of attn_bwd_convert.cu, the last pass, which makes dq of its sums."""
 
-    tile_q: int
-    tile_kv: int
-    dq_columns: int
+    tile_q: int  # rows of a block
+    tile_kv: int  # keys of a tile of the kernel before
+    dq_columns: int  # of each part of dq
     dq_parts: int = 1
-    vector: int = 4
-    dq_chains: int = 1
+    vector: int = 4  # numbers of a thread that follow each other in the sum
+    dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
 
 
 class BackwardKernel(Kernel[Backward]):
-    """A kernel of the backward has launches of its own, between those that all of them have."""
+    """A kernel of the backward: it has launches of its own, between those that all kernels of the backward have."""
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
         """Only ``op``: the configuration follows from its kind."""
@@ -228,15 +224,15 @@ class BackwardKernel(Kernel[Backward]):
         self, op: Backward, config: Any, device: Device, name: str, values: Mapping[str, float], grid: int,
         make: Callable[[Any, Any, str], tuple[Source, Fields]],
     ) -> Launch:  # fmt: skip
-        """A launch, whose source and fields are made of the forward, the configuration and the architecture, once for a kind."""
-        rendered = self._kept((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
+        """A launch. Its source and fields ``make`` makes of the forward, the configuration and the architecture, once a kind."""
+        rendered = self._keep((name, op.kind, config, device.arch), lambda: make(op.forward, config, device.arch))
         return Launch(name, *rendered, values, grid)
 
     def convert(self, op: Backward, last: ConvertPass, device: Device) -> Launch:
         """The last pass, where a kernel leaves sums of dq."""
         shared = values(op.forward, last.tile_q, last.tile_kv) | row_order(op.forward)
         blocks = op.forward.heads * q_blocks(op.forward, last.tile_q)
-        return self.launch(op, last, device, "attn_bwd_convert", shared, blocks, _convert)
+        return self.launch(op, last, device, "attn_bwd_convert", shared, blocks, _render_convert)
 
     def add_parts(self, op: Backward, parts: int, device: Device) -> tuple[Launch, ...]:
         """The pass that adds parts of dk and dv, where there are several."""
@@ -245,37 +241,38 @@ class BackwardKernel(Kernel[Backward]):
         forward, vector = op.forward, self.alignment // op.forward.element.itemsize
         shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device) | part_values(forward, parts)
         grid = kv_tiles(forward, SUM_ROWS) if forward.total_kv else 0
-        return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _sum),)
+        return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _render_sum),)
 
     def programs(self, op: Backward, config: Any, device: Device) -> tuple[Program, ...]:
-        """One for each way in which lengths may split the heads that share keys."""
-        every = group.kinds(op.forward, config) if hasattr(config, "parts") else [config]
-        return tuple(self.lower(op, each, device) for each in every)
+        """The programs of an operation: one for each way in which lengths may split the heads that share keys."""
+        kinds = group.kinds(op.forward, config) if hasattr(config, "parts") else [config]
+        return tuple(self.lower(op, kind, device) for kind in kinds)
 
     def program(
-        self, op: Backward, device: Device, first: DeltaPass, own: Iterable[Launch], captured: CapturedLaunches,
+        self, op: Backward, device: Device, first: DeltaPass, kernel_launches: Iterable[Launch], captured: CapturedLaunches,
         scratch: tuple[Buffer, ...] = (), stored: str = "",
     ) -> Program:  # fmt: skip
-        """The launches of a backward, without those that have no block: the rows in no tile, the first pass, ``own``, the sinks,
-        and those of ``captured``, which is ``attn_bwd_captured.launches``. ``scratch`` is what they need besides the statistics;
-        ``stored`` is the captured array whose gradient is ready."""
+        """The launches of a backward that have blocks: those for rows in no tile, the first pass, ``kernel_launches``, the sinks,
+        and those of ``captured``, which is ``attn_bwd_captured.make_launches``. ``scratch`` is what they need besides the
+        statistics; ``stored`` is the captured array whose gradient is ready."""
         forward, size = op.forward, first.q_block
         shared = values(forward, size, first.tile_kv)
         of_rows = forward.heads * q_blocks(forward, size) if forward.total_q else 0
         first = dataclasses.replace(first, dlse=op.dlse)
-        found = [self.launch(op, first, device, "attn_bwd_delta", shared | row_order(forward), of_rows, _delta), *own]
+        delta = self.launch(op, first, device, "attn_bwd_delta", shared | row_order(forward), of_rows, _render_delta)
         unused: list[Option] = [gradients.BehindLast()] * forward.varlen + [gradients.BehindUsed()] * any(forward.lens)
         grid = 2 * device.sm_count * (forward.total_q + forward.total_kv > 0)
-        found[:0] = [self.launch(op, each, device, "attn_bwd_padding", shared, grid, _padding) for each in unused]
+        launches = [self.launch(op, option, device, "attn_bwd_padding", shared, grid, _render_padding) for option in unused]
+        launches += [delta, *kernel_launches]
         if forward.sinks:
-            found.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _dsinks))
+            launches.append(self.launch(op, first, device, "attn_bwd_dsinks", shared, forward.heads, _render_dsinks))
         more, sums = captured(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
-        program = Program(tuple(each for each in (*found, *more) if each.grid), buffers)
+        program = Program(tuple(launch for launch in (*launches, *more) if launch.grid), buffers)
         return pyramid.before(program, forward.mask, device)
 
 
-def _delta(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
+def _render_delta(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The first pass: a block for each block of rows, as many threads for a row as it has vectors, up to a warp."""
     lanes = min(32, 1 << (-(-op.head_dim_v // first.vector) - 1).bit_length())
     lanes = max(lanes, 32 // first.q_block)
@@ -294,7 +291,7 @@ def _delta(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_delta.cu", constants, (*reads, *writes, *counts), [], every, arch)
 
 
-def _convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, Fields]:
+def _render_convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dq of its sums."""
     constants = {
         "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
@@ -311,7 +308,7 @@ def _convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, Fields]
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
 
-def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
+def _render_sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dk and dv of their parts."""
     constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
@@ -321,7 +318,7 @@ def _sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_sum.cu", constants, (*gradients.DK_DV, *HEADS[1:3]), [], every, arch)
 
 
-def _dsinks(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
+def _render_dsinks(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dsinks: a block for each head."""
     constants = {"threads": SINKS_THREADS, "tile_q": first.q_block, "q_block": first.q_block, "tile_kv": 64}
     gradients = Field("sinks", "const Number*", Pointer("sinks")), Field("dsinks", "Number*", Pointer("dsinks"))
@@ -330,7 +327,7 @@ def _dsinks(op: Forward, first: DeltaPass, arch: str) -> tuple[Source, Fields]:
     return rendered("attn_bwd_dsinks.cu", constants, (LSE, STATISTICS[1], *gradients, *counts), [], every, arch)
 
 
-def _padding(op: Forward, unused: Option, arch: str) -> tuple[Source, Fields]:
+def _render_padding(op: Forward, unused: Option, arch: str) -> tuple[Source, Fields]:
     """The pass that clears the rows in no tile."""
     constants = {"threads": PADDING_THREADS, "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     counts = tuple(Field(name, "i32") for name in ("heads", "heads_per_kv", "batches", "total_q", "total_kv"))

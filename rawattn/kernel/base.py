@@ -35,36 +35,41 @@ class Kernel(abc.ABC, Generic[Op]):
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
     has_records: ClassVar[bool] = False
+    needs: ClassVar[str]  # the GPUs that it runs on, in words
 
     @property
     def recorded(self) -> Any:
-        """The kernel whose records count for its tuning shapes: itself, but where it is one over other arrays."""
+        """The kernel whose records count for this one's tuning shapes: itself, unless it is another kernel over other arrays."""
         return self
 
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
         """Says whether the device has the instructions."""
 
+    def device_reasons(self, device: Device) -> list[str]:
+        """The reason why the kernel does not run on the device, if it does not."""
+        return [] if self.runs_on(device) else [f"it needs {self.needs}, and {device.name} is {device.arch}"]
+
     @abc.abstractmethod
     def supports(self, op: Op, device: Device) -> list[str]:
         """The reasons why this kernel does not compute the operation on the device; none where it does."""
 
     def meant_for(self, op: Op, device: Device) -> bool:
-        """Says whether it is made for operations of this size there: a slower kernel that computes one in its place is worth a
-        warning."""
+        """Says whether the kernel is made for such operations on the device: a slower kernel that computes one in its place is
+        worth a warning."""
         return self.runs_on(device)
 
     def prefers(self, op: Op) -> bool:
-        """Says whether it comes first for an operation that it supports; where it does not, another kernel goes before it."""
+        """Says whether the kernel comes first for an operation that it supports; where not, another kernel goes before it."""
         return True
 
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
-        """The reason why it cannot read arrays of this layout, which a copy would mend; None where it can."""
+        """The reason why the kernel cannot read arrays of this layout, which a copy would mend; None where it can."""
 
     def asks_for_copies(self, op: Op) -> bool:
-        """Says whether an operation that only copying brings here is refused, so that the caller decides. Else a slower kernel
-        computes it, with a warning."""
+        """Says whether an operation that this kernel could compute if its arrays were copied is refused, so that the caller
+        decides. Else a slower kernel computes it, with a warning."""
         return True
 
     def is_tried(self, op: Op) -> bool:
@@ -77,7 +82,7 @@ class Kernel(abc.ABC, Generic[Op]):
         return 0
 
     def counts_spills(self, launch: Launch) -> bool:
-        """Says whether what a launch spills tells configurations apart. What short passes around a kernel spill need not."""
+        """Says whether the spills of a launch tell configurations apart. Those of short passes around a kernel need not."""
         return True
 
     @abc.abstractmethod
@@ -105,12 +110,12 @@ class Kernel(abc.ABC, Generic[Op]):
         that a new length compiles nothing."""
         return (self.lower(op, config, device),)
 
-    def _kept(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
-        """A source and its fields, made once for each key."""
-        found = self._cache.get(key)
-        if found is None:
-            found = self._cache[key] = make()
-        return found
+    def _keep(self, key: Any, make: Callable[[], tuple[Source, Fields]]) -> tuple[Source, Fields]:
+        """The source and the fields that ``make`` makes, once for each key."""
+        rendered = self._cache.get(key)
+        if rendered is None:
+            rendered = self._cache[key] = make()
+        return rendered
 
     @functools.cached_property
     def _cache(self) -> dict[Any, tuple[Source, Fields]]:
@@ -125,8 +130,8 @@ SMALL_SPILL_COST = 1.05  # of the expected time: what a spill that a kernel call
 
 
 def without_spills(kernel: Kernel[Any], tried: Sequence[tuple[Any, Sequence[Any]]], device: Device) -> list[Any]:
-    """Of each operation with configurations, the cheapest first, the one that is best once it is compiled: the cheapest that
-    keeps all in registers, where a small spill counts as some of the time; or the one that spills least. None for none.
+    """The best configuration of each operation in ``tried``, which has the cheapest first, once they are compiled: the cheapest
+    that keeps all in registers, where a small spill counts as some of the time; or the one that spills least. None for none.
 
     It takes two rounds at most: the first configurations of all are compiled at once, then those after the ones that spill. Where
     nothing can be compiled, only what the caches or a bundle have counts, or else the first."""
@@ -142,10 +147,10 @@ def without_spills(kernel: Kernel[Any], tried: Sequence[tuple[Any, Sequence[Any]
         sources = {launch.source.key: launch.source for launches in asked.values() for launch in launches}
         binaries = compiler.compile_all(sources.values())
         for config, launches in asked.items():
-            found = [binaries.get(launch.source.key) for launch in launches if kernel.counts_spills(launch)]
-            spilled[config] = NOT_COMPILED if None in found else sum(each.spill_bytes for each in found if each)
+            compiled = [binaries.get(launch.source.key) for launch in launches if kernel.counts_spills(launch)]
+            spilled[config] = NOT_COMPILED if None in compiled else sum(binary.spill_bytes for binary in compiled if binary)
     return [
-        min(configs[:MOST_TRIED], key=lambda config: _worth(kernel, op, config, spilled, device), default=None)
+        min(configs[:MOST_TRIED], key=lambda config: _rate(kernel, op, config, spilled, device), default=None)
         for op, configs in tried
     ]
 
@@ -153,8 +158,8 @@ def without_spills(kernel: Kernel[Any], tried: Sequence[tuple[Any, Sequence[Any]
 NOT_COMPILED = math.inf
 
 
-def _worth(kernel: Kernel[Any], op: Any, config: Any, spilled: Mapping[Any, float], device: Device) -> tuple[float, float]:
-    """The less, the better: the expected time of what spills nothing, or little, and then the bytes that are spilled."""
+def _rate(kernel: Kernel[Any], op: Any, config: Any, spilled: Mapping[Any, float], device: Device) -> tuple[float, float]:
+    """The rank of a configuration, the less, the better: the expected time if it spills nothing, or little, then the bytes."""
     spill = spilled.get(config, NOT_COMPILED)
     if spill > kernel.small_spill(op):
         return math.inf, spill
@@ -164,10 +169,10 @@ def _worth(kernel: Kernel[Any], op: Any, config: Any, spilled: Mapping[Any, floa
 def _is_settled(
     kernel: Kernel[Any], op: Any, known: Sequence[Any], rest: Sequence[Any], spilled: Mapping[Any, float], device: Device
 ) -> bool:
-    """Says whether none of the rest can be better than the best of those that are known."""
+    """Says whether none of the configurations ``rest`` can be better than the best of those in ``known``."""
     if not known or not rest:
         return not rest
-    best = min(_worth(kernel, op, config, spilled, device)[0] for config in known)
+    best = min(_rate(kernel, op, config, spilled, device)[0] for config in known)
     return best <= kernel.cost(rest[0], op, device)
 
 
@@ -188,7 +193,7 @@ class OneLaunch(Kernel[Op]):
 
     @abc.abstractmethod
     def rendered_kind(self, op: Op, config: Any) -> tuple[Any, ...]:
-        """Says what ``render`` and ``fields`` depend on besides the configuration."""
+        """All that ``render`` and ``fields`` depend on besides the configuration."""
 
     @abc.abstractmethod
     def values(self, op: Op, config: Any, device: Device) -> dict[str, float]:
@@ -201,7 +206,7 @@ class OneLaunch(Kernel[Op]):
     def launch(self, op: Op, config: Any, device: Device) -> Launch:
         """The launch; what it renders is made once for each kind."""
         key = (*self.rendered_kind(op, config), config, device.arch)
-        rendered = self._kept(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
+        rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config)))
         return Launch(self.name, *rendered, self.values(op, config, device), self.grid(op, config, device))
 
     def lower(self, op: Any, config: Any, device: Device) -> Program:
@@ -235,5 +240,5 @@ class ForwardKernel(OneLaunch[Forward]):
         return min(tiles.most_blocks, tiling.most_tiles(op, tiles.tile_q)) if op.varlen else tiles.at(op.q_len)[1]
 
     def launch(self, op: Forward, config: Any, device: Device) -> Launch:
-        found = super().launch(op, config, device)
-        return found if op.varlen else found.at(op.q_len, self.tiles(op, config, device))
+        launch = super().launch(op, config, device)
+        return launch if op.varlen else launch.at(op.q_len, self.tiles(op, config, device))

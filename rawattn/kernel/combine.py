@@ -54,7 +54,7 @@ def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Field
 
 @dataclasses.dataclass(frozen=True)
 class CombineConfig:
-    """It has no choice."""
+    """The configuration of combine.cu on arrays: there is nothing to choose."""
 
 
 class CombineKernel(Kernel[Combine]):
@@ -70,8 +70,8 @@ class CombineKernel(Kernel[Combine]):
     def supports(self, op: Combine, device: Device) -> list[str]:
         if device.is_cpu:
             return ["it runs on a GPU"]
-        found = [f"there are {op.count} parts; it takes up to {store.MOST_ARRAYS}"] if op.count > store.MOST_ARRAYS else []
-        return [*found, f"head_dim_v is {op.head_dim_v}; it takes up to 1024"] if op.head_dim_v > 1024 else found
+        reasons = [f"there are {op.count} parts; it takes up to {store.MOST_ARRAYS}"] if op.count > store.MOST_ARRAYS else []
+        return [*reasons, f"head_dim_v is {op.head_dim_v}; it takes up to 1024"] if op.head_dim_v > 1024 else reasons
 
     def layout_reason(self, layout: Layout) -> str | None:
         return None
@@ -104,11 +104,11 @@ class CombineKernel(Kernel[Combine]):
     def fields(self, op: Combine, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         of_options = (field for option in self.options(op, arch).values() for field in option.fields)
-        found = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
-        own: dict[str, Fill] = {"parts": Parts(op.count), "kv_len": Value()}  # there is no k
+        fields = (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
+        fills: dict[str, Fill] = {"parts": Parts(op.count), "kv_len": Value()}  # there is no k
         if op.in_place:
-            own |= {"o": Pointer("o_0"), **{f"o_stride_{axis}": Stride("o_0", axis) for axis in ("batch", "row", "head")}}
-        return tuple(field._replace(fill=own.get(field.name, field.fill)) for field in found)
+            fills |= {"o": Pointer("o_0"), **{f"o_stride_{axis}": Stride("o_0", axis) for axis in ("batch", "row", "head")}}
+        return tuple(field._replace(fill=fills.get(field.name, field.fill)) for field in fields)
 
     def lower(self, op: Combine, config: CombineConfig, device: Device) -> Program:
         """The launch; none where there is no row."""

@@ -1,5 +1,5 @@
-"""Into how many parts, works of their own, kernels of the backward split the query heads that share a key head, and in which
-order a work goes over their tiles.
+"""The parts, works of their own, into which kernels of the backward split the query heads that share a key head, and the order in
+which a work goes over their tiles.
 
 A work of such a kernel is a key tile. With few key heads there are fewer works than multiprocessors, or too few of different
 lengths to end together. Parts of the heads are more works, and shorter ones, but dk and dv are then sums of parts in scratch,
@@ -33,8 +33,8 @@ def divisors(op: Forward) -> list[int]:
 
 
 def wrong(op: Forward, config: Any) -> str | None:
-    """The reason why the query heads of a key head cannot be split so, or their tiles not be taken in this order; None where they
-    can."""
+    """The reason why the query heads of a key head cannot be split into ``config.parts``, or their tiles not be taken in order
+    ``config.walk``; None where they can."""
     if config.parts and config.parts not in divisors(op):
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
     walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
@@ -59,7 +59,7 @@ def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
 
 
 def head_groups(heads: int, tiles: int, blocks: int) -> tuple[int, int]:
-    """Of how many heads key tiles are taken together, so that each block has one, and how many such groups there are."""
+    """The number of heads whose key tiles are taken together, so that each block has one, and the number of such groups."""
     size = max(1, min(heads, -(-blocks // max(1, tiles))))
     return size, max(1, heads // size)
 
@@ -71,7 +71,7 @@ def walks(op: Forward, config: Any) -> list[str]:
 
 
 def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
-    """The configuration with the parts, and the walk where it has one, that sizes suggest, unless it says them.
+    """The configuration with the parts, and the walk where it has one, that sizes suggest, unless ``config`` says them.
 
     Under a causal mask the first of one or three groups of heads begins with its longest works, all of them at the last query
     tile. Head by head these wait for each other's turns to add to dq; with all heads of a query tile together they go in step.
@@ -80,22 +80,22 @@ def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) ->
     n = config.parts or parts(op, config, works, blocks)
     _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks)
     in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
-    return _with(config, n, walks(op, config)[-1 if in_step else 0])
+    return _set_parts(config, n, walks(op, config)[-1 if in_step else 0])
 
 
 def kinds(op: Forward, config: Any) -> list[Any]:
-    """All that sizes may make of a configuration, one of each source: how many parts there are, if several, is a run-time
+    """The configurations that sizes may make of ``config``, one for each source: a number of parts above one is a run-time
     number."""
     if config.parts:
         return [config]
-    found = walks(op, config)
-    return [_with(config, 1, walk) for walk in found] + [_with(config, n, found[-1]) for n in divisors(op)[1:2]]
+    orders = walks(op, config)
+    return [_set_parts(config, 1, walk) for walk in orders] + [_set_parts(config, n, orders[-1]) for n in divisors(op)[1:2]]
 
 
-def _with(config: Any, parts: int, walk: str) -> Any:
+def _set_parts(config: Any, parts: int, walk: str) -> Any:
     return dataclasses.replace(config, parts=parts, **({"walk": config.walk or walk} if hasattr(config, "walk") else {}))
 
 
 def source_of(config: Any) -> Any:
-    """The configuration of a source."""
+    """The configuration that a source is rendered of: all numbers of parts above one share a source."""
     return dataclasses.replace(config, parts=min(config.parts, 2))

@@ -1,5 +1,4 @@
-"""This module has what the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they
-refuse."""
+"""The parts that the host sides of kernels over caches share: their pages, lengths and run-time numbers, and what they refuse."""
 
 from __future__ import annotations
 
@@ -41,26 +40,26 @@ def lengths_option(op: AttentionKVCache) -> Option:
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
-    """Says whether a step has the arrays that make another kernel: first keys, and which sequences are causal."""
+    """Two flags: whether a step has an array of first keys, and one of which sequences are causal. Each makes another kernel."""
     return op.kv_begin, op.causal_each
 
 
 def has_functions(op: AttentionKVCache) -> bool:
-    """Says whether its mask or its score is a Python function, which sees positions in the sequence."""
+    """Says whether the operation's mask or score is a Python function, which sees positions in the sequence."""
     return op.mask.is_function or op.score.is_function
 
 
 def rows_option(op: AttentionKVCache, base: Option) -> Option:
     """The option for the rows of sequences, with what the step says of each of them."""
-    found = rows.CausalEachRows(base) if op.causal_each else base
-    found = rows.KvBeginRows(found) if op.kv_begin else found
-    return rows.AtPositionsRows(found) if has_functions(op) else found
+    option = rows.CausalEachRows(base) if op.causal_each else base
+    option = rows.KvBeginRows(option) if op.kv_begin else option
+    return rows.AtPositionsRows(option) if has_functions(op) else option
 
 
 def mask_option(op: AttentionKVCache) -> Any:
     """The mask, with what the step says of each sequence."""
-    found: Any = CausalEachMask(op.mask) if op.causal_each else op.mask
-    return KvBeginMask(found) if op.kv_begin else found
+    mask: Any = CausalEachMask(op.mask) if op.causal_each else op.mask
+    return KvBeginMask(mask) if op.kv_begin else mask
 
 
 def score_option(op: AttentionKVCache) -> Any:
@@ -88,20 +87,20 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
 
 
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
-    """The reasons why no kernel with tiles of many queries computes it, or none that ``widens`` keys and values of eight bits."""
-    found = []
+    """The reasons why kernels with tiles of many queries do not compute it; one that ``widens`` takes caches of eight bits."""
+    reasons = []
     if widens and is_fp8(op):
         arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
-        found += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []
+        reasons += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []
     elif op.kv_element is not None and op.kv_element != op.element:
-        way = "; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode take that" if is_fp8(op) else ""
-        found.append(f"it takes caches in the format of q, {op.element.name}, not {op.kv_element.name}{way}")
-    return found
+        others = "; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode take that" if is_fp8(op) else ""
+        reasons.append(f"it takes caches in the format of q, {op.element.name}, not {op.kv_element.name}{others}")
+    return reasons
 
 
 @functools.lru_cache(maxsize=1024)
 def over_tensors(op: AttentionKVCache) -> Forward:
-    """The forward with these queries whose keys are plain tensors: as many tiles, of the same kinds."""
+    """The forward with the operation's queries whose keys are plain tensors: it has as many tiles, of the same kinds."""
     kv_len = min(op.kv_len, LONGEST)
     sizes = op.batch, op.q_len, kv_len, op.heads, op.kv_heads, op.head_dim, op.head_dim_v
     total_kv = min(op.batch * kv_len, LONGEST)
@@ -110,39 +109,39 @@ def over_tensors(op: AttentionKVCache) -> Forward:
 
 @functools.lru_cache(maxsize=1024)
 def packed_gqa(op: AttentionKVCache) -> Forward:
-    """The forward as tiles see it whose rows are the queries of all heads that share a key head."""
+    """The forward whose rows are the queries of all heads that share a key head, as its tiles see it."""
     n = op.heads_per_kv
     return dataclasses.replace(over_tensors(op), q_len=op.q_len * n, total_q=op.total_q * n, heads=op.kv_heads)
 
 
 def forward_of(op: Any) -> Forward:
-    """The forward that an operation is like; a tuning shape is one already."""
+    """The forward over plain tensors that stands for an operation; a tuning shape is one already."""
     return op if isinstance(op, Forward) else over_tensors(op)
 
 
-def options(op: AttentionKVCache, packs: bool, own: dict[str, Option]) -> dict[str, Option]:
+def options(op: AttentionKVCache, packs: bool, kernel_options: dict[str, Option]) -> dict[str, Option]:
     """The option on each axis of kernels with tiles of many queries, those of all heads that share a key head where it ``packs``
-    them; ``own`` are those that are for one kernel."""
+    them; ``kernel_options`` are for one kernel alone."""
     assert op.kv_element is not None
     sums: Option = softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax()
-    found: dict[str, Option] = {
+    by_axis: dict[str, Option] = {
         "Element": op.element,
         "KvElement": op.kv_element,
-        "Rows": rows_option(op, own.pop("Rows")),
+        "Rows": rows_option(op, kernel_options.pop("Rows")),
         "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
         "Score": rows.PackGqaScore(score_option(op)) if packs else score_option(op),
         "Weight": weight.Identity(),
         "Softmax": softmax.WithVScale(sums, CacheScale("v_scale")) if is_fp8(op) else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
-        **own,
+        **kernel_options,
     }
-    return constant_time(found) if op.spec.data_independent else found
+    return constant_time(by_axis) if op.spec.data_independent else by_axis
 
 
 def values(op: AttentionKVCache) -> dict[str, float]:
     """The run-time numbers of struct Args that say how long sequences may be, and how large pages are."""
-    found: dict[str, float] = {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q}
-    return found | {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
+    numbers: dict[str, float] = {"batches": op.batch, "q_len": op.q_len, "max_q_len": op.q_len, "total_q": op.total_q}
+    return numbers | {"max_kv_len": min(op.kv_len, LONGEST), "page_shift": page_shift(op), "indices_count": op.table}
 
 
 class OverCache(OneLaunch[AttentionKVCache]):
@@ -170,11 +169,11 @@ class OverCache(OneLaunch[AttentionKVCache]):
         and fewer tiles are cut by a causal mask."""
 
     @abc.abstractmethod
-    def own_options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
+    def kernel_options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
         """The options that are for this kernel, by axis."""
 
     def options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:
-        return options(op, self.packs(op, config), self.own_options(op, config))
+        return options(op, self.packs(op, config), self.kernel_options(op, config))
 
     def rendered_kind(self, op: AttentionKVCache, config: Any) -> tuple[Any, ...]:
         return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form
@@ -184,5 +183,5 @@ class OverCache(OneLaunch[AttentionKVCache]):
         return packed_gqa(op) if self.packs(op, config) else over_tensors(op)
 
     def values(self, op: AttentionKVCache, config: Any, device: Device) -> dict[str, float]:
-        found = tiling.values(self.tiled(op, config), config.tile_q, device) | values(op)
-        return found | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}
+        numbers = tiling.values(self.tiled(op, config), config.tile_q, device) | values(op)
+        return numbers | {"pack_gqa_heads": op.heads_per_kv if self.packs(op, config) else 1}

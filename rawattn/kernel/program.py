@@ -1,4 +1,4 @@
-"""This module has what a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
+"""The program that a kernel makes of an operation, as plain values: launches with arguments, scratch memory between."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..variant.field import Fields
 
 
 class Tiles(Protocol):
-    """This says what of a launch follows from the number of queries."""
+    """The part of a launch that follows from the number of queries."""
 
     def at(self, q_len: int) -> tuple[Mapping[str, int], int]:
-        """These of its values, and the number of blocks."""
+        """The launch's values that follow from ``q_len``, and its number of blocks."""
 
 
 class Launch(NamedTuple):
-    """One launch: the entry of a source, how many blocks, and what its arguments hold. ``tiles`` says what of it follows from the
-    number of queries; None where that is not known, or nothing does."""
+    """One launch: the entry of a source, how many blocks, and what its arguments hold. ``tiles`` is the part of it that follows
+    from the number of queries; None where that is not known, or nothing does."""
 
     entry: str
     source: Source
@@ -28,7 +28,7 @@ class Launch(NamedTuple):
     tiles: Tiles | None = None
 
     def at(self, q_len: int, tiles: Tiles) -> Launch:
-        """The launch for so many queries."""
+        """The launch for ``q_len`` queries."""
         values, grid = tiles.at(q_len)
         return self._replace(values={**self.values, **values}, grid=grid, tiles=tiles)
 
@@ -55,9 +55,9 @@ class Program(NamedTuple):
 
 
 def offsets(scratch: tuple[Buffer, ...], alignment: int = 256) -> tuple[dict[str, int], int]:
-    """Returns where each buffer begins in one allocation, and the bytes of all."""
-    found, end = {}, 0
+    """The offset of each buffer in one allocation, by name, and the bytes of all."""
+    begins, end = {}, 0
     for buffer in scratch:
-        found[buffer.name] = end
+        begins[buffer.name] = end
         end += -(-buffer.bytes // alignment) * alignment
-    return found, end
+    return begins, end

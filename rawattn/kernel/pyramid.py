@@ -23,15 +23,15 @@ SIDES = {1: (1, 256), 2: (16, 16)}  # blocks of a level that a thread block has,
 
 
 def levels(shape: tuple[int, ...], axes: int) -> list[tuple[int, int]]:
-    """Rows and columns of the blocks on each level of a row (1 axis) or a matrix (2)."""
-    found = [(-(-shape[-2] // BLOCK) if axes == 2 else 1, -(-shape[-1] // BLOCK))]
-    while found[-1] != (1, 1):
-        found.append(((found[-1][0] + 1) // 2, (found[-1][1] + 1) // 2))
-    return found
+    """Rows and columns of the blocks on each level over a row (1 axis) or a matrix (2)."""
+    sizes = [(-(-shape[-2] // BLOCK) if axes == 2 else 1, -(-shape[-1] // BLOCK))]
+    while sizes[-1] != (1, 1):
+        sizes.append(((sizes[-1][0] + 1) // 2, (sizes[-1][1] + 1) // 2))
+    return sizes
 
 
 def numbers(shape: tuple[int, ...], axes: int) -> tuple[int, int]:
-    """Returns how many rows or matrices an array has, and how many thread blocks each of them takes."""
+    """The number of rows or matrices that an array has, and the number of thread blocks that each of them takes."""
     lowest, side = levels(shape, axes)[0], SIDES[axes]
     return math.prod(shape[:-axes]), -(-lowest[0] // side[0]) * -(-lowest[1] // side[1])
 
@@ -46,25 +46,21 @@ def buffer(array: Any) -> Buffer:
 def fields(array: Any) -> Fields:
     """The fields of struct Args, in order."""
     name, outer, rank = array.name, len(array.shape) - array.pyramid, len(array.shape)
-    found = [Field("array", "const void*", Pointer(name)), Field("pyramid", "void*", Scratch(f"{name}_pyramid"))]
+    args = [Field("array", "const void*", Pointer(name)), Field("pyramid", "void*", Scratch(f"{name}_pyramid"))]
     counters = 1 << (max(1, numbers(array.shape, array.pyramid)[0]) - 1).bit_length()  # few sizes: each is kept for a device
-    found += [Field("counter", "i32*", Counter(4 * max(2, counters)))]
+    args += [Field("counter", "i32*", Counter(4 * max(2, counters)))]
     for i in range(OUTER):
         axis = outer - OUTER + i
-        found.append(Field(f"stride_{i}", "i64", AxisStride(name, axis)) if axis >= 0 else Field(f"stride_{i}", "i64"))
+        args.append(Field(f"stride_{i}", "i64", AxisStride(name, axis)) if axis >= 0 else Field(f"stride_{i}", "i64"))
     rows = Field("row_stride", "i64", AxisStride(name, rank - 2)) if array.pyramid == 2 else Field("row_stride", "i64")
-    found += [rows, Field("column_stride", "i64", AxisStride(name, rank - 1))]
-    return (*found, *(Field(f"size_{i}", "i32") for i in range(OUTER)), *(Field(x, "i32") for x in ("rows", "columns", "blocks")))
+    args += [rows, Field("column_stride", "i64", AxisStride(name, rank - 1))]
+    return (*args, *(Field(f"size_{i}", "i32") for i in range(OUTER)), *(Field(x, "i32") for x in ("rows", "columns", "blocks")))
 
 
 @functools.lru_cache(maxsize=256)
 def render(element: str, axes: int, arch: str, ctypes: Fields) -> Source:
     """The source for arrays of one format."""
-    options: dict[str, Option] = {
-        "Element": FP32,
-        "Item": Item(element),
-        "Launch": launch_of(arch),
-    }
+    options: dict[str, Option] = {"Element": FP32, "Item": Item(element), "Launch": launch_of(arch)}
     return source(FILE, config_header({"axes": axes}, ctypes, [], options), arch)
 
 
@@ -79,13 +75,14 @@ def launch(array: Any, device: Device) -> Launch:
     values: dict[str, float] = {f"size_{i}": size for i, size in enumerate(outer)}
     values |= {f"stride_{i}": 0 for i in range(OUTER)} | {"row_stride": 0}
     values |= {"rows": shape[-2] if axes == 2 else 1, "columns": shape[-1], "blocks": blocks}
-    own = fields(array)
-    return Launch(NAME, render(array.element, axes, device.arch, tuple(Field(*f[:2]) for f in own)), own, values, count * blocks)
+    args = fields(array)
+    text = render(array.element, axes, device.arch, tuple(Field(*field[:2]) for field in args))
+    return Launch(NAME, text, args, values, count * blocks)
 
 
 def before(program: Program, mask: Any, device: Device) -> Program:
     """The program, after the launches that make the pyramids that a mask asks for."""
-    wanted = [each for each in mask.arrays if each.pyramid and math.prod(each.shape)]
-    if not wanted or not program.launches:
+    arrays = [array for array in mask.arrays if array.pyramid and math.prod(array.shape)]
+    if not arrays or not program.launches:
         return program
-    return Program((*(launch(each, device) for each in wanted), *program.launches), (*map(buffer, wanted), *program.scratch))
+    return Program((*(launch(array, device) for array in arrays), *program.launches), (*map(buffer, arrays), *program.scratch))

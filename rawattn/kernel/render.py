@@ -160,19 +160,19 @@ def config_header(
 
 
 @functools.cache
-def _text(path: str) -> str:
+def _read(path: str) -> str:
     return (FOLDER / path).read_text(encoding="utf-8")
 
 
 def source(file: str, config: str, arch: str) -> Source:
-    """Returns what NVRTC is given for ``file`` of ``cuda_src/``: the headers it reaches and no others, so that a change to one
-    recompiles just the kernels that use it. Those that were written for its options come with ``config``."""
+    """The source of ``file`` of ``cuda_src/`` for NVRTC, with the headers that it reaches and no others, so that a change to one
+    recompiles just the kernels that use it. Headers that were written for its options come with ``config``."""
     written = config.texts if isinstance(config, ConfigHeader) else {}
     headers = {"config.cuh": str(config)}
-    pending = [_text(file), config]
+    pending = [_read(file), config]
     while pending:
         for path in _INCLUDE.findall(pending.pop()):
             if path not in headers:
-                headers[path] = written[path] if path in written else _text(path)
+                headers[path] = written[path] if path in written else _read(path)
                 pending.append(headers[path])
-    return Source(name=file, text=_text(file), headers=tuple(sorted(headers.items())), arch=arch)
+    return Source(name=file, text=_read(file), headers=tuple(sorted(headers.items())), arch=arch)

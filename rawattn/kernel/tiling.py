@@ -1,5 +1,5 @@
-"""This module has what the host sides of kernels share: what they refuse, their options and values, their tiles, and the
-operations that stand for a kind."""
+"""The parts that the host sides of kernels share: what they refuse, their options and values, their tiles, and the operations
+that stand for a kind."""
 
 from __future__ import annotations
 
@@ -44,43 +44,49 @@ def tensor_core_reasons(
     op: Forward, widest: int = 256, elements: Sequence[element.Element] = (element.BF16, element.FP16)
 ) -> list[str]:
     """The reasons why tensor cores do not compute the operation, with heads of up to ``widest`` columns."""
-    found = []
+    refusals = []
     if op.element not in elements:
-        *others, last = (each.name for each in elements)
-        found.append(f"it takes {', '.join(others)} and {last}, not {op.element.name}")
+        *others, last = (taken.name for taken in elements)
+        refusals.append(f"it takes {', '.join(others)} and {last}, not {op.element.name}")
     for which, size in (("head_dim", op.head_dim), ("head_dim_v", op.head_dim_v)):
         if size % 8 or not 8 <= size <= widest:
-            found.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
-    return found
+            refusals.append(f"{which} is {size}; it takes multiples of 8 from 8 to {widest}")
+    return refusals
 
 
 def is_foreign(option: object) -> bool:
-    """Says whether a mask or a score, or a part of it, is a class of somebody else: how many registers it takes is not known."""
+    """Says whether a mask or a score, or a part of it, is a class outside rawattn: how many registers it takes is not known."""
     parts = [getattr(option, name) for name in ("base", "a", "b") if hasattr(option, name)]
     return type(option).__module__.partition(".")[0] != __name__.partition(".")[0] or any(map(is_foreign, parts))
 
 
 def function_reasons(op: Forward) -> list[str]:
-    """The reason why functions among the options are refused, where they are."""
-    found = [name for name in ("mask", "score") if getattr(op, name).is_function]
-    if not (op.constant_time and found):
+    """The reason why a mask or a score that is a function is refused, if it is."""
+    functions = [name for name in ("mask", "score") if getattr(op, name).is_function]
+    if not (op.constant_time and functions):
         return []
-    return [f"its {' and its '.join(found)} may take any time, as functions do; constant_time is for built-in masks and scores"]
+    names = " and its ".join(functions)
+    return [f"its {names} may take any time, as functions do; constant_time is for built-in masks and scores"]
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
-    """The reason why the tiles of an operation cannot be counted, where they, or the smallest, have ``tile_q`` rows."""
+    """The reason why the tiles of an operation, of ``tile_q`` rows at least, cannot be counted; none where they can."""
     count = most_tiles(op, tile_q)
     return [f"it counts up to {MOST_TILES} tiles of {tile_q} rows, and here are {count}"] if count > MOST_TILES else []
 
 
-def reasons(*each: str | None) -> list[str]:
-    """Those that are given."""
-    return [reason for reason in each if reason is not None]
+def reasons(*optional: str | None) -> list[str]:
+    """The reasons among ``optional``, where None stands for no reason."""
+    return [reason for reason in optional if reason is not None]
+
+
+def too_large_block(needed: int, device: Device) -> str | None:
+    """The reason why a block cannot have ``needed`` bytes of shared memory; None where it can."""
+    return f"it needs {needed} bytes of shared memory; a block has {device.smem_bytes}" if needed > device.smem_bytes else None
 
 
 def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
-    """The reason why so many blocks of ``block`` bytes of shared memory do not fit a multiprocessor."""
+    """The reason why ``ctas_per_sm`` blocks of ``block`` bytes of shared memory do not fit a multiprocessor; None if they do."""
     needed = (block + RESERVED_SMEM) * ctas_per_sm
     if needed <= device.smem_bytes + RESERVED_SMEM:
         return None
@@ -88,7 +94,7 @@ def too_much_smem(block: int, ctas_per_sm: int, device: Device) -> str | None:
 
 
 def least_seconds(flops: int, device: Device) -> float:
-    """Returns the time of products at the full rate of Hopper's tensor cores: 4096 FLOP a clock and multiprocessor, 1.755 GHz."""
+    """The time of products at the full rate of Hopper's tensor cores: 4096 FLOP a clock and multiprocessor, 1.755 GHz."""
     return flops / (4096 * device.sm_count * 1.755e9)
 
 
@@ -99,8 +105,8 @@ def mma_flops(device: Device) -> int:
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:
     """The operations by which configurations are compared: one that fills a GPU many times over, one that fills it about twice,
-    and one that does not. They have nothing that is a run-time value in the kernel, but what a mask with holes has: all that an
-    operation of this kind may ever run in is compiled together, and a new length, batch, window or number of heads compiles
+    and one that does not. None of them has a run-time value of ``op``, but what a mask with holes has: all configurations that
+    an operation of this kind may ever run in are compiled together, and a new length, batch, window or number of heads compiles
     nothing."""
     mask = op.mask if isinstance(op.mask, Full) or lists(op.mask) else Causal()
     sizes: tuple[tuple[int, int, int], ...] = ((8, 2048, 16), (1, 4096, 8), (1, 512, 8))  # batch, length, heads
@@ -119,29 +125,29 @@ def with_mask(op: Forward, mask: Mask) -> Forward:
     return dataclasses.replace(op, spec=dataclasses.replace(op.spec, mask=mask))
 
 
-def options(op: Forward, **own: Option) -> dict[str, Option]:
-    """The option on each axis, by the name that a kernel has for it; ``own`` are those that are for one kernel."""
-    found: dict[str, Option] = {
+def options(op: Forward, **kernel_options: Option) -> dict[str, Option]:
+    """The option on each axis, by the name that a kernel has for it; ``kernel_options`` are for one kernel alone."""
+    by_axis: dict[str, Option] = {
         "Element": op.element,
         "Rows": rows.Varlen() if op.varlen else rows.Dense(),
         "Mask": op.mask,
         "Score": op.spec.placed_score,
         "Weight": op.spec.weight,
-        **own,
+        **kernel_options,
     }
     if op.kv_lens:
-        found["Rows"] = rows.UsedKeys(found["Rows"])
+        by_axis["Rows"] = rows.UsedKeys(by_axis["Rows"])
     if op.q_lens:
-        found |= {"Rows": rows.UsedQueries(found["Rows"]), "Mask": UsedQueriesMask(found["Mask"])}
+        by_axis |= {"Rows": rows.UsedQueries(by_axis["Rows"]), "Mask": UsedQueriesMask(by_axis["Mask"])}
     if op.spec.offsets is not None:
-        found["Rows"] = rows.WithOffset(found["Rows"])
+        by_axis["Rows"] = rows.WithOffset(by_axis["Rows"])
     if op.sinks:
-        found["Softmax"] = softmax.WithSink(found["Softmax"])
-    return constant_time(found) if op.spec.data_independent else found
+        by_axis["Softmax"] = softmax.WithSink(by_axis["Softmax"])
+    return constant_time(by_axis) if op.spec.data_independent else by_axis
 
 
 def cursor(op: Forward, up: bool = False) -> Option:
-    """Returns how warps that go along the key tiles of their queries by themselves find them."""
+    """The option for how warps that go along the key tiles of their queries by themselves find these tiles."""
     return ListCursor(up) if lists(op.mask) else IntervalCursor(up)
 
 
@@ -157,10 +163,9 @@ def fields(tensors: Sequence[Field], options: dict[str, Option]) -> Fields:
 
 
 def tiles(op: Forward, tile_q: int, rows_each: int = 1) -> int:
-    """The query tiles of all heads, by which configurations are compared; ``rows_each`` are the rows that a query has in them,
-    one for each head that shares them. Of packed sequences a bound and a sum are known, and the lengths are not: those are
-    counted that are as long as the bound, as many as there can be. The others are short, and take as long in tiles of any
-    size."""
+    """The query tiles of all heads, by which configurations are compared; a query has ``rows_each`` rows in them, one for each
+    head that shares them. Of packed sequences a bound and a sum are known, and the lengths are not: as many sequences are counted
+    as can be as long as the bound. The others are short, and take as long in tiles of any size."""
     count = min(op.batch, max(1, op.total_q // max(1, op.q_len))) if op.varlen else op.batch
     return -(-op.q_len * rows_each // tile_q) * count * (op.heads // rows_each)
 
@@ -205,15 +210,15 @@ class QueryTiles(NamedTuple):
         """The values that follow from the number of queries, and the number of blocks."""
         q_tiles = -(-q_len * self.rows_each // self.tile_q)
         group, groups = self.groups(q_tiles)
-        found = {"q_len": q_len, "q_tiles": q_tiles, "l2_head_group": group, "last_group": groups}
-        return found, min(self.most_blocks, q_tiles * self.heads)
+        values = {"q_len": q_len, "q_tiles": q_tiles, "l2_head_group": group, "last_group": groups}
+        return values, min(self.most_blocks, q_tiles * self.heads)
 
     def groups(self, q_tiles: int) -> tuple[int, int]:
         """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs
         them, and the number of such groups before the last one, which takes the rest: enough tiles for the multiprocessors to
         even out."""
-        each = q_tiles or 1
-        last = max(-(-self.multiprocessors // each), min(-(-self.last_tiles // each), self.most_last))
+        head_tiles = q_tiles or 1
+        last = max(-(-self.multiprocessors // head_tiles), min(-(-self.last_tiles // head_tiles), self.most_last))
         group = self.group or last
         return min(group, self.heads), max(0, self.heads - last) // group
 
@@ -234,7 +239,7 @@ def query_tiles(op: Forward, tile_q: int, device: Device) -> QueryTiles:
 
 def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
     """The run-time numbers of struct Args."""
-    found: dict[str, float] = {
+    numbers: dict[str, float] = {
         "scale": abs(op.scale),
         "heads": op.heads,
         "heads_per_kv": op.heads_per_kv,
@@ -242,7 +247,7 @@ def values(op: Forward, tile_q: int, device: Device) -> dict[str, float]:
         **op.spec.values,
     }
     if op.spec.offsets is not None:
-        found |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
+        numbers |= {"q_offset": op.spec.offsets[0], "kv_offset": op.spec.offsets[1]}
     if op.varlen:
-        return found | {"total_q": op.total_q, "total_kv": op.total_kv}
-    return found | query_tiles(op, tile_q, device).at(op.q_len)[0]
+        return numbers | {"total_q": op.total_q, "total_kv": op.total_kv}
+    return numbers | query_tiles(op, tile_q, device).at(op.q_len)[0]

@@ -60,7 +60,7 @@ def context_attention(
     Args:
         q: (batch, q_len / n, heads, head_dim), this rank's rows; a torch tensor. Packed ones: ``context_attention_varlen``.
         k: (batch, kv_len / n, kv_heads, head_dim), this rank's rows; copied where it is not contiguous.
-        v: (batch, kv_len / n, kv_heads, head_dim_v); likewise.
+        v: (batch, kv_len / n, kv_heads, head_dim_v), this rank's rows; copied where it is not contiguous.
         group: a ProcessGroup, a DeviceMesh of one dimension, or None for all processes.
         causal, window, softcap, scale, mask, score, alibi, bias: as in ``attention``, of the whole sequences. Functions see
             positions and lengths in these. What they captured is whole on each rank, and the same; the gradient of an array
@@ -96,11 +96,11 @@ def context_attention(
     group = group_of(group)
     taken, captured = captures.take(options)
     captures.find_followed(taken, captured)  # raises where a mask captured a tensor that requires grad
-    found = _prepared(q, k, v, sinks, taken, captured, group, layout, method)
-    if found is None:
+    prepared = _prepare(q, k, v, sinks, taken, captured, group, layout, method)
+    if prepared is None:
         with torch.autocast(q.device.type, enabled=False):
             return attention.attention(q, k, v, sinks=sinks, **options)
-    o, lse = _Context.apply(q, k, v, sinks, ContextCall(*found, group), *captured)
+    o, lse = _Context.apply(q, k, v, sinks, ContextCall(*prepared, group), *captured)
     return (o, lse) if return_lse else o
 
 
@@ -108,62 +108,62 @@ KEPT = 256  # specs and schedules of a group
 _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by group
 
 
-def _prepared(
+def _prepare(
     q: Any, k: Any, v: Any, sinks: Any, options: dict[str, Any], captured: tuple[Any, ...], group: Any, layout: Any, method: Any
 ) -> tuple[Spec, Schedule, Parts] | None:
-    """The spec, the schedule and the functions of parts, which calls of a group share that have such tensors and options; None
-    where a rank is alone.
+    """Makes the spec, the schedule and the functions of parts, and keeps them for the group's next call with such tensors and
+    options; None where a rank is alone.
 
     Raises ProblemError for wrong arguments: before anything is sent, since the other ranks would wait for the rest."""
     check_layout(layout)
     if method not in METHODS:
         raise ProblemError(f"method is {method!r}; it must be one of {', '.join(map(repr, METHODS))}.")
     with torch.no_grad():
-        read = forms_of((q, k, v, sinks, *captured))
+        forms = forms_of((q, k, v, sinks, *captured))
     request = request_for(Forward, Options(**options))
-    key, kept = (request, read and read[0], layout, method), _kept.setdefault(group, {})
-    found: tuple[Spec, Schedule, Parts] | None = kept.get(key)
-    if found is not None:
-        return found
+    key, kept = (request, forms and forms[0], layout, method), _kept.setdefault(group, {})
+    prepared: tuple[Spec, Schedule, Parts] | None = kept.get(key)
+    if prepared is not None:
+        return prepared
     Spec.of(**functions.without(options))
     check_tensors(q, k, v, sinks, layout)
     count = dist.get_world_size(group)
     if count == 1:
         return None
-    spec, own = of_parts(q, k, v, options, captured, count, q_len=q.shape[1] * count, kv_len=k.shape[1] * count)
-    found = spec, _schedule(q, k, v, spec, group, layout, method), own
-    if read is not None and request.is_kept:
-        cache_put(kept, key, found, KEPT)
-    return found
+    spec, parts = resolve_parts(q, k, v, options, captured, count, q_len=q.shape[1] * count, kv_len=k.shape[1] * count)
+    prepared = spec, _make_schedule(q, k, v, spec, group, layout, method), parts
+    if forms is not None and request.is_kept:
+        cache_put(kept, key, prepared, KEPT)
+    return prepared
 
 
 Parts = tuple[tuple[str, Function, tuple[int, ...]], ...]  # functions with their roles, and the numbers of what they captured
 
 
-def of_parts(
-    q: Any, k: Any, v: Any, options: dict[str, Any], captured: tuple[Any, ...], count: int, **given: int
+def resolve_parts(
+    q: Any, k: Any, v: Any, options: dict[str, Any], captured: tuple[Any, ...], count: int, **sizes: int
 ) -> tuple[Spec, Parts]:
-    """The spec of the whole, and its functions that are no built-in options: as ``functions.of_part`` gives them. Raises
-    ProblemError where what they captured is not of the whole's sizes."""
-    found = reading.read_named(Forward.names, (q, k, v)) | captures.read(options, captured)
+    """Returns the spec of the whole, and those of its functions that are no built-in options, made by ``functions.of_part`` with
+    these ``sizes``. Raises ProblemError where what they captured is not of the whole's sizes."""
+    described = reading.read_named(Forward.names, (q, k, v)) | captures.read(options, captured)
     whole = Limits(q.shape[0], q.shape[2], q.shape[1] * count, k.shape[1] * count)
-    spec = Spec.of(**captures.resolve(options, found, whole))
-    own, first = [], 0
-    for role, each in functions.among(options):
-        part, indices = functions.of_part(each, **given)
+    spec = Spec.of(**captures.resolve(options, described, whole))
+    parts, first = [], 0
+    for role, function in functions.among(options):
+        of_part, indices = functions.of_part(function, **sizes)
         if getattr(spec, role).is_function:
-            own.append((role, part, tuple(first + i for i in indices)))
-        first += len(each.traced.labels)
-    return spec, tuple(own)
+            parts.append((role, of_part, tuple(first + i for i in indices)))
+        first += len(function.traced.labels)
+    return spec, tuple(parts)
 
 
-def bound(own: Parts, captured: tuple[Any, ...]) -> dict[str, BoundFunction]:
-    """The functions of parts with the arrays that they captured, by role."""
-    return {role: BoundFunction(each.traced, [captured[i] for i in indices], each.numbers) for role, each, indices in own}
+def bind_captured(parts: Parts, captured: tuple[Any, ...]) -> dict[str, BoundFunction]:
+    """Returns the functions of parts with the arrays that they captured, by role."""
+    return {role: BoundFunction(part.traced, [captured[i] for i in indices], part.numbers) for role, part, indices in parts}
 
 
 def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
-    """Raises ProblemError where they are no parts of sequences in this layout."""
+    """Raises ProblemError where q, k and v are no parts of sequences in this layout."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or hasattr(x, "to_local"):
             raise ProblemError(f"{name} is a {type(x).__name__}; it must be a torch tensor, of a DTensor its to_local().")
@@ -179,11 +179,11 @@ def check_tensors(q: Any, k: Any, v: Any, sinks: Any, layout: str) -> None:
     check_arrays(reading.read_named(Forward.names, (q, k, v, None, None, sinks)), None, None)
 
 
-def _schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
+def _make_schedule(q: Any, k: Any, v: Any, spec: Spec, group: Any, layout: str, method: str) -> Schedule:
     count, rank = dist.get_world_size(group), dist.get_rank(group)
     if spec.mask.lists and not spec.mask.is_function:
-        way = "give it as a function, or call head_attention: its interval does not say which keys are needed"
-        raise ProblemError(f"mask is {spec.mask}, which keeps several runs of keys; {way}.")
+        remedy = "give it as a function, or call head_attention: its interval does not say which keys are needed"
+        raise ProblemError(f"mask is {spec.mask}, which keeps several runs of keys; {remedy}.")
     mask = Full() if spec.mask.is_function else spec.mask
     masks = (mask,) if mask.of_head is None else tuple(mask.of_head(head) for head in range(q.shape[2]))
     whole = Whole(masks, sees_positions(spec), count, q.shape[1], k.shape[1], layout)
@@ -198,7 +198,7 @@ def sees_positions(spec: Spec) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ContextCall:
-    """All of a call but its tensors."""
+    """A call of ``context_attention`` without its tensors."""
 
     spec: Spec
     schedule: Schedule
@@ -206,23 +206,23 @@ class ContextCall:
     group: Any
 
     def options(self, task: Task, captured: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns the options of one of its attention calls."""
+        """Returns the options of the attention call that computes a task."""
         q_offset, kv_offset = task.offsets or (None, None)
         mask = self.spec.mask if task.masked else None
         return {
             "mask": mask, "score": self.spec.score, "scale": self.spec.scale, "q_offset": q_offset, "kv_offset": kv_offset,
-            "deterministic": self.spec.deterministic, **bound(self.functions, captured),
+            "deterministic": self.spec.deterministic, **bind_captured(self.functions, captured),
         }  # fmt: skip
 
 
 # ---- what goes over the wire
 
 
-_used: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose communicator is there
+_used: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose communicator is made
 
 
 def _connect(group: Any, device: Any) -> None:
-    """Makes the group's communicator. NCCL wants all ranks there for that, but not all send and receive in the first step."""
+    """Makes the group's communicator. NCCL makes it where all ranks take part, but not all send and receive in the first step."""
     if device.type == "cuda" and group not in _used:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _used.add(group)
@@ -232,14 +232,14 @@ Sent = list[tuple[int, Any]]  # pairs of a peer and (batch, rows, heads, columns
 
 
 def _post(group: Any, sends: Sent, recvs: Sent) -> tuple[list[Any], list[Any]]:
-    """Starts all transfers of a step at once, and gives what to wait for before received rows are read, and before sent rows
-    change. Between two ranks the order is that of the lists, which is the same on both. A backend that is NCCL waits for the
-    current stream before it starts, and ``wait`` makes the then current stream wait: no memory is given back or written
-    meanwhile, as whoever posts keeps the tensors until then."""
+    """Starts all transfers of a step at once, and returns the works to wait for before received rows are read, and those to wait
+    for before sent rows change. Between two ranks the order is that of the lists, which is the same on both. NCCL waits for the
+    current stream before it starts, and ``wait`` of a work makes the then current stream wait: until then the caller keeps the
+    tensors, so that no memory is given back or written."""
     ops = [
         dist.P2POp(op, row, dist.get_global_rank(group, peer), group)
-        for op, given in ((dist.irecv, recvs), (dist.isend, sends))
-        for peer, x in given
+        for op, transfers in ((dist.irecv, recvs), (dist.isend, sends))
+        for peer, x in transfers
         for row in x.unbind(0)
     ]
     works = dist.batch_isend_irecv(ops) if ops else []
@@ -249,19 +249,19 @@ def _post(group: Any, sends: Sent, recvs: Sent) -> tuple[list[Any], list[Any]]:
     return works[:received], works[received:]
 
 
-def _rows(x: Any, begin: int, end: int) -> Any:
+def _slice_rows(x: Any, begin: int, end: int) -> Any:
     return x[:, begin:end]
 
 
 class _Transfers:
-    """The keys of the others, step by step, and the way back of their gradients.
+    """The transfers of a call: keys come from the other ranks, step by step, and their gradients go back.
 
     Every rank posts in one order: the keys of steps 0 and 1, then for each step s the keys of step s + 2 and the gradients of
     step s. A rank leaves out where it has nothing to do. What is posted waits only for what any rank posted before, so no rank
-    waits for ever. Keys of a step go to one of two buffers, and there when the calls on its last contents are queued.
+    waits for ever. Keys of a step go to one of two buffers, once the calls on its last contents are queued.
 
-    It is a context. Where an attention call in it fails, on this rank alone perhaps, the rest is sent and received all the same,
-    so that the others do not wait for ever and the next call finds nothing left: their gradients from here are NaN then.
+    It is a context manager. Where an attention call in it fails, on this rank alone perhaps, the rest is sent and received all
+    the same, so that the others do not wait for ever and the next call finds nothing left. Gradients from here are then NaN.
     """
 
     def __init__(self, call: ContextCall, k: Any, v: Any, gradients: bool = False) -> None:
@@ -273,7 +273,7 @@ class _Transfers:
         self._next, self._done = 0, -1  # index in _order; last step whose calls are queued
         self._has_gradients, self._in_use = gradients, None  # buffers of the step whose calls are being queued
         used = [step.rows for step in self.steps if step.rows]
-        self._free = [self._buffers(max(used)) for _ in range(min(2, len(used)))]
+        self._free = [self._make_buffers(max(used)) for _ in range(min(2, len(used)))]
         self._keys: dict[int, Any] = {}  # by step: buffers and what to wait for
         self._computed: dict[int, Any] = {}  # by step: gradients to send
         self._returned: deque[Any] = deque()  # posted gradients
@@ -282,11 +282,11 @@ class _Transfers:
         _connect(call.group, k.device)
         self._advance()
 
-    def _buffers(self, rows: int) -> tuple[Any, Any]:
+    def _make_buffers(self, rows: int) -> tuple[Any, Any]:
         return tuple(x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (self.k, self.v))
 
     def _advance(self) -> None:
-        """Posts what can be posted."""
+        """Posts the next transfers, up to one that has to wait."""
         before = self._next
         while self._next < len(self._order):
             what, i = self._order[self._next]
@@ -302,12 +302,12 @@ class _Transfers:
             if not self._free:
                 return False
             buffers = self._free.pop(0)
-        recvs = [(p.peer, _rows(x, p.at, p.at + p.end - p.begin)) for p in step.recvs for x in buffers or ()]
-        sends = [(p.peer, _rows(x, p.begin, p.end)) for p in step.sends for x in (self.k, self.v)]
+        recvs = [(p.peer, _slice_rows(x, p.at, p.at + p.end - p.begin)) for p in step.recvs for x in buffers or ()]
+        sends = [(p.peer, _slice_rows(x, p.begin, p.end)) for p in step.sends for x in (self.k, self.v)]
         received, sent = _post(self.group, sends, recvs)
-        for p in step.own:
+        for p in step.copies:
             for x, buffer in zip((self.k, self.v), buffers or (), strict=True):
-                _rows(buffer, p.at, p.at + p.end - p.begin).copy_(_rows(x, p.begin, p.end))
+                _slice_rows(buffer, p.at, p.at + p.end - p.begin).copy_(_slice_rows(x, p.begin, p.end))
         self._keys[i] = buffers, received
         self._sent += sent
         return True
@@ -315,25 +315,25 @@ class _Transfers:
     def _post_gradients(self, i: int, step: RingStep) -> bool:
         if i > self._done:
             return False
-        given = self._computed.pop(i, ())
-        sends = [(p.peer, _rows(x, p.at, p.at + p.end - p.begin)) for p in step.recvs for x in given]
-        made = [self._buffers(p.end - p.begin) for p in step.sends]
-        recvs = [(p.peer, x) for p, both in zip(step.sends, made, strict=True) for x in both]
+        gradients = self._computed.pop(i, ())
+        sends = [(p.peer, _slice_rows(x, p.at, p.at + p.end - p.begin)) for p in step.recvs for x in gradients]
+        buffers = [self._make_buffers(p.end - p.begin) for p in step.sends]
+        recvs = [(p.peer, x) for p, pair in zip(step.sends, buffers, strict=True) for x in pair]
         received, sent = _post(self.group, sends, recvs)
-        found = [(p, *both) for p, both in zip(step.sends, made, strict=True)]
-        self._returned.append((found, received, sent, given))
+        pieces = [(p, *pair) for p, pair in zip(step.sends, buffers, strict=True)]
+        self._returned.append((pieces, received, sent, gradients))
         return True
 
     def __iter__(self) -> Iterator[tuple[int, RingStep, Any, Any]]:
-        """Gives each step with calls, and the rows of k and v that it has, when they may be read. The calls on them are queued
-        when the next one is asked for."""
+        """Gives each step that has calls, and its rows of k and v, when they may be read. The caller queues its calls on them
+        before it asks for the next step."""
         for i, step in enumerate(self.steps):
             buffers, received = self._keys.pop(i)
             if step.rows:
                 for work in received:
                     work.wait()
                 self._in_use = buffers
-                yield i, step, *(_rows(x, 0, step.rows) for x in buffers)
+                yield i, step, *(_slice_rows(x, 0, step.rows) for x in buffers)
                 self._free.append(buffers)
             self._done = i
             self._advance()
@@ -348,7 +348,7 @@ class _Transfers:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Does all that the others wait for."""
+        """Does all transfers that other ranks wait for; the gradients that it sends are NaN."""
         for i in range(self._done + 1, len(self.steps)):
             buffers, received = self._keys.pop(i, (self._in_use, []))
             for work in received:
@@ -356,7 +356,7 @@ class _Transfers:
             if self.steps[i].rows:
                 self._free.append(buffers)
                 if self._has_gradients and i not in self._computed:
-                    self.give(i, *(x.fill_(torch.nan) for x in self._buffers(self.steps[i].rows)))
+                    self.give(i, *(x.fill_(torch.nan) for x in self._make_buffers(self.steps[i].rows)))
             self._done = i
             self._advance()
         for _ in self.returned():
@@ -368,12 +368,12 @@ class _Transfers:
         self._computed[i] = dk, dv
 
     def returned(self, left: int = 0) -> Iterator[tuple[Piece, Any, Any]]:
-        """Gives gradients of this rank's own rows that others computed, all but those of the last ``left`` steps posted."""
+        """Gives the gradients of this rank's rows that others computed, except for those of the last ``left`` steps posted."""
         while len(self._returned) > left:
-            found, received, sent, _ = self._returned.popleft()
+            pieces, received, sent, _ = self._returned.popleft()
             for work in (*received, *sent):
                 work.wait()
-            yield from found
+            yield from pieces
 
     def finish(self) -> None:
         """Waits until nothing that was sent is needed any more."""
@@ -384,21 +384,21 @@ class _Transfers:
 # ---- forward
 
 
-def _forward(q: Any, k: Any, v: Any, sinks: Any, call: ContextCall, captured: tuple[Any, ...]) -> tuple[Any, Any]:
-    found = PartialResults(q, v, call.schedule.tasks, dist.get_world_size(call.group))
+def _compute_forward(q: Any, k: Any, v: Any, sinks: Any, call: ContextCall, captured: tuple[Any, ...]) -> tuple[Any, Any]:
+    results = PartialResults(q, v, call.schedule.tasks, dist.get_world_size(call.group))
     with _Transfers(call, k, v) as transfers:
         for task in call.schedule.local:
-            found.make_room(task)
-            found.add(task, _attend(q, k, v, task, call, captured))
+            results.make_room(task)
+            results.add(task, _attend(q, k, v, task, call, captured))
         for _, step, k_rows, v_rows in transfers:
             for task in step.tasks:
-                found.make_room(task)
-                found.add(task, _attend(q, k_rows, v_rows, task, call, captured))
-    return found.merged(sinks)
+                results.make_room(task)
+                results.add(task, _attend(q, k_rows, v_rows, task, call, captured))
+    return results.merge(sinks)
 
 
 def _attend(q: Any, k: Any, v: Any, task: Task, call: ContextCall, captured: tuple[Any, ...]) -> Any:
-    rows = _rows(q, *task.q), _rows(k, *task.kv), _rows(v, *task.kv)
+    rows = _slice_rows(q, *task.q), _slice_rows(k, *task.kv), _slice_rows(v, *task.kv)
     return attention.attention(*rows, **call.options(task, captured), return_lse=True)
 
 
@@ -406,11 +406,11 @@ def _attend(q: Any, k: Any, v: Any, task: Task, call: ContextCall, captured: tup
 
 
 class _Sum:
-    """The sum of gradients of rows of one tensor, in float32 (float64 for fp64), in the order in which they are added. ``first``,
-    of all rows, may still be written until the result is asked for."""
+    """The sum of gradients of rows of a tensor, in float32 (float64 for fp64), in the order in which they are added. ``first``, a
+    gradient of all its rows, may still be written until the result is asked for."""
 
-    def __init__(self, like: Any, first: Any = None) -> None:
-        self._like, self._first = like, first
+    def __init__(self, tensor: Any, first: Any = None) -> None:
+        self._tensor, self._first = tensor, first
         self._total: Any = None
         self._parts: list[tuple[int, int, Any]] = []
 
@@ -421,8 +421,8 @@ class _Sum:
 
     def _add_up(self) -> None:
         if self._total is None:
-            number = torch.promote_types(self._like.dtype, torch.float32)
-            self._total = self._like.new_zeros(self._like.shape, dtype=number)
+            number = torch.promote_types(self._tensor.dtype, torch.float32)
+            self._total = self._tensor.new_zeros(self._tensor.shape, dtype=number)
         for begin, end, x in self._parts:
             self._total[:, begin:end].add_(x)
         self._parts = []
@@ -435,128 +435,123 @@ class _Sum:
             for begin, end, x in self._parts:
                 self._first[:, begin:end].add_(x)
             return self._first
-        if self._total is None and len(self._parts) == 1 and rows[0] == (0, self._like.shape[1]):
+        if self._total is None and len(self._parts) == 1 and rows[0] == (0, self._tensor.shape[1]):
             return self._parts[0][2]
         self._add_up()
-        return self._total.to(self._like.dtype) if self._first is None else torch.add(self._total, self._first, out=self._first)
+        return self._total.to(self._tensor.dtype) if self._first is None else torch.add(self._total, self._first, out=self._first)
 
 
 class _Gradients:
-    """The backward of a rank: the calls on rows of do, q, o and lse. ``wrt`` are numbers of captured tensors, whose gradients are
+    """The gradients of a rank, by calls on rows of do, q, o and lse. ``wrt`` are indices of captured tensors, whose gradients are
     added up in ``sums``, in float32 (float64 for fp64)."""
 
     def __init__(
-        self,
-        do: Any,
-        dlse: Any,
-        saved: tuple[Any, ...],
-        call: ContextCall,
-        captured: tuple[Any, ...] = (),
+        self, do: Any, dlse: Any, saved: tuple[Any, ...], call: ContextCall, captured: tuple[Any, ...] = (),
         wrt: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.q, self.k, self.v, self.o, self.lse = saved
         self.do, self.dlse, self.call, self.captured = do, dlse, call, captured
         self.wrt = tuple(captured[i] for i in wrt)
         self.sums = [x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.wrt]
 
-    def of(self, task: Task, k: Any, v: Any, out: Any = None) -> Any:
-        """Returns dq, dk and dv of one call, from o and lse over all keys."""
+    def compute(self, task: Task, k: Any, v: Any, out: Any = None) -> Any:
+        """Computes dq, dk and dv of a task, from o and lse over all keys."""
         (a, b), kv = task.q, task.kv
         lse, dlse = (None if x is None else x[..., a:b].contiguous() for x in (self.lse, self.dlse))
-        do, q, o = (_rows(x, a, b) for x in (self.do, self.q, self.o))
+        do, q, o = (_slice_rows(x, a, b) for x in (self.do, self.q, self.o))
         options = self.call.options(task, self.captured) | {"out": out and (*out, *(None for _ in self.wrt)), "wrt": self.wrt}
-        found = attention.attention_backward(do, q, _rows(k, *kv), _rows(v, *kv), o, lse, dlse=dlse, **options)
-        for total, x in zip(self.sums, found[3:], strict=True):
+        gradients = attention.attention_backward(do, q, _slice_rows(k, *kv), _slice_rows(v, *kv), o, lse, dlse=dlse, **options)
+        for total, x in zip(self.sums, gradients[3:], strict=True):
             total.add_(x)
-        return found[:3]
+        return gradients[:3]
 
-    def heads(self, begin: int, end: int) -> _Gradients:
-        """Returns the same for some of the heads of k and v."""
+    def take_heads(self, begin: int, end: int) -> _Gradients:
+        """Returns the gradients of some of the heads of k and v, and of the query heads that share them."""
         ratio = self.q.shape[2] // self.k.shape[2]
         many = slice(begin * ratio, end * ratio)
         dlse = None if self.dlse is None else self.dlse[:, many]
         saved = self.q[:, :, many], self.k[:, :, begin:end], self.v[:, :, begin:end], self.o[:, :, many], self.lse[:, many]
         return _Gradients(self.do[:, :, many], dlse, saved, self.call)
 
-    def halves(self) -> list[Any]:
-        """Returns the calls on this rank's own keys as functions of where dq, dk and dv go: one for each half of the heads, where
+    def make_halves(self) -> list[Any]:
+        """Makes the calls on this rank's keys, as functions of the outputs dq, dk and dv: one for each half of the heads, where
         heads do not matter. The first half hides the wait for the first keys, the second that for the last gradients."""
         spec, kv_heads, ratio = self.call.spec, self.k.shape[2], self.q.shape[2] // self.k.shape[2]
         (task,) = self.call.schedule.local
         if kv_heads < 2 or sees_positions(spec) or spec.mask.of_head is not None:
-            return [lambda dq, dk, dv: self.of(task, self.k, self.v, out=(dq, dk, dv))]
+            return [lambda dq, dk, dv: self.compute(task, self.k, self.v, out=(dq, dk, dv))]
 
         def half(begin: int, end: int) -> Any:
-            part, many = self.heads(begin, end), slice(begin * ratio, end * ratio)
-            return lambda dq, dk, dv: part.of(
+            part, many = self.take_heads(begin, end), slice(begin * ratio, end * ratio)
+            return lambda dq, dk, dv: part.compute(
                 task, part.k, part.v, out=(dq[:, :, many], dk[:, :, begin:end], dv[:, :, begin:end])
             )
 
         return [half(0, kv_heads // 2), half(kv_heads // 2, kv_heads)]
 
 
-def _backward(work: _Gradients) -> tuple[Any, Any, Any]:
-    """Returns dq, dk and dv of this rank's rows.
+def _compute_backward(work: _Gradients) -> tuple[Any, Any, Any]:
+    """Computes dq, dk and dv of this rank's rows.
 
-    Keys come as in the forward, and what they get here goes straight back to their owner in their dtype, to be added there in
-    float32: half of what dk and dv in float32 would take if they went round with the keys, and as exact, since kernels round
+    Keys come as in the forward, and their gradients go straight back to their owner in their dtype, to be added there in
+    float32. That is half of the bytes of dk and dv in float32 that went round with the keys, and as exact, since kernels round
     them to that dtype first.
     """
-    call, like = work.call, (work.q, work.k, work.v)
+    call, tensors = work.call, (work.q, work.k, work.v)
     with _Transfers(call, work.k, work.v, gradients=True) as transfers:
-        sums, late = _own_gradients(work, like)
+        sums, late = _start_sums(work, tensors)
         for i, step, k_rows, v_rows in transfers:
             of_step = _Sum(k_rows), _Sum(v_rows)
             for task in step.tasks:
-                _add(task, work.of(task, k_rows, v_rows), sums[0], *of_step)
-            both = [each.result() for each in of_step]
-            transfers.give(i, *both)
-            own = [(p, *(_rows(x, p.at, p.at + p.end - p.begin) for x in both)) for p in step.own]
-            _add_returned(own, *sums[1:])
+                _add(task, work.compute(task, k_rows, v_rows), sums[0], *of_step)
+            gradients = [total.result() for total in of_step]
+            transfers.give(i, *gradients)
+            copies = [(p, *(_slice_rows(x, p.at, p.at + p.end - p.begin) for x in gradients)) for p in step.copies]
+            _add_returned(copies, *sums[1:])
             _add_returned(transfers.returned(left=2), *sums[1:])
         for rest in late:
             rest()
         _add_returned(transfers.returned(), *sums[1:])
-    dq, dk, dv = (each.result() for each in sums)
+    dq, dk, dv = (total.result() for total in sums)
     return dq, dk, dv
 
 
-def _own_gradients(work: _Gradients, like: tuple[Any, Any, Any]) -> tuple[list[_Sum], list[Any]]:
-    """Returns the sums of dq, dk and dv, with what this rank's own keys add, and calls that are left for later."""
+def _start_sums(work: _Gradients, tensors: tuple[Any, Any, Any]) -> tuple[list[_Sum], list[Any]]:
+    """Returns the sums of dq, dk and dv, begun with the gradients of this rank's keys, and the calls that are left for later."""
     local, lengths = work.call.schedule.local, (work.q.shape[1], work.k.shape[1])
     if len(local) == 1 and (local[0].q, local[0].kv) == ((0, lengths[0]), (0, lengths[1])):
-        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in like]
-        soon, *late = work.halves()
+        first = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+        soon, *late = work.make_halves()
         soon(*first)
-        found = [_Sum(x, made) for x, made in zip(like, first, strict=True)]
-        return found, [functools.partial(each, *first) for each in late]
-    found = [_Sum(x) for x in like]
+        sums = [_Sum(x, gradient) for x, gradient in zip(tensors, first, strict=True)]
+        return sums, [functools.partial(half, *first) for half in late]
+    sums = [_Sum(x) for x in tensors]
     for task in local:
-        _add(task, work.of(task, work.k, work.v), *found)
-    return found, []
+        _add(task, work.compute(task, work.k, work.v), *sums)
+    return sums, []
 
 
-def _add(task: Task, found: tuple[Any, Any, Any], dq: _Sum, dk: _Sum, dv: _Sum) -> None:
-    dq.add(task.q[0], found[0])
-    dk.add(task.kv[0], found[1])
-    dv.add(task.kv[0], found[2])
+def _add(task: Task, gradients: tuple[Any, Any, Any], dq: _Sum, dk: _Sum, dv: _Sum) -> None:
+    dq.add(task.q[0], gradients[0])
+    dk.add(task.kv[0], gradients[1])
+    dv.add(task.kv[0], gradients[2])
 
 
-def _add_returned(found: Iterable[tuple[Piece, Any, Any]], dk: _Sum, dv: _Sum) -> None:
-    for piece, dk_rows, dv_rows in found:
+def _add_returned(pieces: Iterable[tuple[Piece, Any, Any]], dk: _Sum, dv: _Sum) -> None:
+    for piece, dk_rows, dv_rows in pieces:
         dk.add(piece.begin, dk_rows)
         dv.add(piece.begin, dv_rows)
 
 
 class _Context(torch.autograd.Function):
-    """The call that autograd follows. It keeps q, k, v, sinks, o and lse of this rank, and what functions captured."""
+    """The call that autograd follows. It saves q, k, v, sinks, o and lse of this rank, and what functions captured."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, call: ContextCall, *captured: Any) -> tuple[Any, Any]:
         """Computes o and lse."""
         k, v = k.contiguous(), v.contiguous()
         with torch.autocast(q.device.type, enabled=False):
-            o, lse = _forward(q, k, v, sinks, call, captured)
+            o, lse = _compute_forward(q, k, v, sinks, call, captured)
         ctx.save_for_backward(q, k, v, sinks, o, lse, *captured)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -566,28 +561,28 @@ class _Context(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        """Computes dq, dk, dv, dsinks and what captured tensors get."""
-        read = {i for _, _, indices in ctx.call.functions for i in indices}
-        wrt = tuple(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed and i in read)
-        found = _ContextBackward.apply(ctx.call, wrt, do, dlse, *ctx.saved_tensors)
-        return (*found[:4], None, *found[4:])
+        """Computes dq, dk, dv, dsinks and the gradients of captured tensors."""
+        used = {i for _, _, indices in ctx.call.functions for i in indices}
+        wrt = tuple(i for i, needed in enumerate(ctx.needs_input_grad[5:]) if needed and i in used)
+        gradients = _ContextBackward.apply(ctx.call, wrt, do, dlse, *ctx.saved_tensors)
+        return (*gradients[:4], None, *gradients[4:])
 
 
 class _ContextBackward(torch.autograd.Function):
-    """The gradients. Autograd cannot follow them further, and says so when it comes to that."""
+    """The gradients. A second derivative, for which autograd would follow them further, raises ProblemError."""
 
     @staticmethod
     def forward(ctx: Any, call: ContextCall, wrt: tuple[int, ...], do: Any, dlse: Any, *saved: Any) -> tuple[Any, ...]:
-        """Computes dq, dk, dv, dsinks and one for each captured tensor, or None."""
+        """Computes dq, dk, dv, dsinks, and for each captured tensor its gradient, or None."""
         q, k, v, sinks, o, lse, *captured = saved
         # The others' keys need this rank all the same. Each call would copy a do that is expanded.
         do = torch.zeros_like(o) if do is None else making.dense(do)
         with torch.autocast(q.device.type, enabled=False):
             work = _Gradients(do, dlse, (q, k, v, o, lse), call, tuple(captured), wrt)
-            found = _backward(work)
-        of_captured = dict(zip(wrt, (x.to(y.dtype) for x, y in zip(work.sums, work.wrt, strict=True)), strict=True))
-        dsinks = None if sinks is None else _sinks_gradient(do, dlse, o, lse, sinks)
-        return (*found, dsinks, *(of_captured.get(i) for i in range(len(captured))))
+            gradients = _compute_backward(work)
+        captured_gradients = dict(zip(wrt, (x.to(y.dtype) for x, y in zip(work.sums, work.wrt, strict=True)), strict=True))
+        dsinks = None if sinks is None else _compute_sinks_gradient(do, dlse, o, lse, sinks)
+        return (*gradients, dsinks, *(captured_gradients.get(i) for i in range(len(captured))))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
@@ -595,8 +590,8 @@ class _ContextBackward(torch.autograd.Function):
         raise ProblemError(NO_SECOND)
 
 
-def _sinks_gradient(do: Any, dlse: Any, o: Any, lse: Any, sinks: Any) -> Any:
-    """Returns the gradient by the sinks of this rank's queries: of a logit without a value, so -p (delta - dlse)."""
+def _compute_sinks_gradient(do: Any, dlse: Any, o: Any, lse: Any, sinks: Any) -> Any:
+    """Computes the sinks' gradient of this rank's queries: that of a logit without a value, so -p (delta - dlse)."""
     heads = [(x.to(lse.dtype) * y.to(lse.dtype)).sum(-1) for x, y in zip(do.unbind(2), o.unbind(2), strict=True)]  # little memory
     delta = torch.stack(heads, 1)
     p = torch.where(sinks[:, None] == lse, 1.0, (sinks[:, None] - lse).exp())  # of inf both are, and of -inf lse may be

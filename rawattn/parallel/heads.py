@@ -13,7 +13,7 @@ from ..errors import ProblemError
 from ..operation import arguments, captures, functions
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..variant.score import Scale, Softcap
-from .context import bound, check_tensors, of_parts
+from .context import bind_captured, check_tensors, resolve_parts
 from .layout import check_layout, group_of
 
 
@@ -25,7 +25,7 @@ def head_attention(
     alibi: Any = None, bias: Any = None, sinks: Any = None, layout: str = "zigzag", return_lse: bool = False,
     deterministic: bool = True,
 ) -> Any:  # fmt: skip
-    """``context_attention`` by another way: all ranks exchange rows for heads, each computes whole sequences of its heads, and
+    """``context_attention`` by another method: all ranks exchange rows for heads, each computes whole sequences of its heads, and
     they exchange back.
 
     >>> o = rawattn.parallel.head_attention(q, k, v, mesh["cp"], causal=True, layout="contiguous")
@@ -57,37 +57,37 @@ def head_attention(
     with torch.autocast(q.device.type, enabled=False):
         if count == 1:
             return attention.attention(q, k, v, sinks=sinks, **options)
-        return _split_heads(q, k, v, sinks, group, (taken, captured), options, layout)
+        return _split_heads(q, k, v, sinks, group, taken, captured, options, layout)
 
 
 def _split_heads(
-    q: Any, k: Any, v: Any, sinks: Any, group: Any, given: tuple[dict[str, Any], tuple[Any, ...]], options: dict[str, Any],
+    q: Any, k: Any, v: Any, sinks: Any, group: Any, taken: dict[str, Any], captured: tuple[Any, ...], options: dict[str, Any],
     layout: str,
 ) -> Any:  # fmt: skip
-    (taken, captured), count, rank = given, dist.get_world_size(group), dist.get_rank(group)
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
     heads = q.shape[2] // count
-    spec, own = of_parts(q, k, v, taken, captured, count, h=rank * heads)
+    spec, parts = resolve_parts(q, k, v, taken, captured, count, h=rank * heads)
     _check_heads(q, k, spec, count)
-    options |= {role: getattr(spec, role) for role, _ in functions.among(taken)} | bound(own, captured)
+    options |= {role: getattr(spec, role) for role, _ in functions.among(taken)} | bind_captured(parts, captured)
     if k.shape[2] % count:
         k, v = (x.repeat_interleave(count // x.shape[2], dim=2) for x in (k, v))
     widths = [x.shape[2] // count * x.shape[3] for x in (q, k, v)]
     if q.shape[1] == k.shape[1]:  # one exchange of all three
-        joined = torch.cat([_parted(x, count) for x in (q, k, v)], -1)
-        rows = _whole(_exchanged(joined, group), layout).split(widths, -1)
+        joined = torch.cat([_split_columns(x, count) for x in (q, k, v)], -1)
+        rows = _join_rows(_exchange(joined, group), layout).split(widths, -1)
     else:
-        rows = tuple(_whole(_exchanged(_parted(x, count), group), layout) for x in (q, k, v))
-    mine = (x.unflatten(-1, (-1, like.shape[3])) for x, like in zip(rows, (q, k, v), strict=True))
-    own_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
-    o, *lse = attention.attention(*mine, sinks=own_sinks, **{**options, "return_lse": True})
-    o = _back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
+        rows = tuple(_join_rows(_exchange(_split_columns(x, count), group), layout) for x in (q, k, v))
+    rank_tensors = (x.unflatten(-1, (-1, tensor.shape[3])) for x, tensor in zip(rows, (q, k, v), strict=True))
+    rank_sinks = None if sinks is None else sinks[rank * heads : (rank + 1) * heads]
+    o, *lse = attention.attention(*rank_tensors, sinks=rank_sinks, **{**options, "return_lse": True})
+    o = _send_back(o.flatten(2), group, layout).unflatten(-1, (-1, v.shape[3]))
     if not options["return_lse"]:
         return o
-    return o, _back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()
+    return o, _send_back(lse[0].transpose(1, 2), group, layout).transpose(1, 2).contiguous()
 
 
 def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:
-    """Raises ProblemError where heads cannot be split."""
+    """Raises ProblemError where the heads of q and k cannot be split over ``count`` ranks."""
     if q.shape[2] % count:
         raise ProblemError(f"q has {q.shape[2]} heads; it must be a multiple of the {count} ranks.")
     if k.shape[2] % count and count % k.shape[2]:
@@ -99,11 +99,11 @@ def _check_heads(q: Any, k: Any, spec: Spec, count: int) -> None:
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of equal parts along the first dimension; its gradient is the same of the gradient."""
+    """An exchange of equal parts along the first dimension; its gradient is the same exchange of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, group: Any) -> Any:
-        """Gives part i to rank i."""
+        """Gives part i of x to rank i."""
         ctx.group = group
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -112,21 +112,21 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
-        """Gives them back."""
+        """Gives the gradient of each part to the rank that the part came from."""
         return _Exchange.apply(gradient, ctx.group), None
 
 
-def _exchanged(x: Any, group: Any) -> Any:
+def _exchange(x: Any, group: Any) -> Any:
     return _Exchange.apply(x, group)
 
 
-def _parted(x: Any, count: int) -> Any:
-    """(batch, rows, heads, columns) as (ranks, batch, rows, a rank's heads and columns)."""
+def _split_columns(x: Any, count: int) -> Any:
+    """Returns x, (batch, rows, heads, columns), as (ranks, batch, rows, a rank's heads and columns)."""
     return x.unflatten(2, (count, -1)).flatten(3).movedim(2, 0)
 
 
-def _whole(x: Any, layout: str) -> Any:
-    """(ranks, batch, rows, columns) as (batch, all rows in the order of their positions, columns)."""
+def _join_rows(x: Any, layout: str) -> Any:
+    """Returns x, (ranks, batch, rows, columns), as (batch, all rows in the order of their positions, columns)."""
     if layout == "contiguous":
         return x.movedim(0, 1).flatten(1, 2)
     half = x.shape[2] // 2
@@ -134,10 +134,10 @@ def _whole(x: Any, layout: str) -> Any:
     return torch.cat([first, second]).movedim(0, 1).flatten(1, 2)
 
 
-def _back(x: Any, group: Any, layout: str) -> Any:
-    """(batch, all rows, a rank's columns) as (batch, a rank's rows, all columns)."""
+def _send_back(x: Any, group: Any, layout: str) -> Any:
+    """Sends x, (batch, all rows, a rank's columns), back to the ranks of its rows: as (batch, a rank's rows, all columns)."""
     count = dist.get_world_size(group)
     parts = x.unflatten(1, (count if layout == "contiguous" else 2 * count, -1)).movedim(1, 0)
     if layout == "zigzag":
         parts = torch.cat([parts[:count], parts[count:].flip(0)], dim=2)
-    return _exchanged(parts, group).movedim(0, 2).flatten(2)
+    return _exchange(parts, group).movedim(0, 2).flatten(2)

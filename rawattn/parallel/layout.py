@@ -1,4 +1,4 @@
-"""This module knows how sequences lie on the ranks of a process group, and leads from the whole to its parts and back."""
+"""This module knows which rows of a sequence each rank of a group has, and splits tensors into these parts and joins them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from .schedule import LAYOUTS, Whole
 
 
 def group_of(group: Any) -> Any:
-    """Returns the process group that was meant: of None all processes, of a DeviceMesh its only dimension. Raises ProblemError
-    for anything else, and where this process is not in it."""
+    """Returns the process group that ``group`` means: all processes for None, the only dimension of a DeviceMesh. Raises
+    ProblemError for anything else, and where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ProblemError("there is no process group; call torch.distributed.init_process_group first.")
-    found = dist.group.WORLD if group is None else group
-    if hasattr(found, "get_group"):  # a DeviceMesh
-        if found.ndim != 1:
-            names = found.mesh_dim_names
-            raise ProblemError(f"group is a mesh of {found.ndim} dimensions {names}; give one of them, such as mesh['cp'].")
-        if found.get_coordinate() is None:
+    process_group = dist.group.WORLD if group is None else group
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        if group.ndim != 1:
+            names = group.mesh_dim_names
+            raise ProblemError(f"group is a mesh of {group.ndim} dimensions {names}; give one of them, such as mesh['cp'].")
+        if group.get_coordinate() is None:
             raise ProblemError("group is a mesh that does not have this process; call only in its processes.")
-        found = found.get_group()
-    if not isinstance(found, dist.ProcessGroup):
+        process_group = group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
         raise ProblemError(f"group is {group!r}; it must be a ProcessGroup, a DeviceMesh of one dimension, or None.")
-    if dist.get_rank(found) < 0:
+    if dist.get_rank(process_group) < 0:
         raise ProblemError("group does not have this process; call only in its processes.")
-    return found
+    return process_group
 
 
 def check_layout(layout: Any) -> None:
-    """Raises ProblemError where it is none."""
+    """Raises ProblemError where ``layout`` is none."""
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
 
 
 def _check_rows(name: str, length: int, layout: Any) -> None:
-    """Raises ProblemError where a rank's rows are no part of a sequence in the layout."""
+    """Raises ProblemError where ``length`` rows on a rank are no part of a sequence in the layout."""
     check_layout(layout)
     if layout == "zigzag" and length % 2:
         raise ProblemError(f"{name} {length} rows on this rank; for layout='zigzag' it must be an even number.")

@@ -36,12 +36,12 @@ def context_attention_varlen(
 
     Args:
         q: (total_q / n, heads, head_dim), this rank's rows.
-        k, v: (total_kv / n, kv_heads, head_dim) and (total_kv / n, kv_heads, head_dim_v), likewise.
+        k, v: (total_kv / n, kv_heads, head_dim) and (total_kv / n, kv_heads, head_dim_v), this rank's rows.
         cu_seqlens: int32, (batch + 1,), the same on all ranks and on q's device: sequence i has rows cu_seqlens[i] to
             cu_seqlens[i + 1] of the whole pack. Rows past its last value are no sequence's, and no result of theirs is defined.
             On a GPU the values are not checked, since that would wait for the device.
-        cu_seqlens_kv: the same for the pack of k and v, where sequences have other numbers of keys than of queries. Without it
-            cu_seqlens is that of both.
+        cu_seqlens_kv: cu_seqlens of the pack of k and v, where sequences have other numbers of keys than of queries. Without it
+            cu_seqlens is that of both packs.
         causal, window: of each sequence, whose last query stands at its last key.
         The rest as in ``context_attention``. "contiguous" makes fewer calls than "zigzag".
 
@@ -51,12 +51,12 @@ def context_attention_varlen(
     check_layout(layout)
     group = group_of(group)
     starts_kv = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
-    for name, x, like in (("q", q, "q"), ("k", k, "q" if cu_seqlens_kv is None else "k"), ("v", v, "k")):
-        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] != {"q": q, "k": k}[like].shape[0]:
-            found = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-            beside = "" if name == like else f", with as many rows as {like}"
-            without = "; other lengths of keys need cu_seqlens_kv" if (name, like) == ("k", "q") else ""
-            raise ProblemError(f"{name} is {found}; it must be a torch tensor, (rows, heads, head_dim){beside}{without}.")
+    for name, x, rows_of in (("q", q, "q"), ("k", k, "q" if cu_seqlens_kv is None else "k"), ("v", v, "k")):
+        if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[0] != {"q": q, "k": k}[rows_of].shape[0]:
+            words = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+            equality = "" if name == rows_of else f", with as many rows as {rows_of}"
+            remedy = "; other lengths of keys need cu_seqlens_kv" if (name, rows_of) == ("k", "q") else ""
+            raise ProblemError(f"{name} is {words}; it must be a torch tensor, (rows, heads, head_dim){equality}{remedy}.")
     count = dist.get_world_size(group)
     _check_starts("cu_seqlens", cu_seqlens, q, q.shape[0] * count)
     _check_starts("cu_seqlens_kv", starts_kv, q, k.shape[0] * count)
@@ -70,18 +70,19 @@ def context_attention_varlen(
         options |= {"causal": causal, "window": window, "return_lse": return_lse}
         with torch.autocast(q.device.type, enabled=False):
             return attention.attention_varlen(q, k, v, cu_seqlens, starts_kv, **options)
-    own = _own_sequence((cu_seqlens, starts_kv), (q.shape[0] * count, k.shape[0] * count), make_mask(causal, window, None))
-    mask = function(own)
+    kept = _make_mask((cu_seqlens, starts_kv), (q.shape[0] * count, k.shape[0] * count), make_mask(causal, window, None))
+    mask = function(kept)
     options |= {"mask": mask, "layout": layout, "method": method}
     o, lse = context_attention(q[None], k[None], v[None], group, return_lse=True, **options)
     return (o[0], lse[0]) if return_lse else o[0]
 
 
 def _check_starts(name: str, starts: Any, q: Any, rows: int) -> None:
-    """Raises ProblemError where these do not say where sequences begin."""
+    """Raises ProblemError where ``starts`` does not say where sequences begin in a pack of ``rows`` rows."""
     if not isinstance(starts, torch.Tensor) or (starts.dtype, starts.dim(), starts.device) != (torch.int32, 1, q.device):
-        found = f"{starts.dtype} of shape {tuple(starts.shape)} on {starts.device}" if hasattr(starts, "device") else repr(starts)
-        raise ProblemError(f"{name} is {found}; it must be a torch tensor of int32, (batch + 1,), on {q.device}.")
+        has_device = hasattr(starts, "device")
+        words = f"{starts.dtype} of shape {tuple(starts.shape)} on {starts.device}" if has_device else repr(starts)
+        raise ProblemError(f"{name} is {words}; it must be a torch tensor of int32, (batch + 1,), on {q.device}.")
     if starts.is_cpu and (starts.numel() == 0 or starts[0] != 0 or (starts.diff() < 0).any() or starts[-1] > rows):
         raise ProblemError(
             f"{name} is {starts.tolist()[:8]}; it must begin with 0, never fall, and end with at most {rows}, the rows of "
@@ -89,33 +90,33 @@ def _check_starts(name: str, starts: Any, q: Any, rows: int) -> None:
         )
 
 
-def _own_sequence(starts: tuple[Any, Any], rows: tuple[int, int], mask: Any) -> Any:
-    """The mask by which a query keeps keys of its own sequence, and of those what ``mask`` keeps; starts and rows are those of
-    q's pack and of k's. In one pack distances are distances in the sequence; else a query counts from the key on which it
-    stands."""
-    q_ids, kv_ids = (_sequences(*each) for each in zip(starts, rows, strict=True))
-    own = torch.where(kv_ids < starts[1].shape[0] - 1, kv_ids, -1)  # behind the last sequence
+def _make_mask(starts: tuple[Any, Any], rows: tuple[int, int], mask: Any) -> Any:
+    """Returns the mask by which a query keeps those keys of its own sequence that ``mask`` keeps. ``starts`` and ``rows`` are
+    those of q's pack and of k's. In one pack distances are distances in the sequence; else a query counts from the key on which
+    it stands."""
+    q_ids, kv_ids = (_number_rows(*part) for part in zip(starts, rows, strict=True))
+    live_kv_ids = torch.where(kv_ids < starts[1].shape[0] - 1, kv_ids, -1)  # behind the last sequence
     both = (mask.a, mask.b) if isinstance(mask, And) else (mask,)
-    causal = any(isinstance(each, Causal) for each in both)
-    left, right = next(((each.left, each.right) for each in both if isinstance(each, WindowMask)), (None, None))
+    causal = any(isinstance(part, Causal) for part in both)
+    left, right = next(((part.left, part.right) for part in both if isinstance(part, WindowMask)), (None, None))
     place = None
     if starts[0] is not starts[1] and not isinstance(mask, Full):
         ahead = torch.nn.functional.pad(starts[1][1:] - starts[0][1:], (0, 1))  # of queries behind the last sequence: any number
         place = torch.arange(rows[0], device=q_ids.device, dtype=torch.int32) + ahead[q_ids]
 
     def kept(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        found = q_ids[q] == own[kv]
+        is_kept = q_ids[q] == live_kv_ids[kv]
         at = q if place is None else place[q]
         if causal:
-            found = found & (at >= kv)
+            is_kept = is_kept & (at >= kv)
         if left is not None:
-            found = found & (at - kv <= left)
-        return found if right is None else found & (kv - at <= right)
+            is_kept = is_kept & (at - kv <= left)
+        return is_kept if right is None else is_kept & (kv - at <= right)
 
     return kept
 
 
-def _sequences(starts: Any, rows: int) -> Any:
-    """The number of the sequence of each row; behind the last one, how many there are."""
+def _number_rows(starts: Any, rows: int) -> Any:
+    """Numbers rows by their sequence; rows behind the last sequence get the number of sequences."""
     at = torch.arange(rows, device=starts.device, dtype=torch.int32)
     return torch.searchsorted(starts[1:].contiguous(), at, right=True).int()

@@ -29,28 +29,28 @@ _address = struct.Struct("<Q").pack_into
 
 
 class Numbered(NamedTuple):
-    """Numbers that functions captured as a ``GpuCall`` takes them: what tells them apart, and of each launch their bytes, with
-    offsets in its arguments."""
+    """Numbers that functions captured as a ``GpuCall`` takes them: a key that tells them apart, and for each launch their bytes,
+    with offsets in its arguments."""
 
     key: Any
     texts: tuple[tuple[tuple[int, bytes], ...], ...]
 
 
 class BoundCall:
-    """A plan on inputs of known forms, wherever these lie."""
+    """A plan on inputs of known forms, at any addresses."""
 
     plan: Plan
     op: Operation  # the plan's, or one that the plan's kernels serve, too
     inputs: Mapping[str, Array]  # in the order of addresses, without memory
     _checked: tuple[int, ...]  # addresses that held their elements
 
-    def _inputs_at(self, addresses: Sequence[int]) -> dict[str, Array]:
+    def _place_inputs(self, addresses: Sequence[int]) -> dict[str, Array]:
         """The inputs by name, at these addresses."""
         inputs = zip(self.inputs.items(), addresses, strict=True)
         return {name: array._replace(pointer=address) for (name, array), address in inputs}
 
     def _check_memory(self, tensors: Sequence[Any], addresses: tuple[int, ...]) -> None:
-        """Raises ProblemError where the storage of a tensor was freed, of those that lie elsewhere than at the call before."""
+        """Raises ProblemError where the storage of a tensor was freed. Tensors at the last call's addresses are not asked."""
         if self.plan.library == "torch":
             inputs = zip(self.inputs, [x for x in tensors if x is not None], addresses, self._checked, strict=False)
             moved = [(name, x) for name, x, address, checked in inputs if address != checked]
@@ -62,7 +62,7 @@ class BoundCall:
 
 
 class GpuCall(BoundCall):
-    """A plan on inputs on a GPU: all is known but addresses, the stream, and numbers that functions captured.
+    """A plan on inputs on a GPU: only addresses, the stream, and numbers that functions captured are still open.
 
     It may be kept, and called from several threads at once.
     """
@@ -81,7 +81,7 @@ class GpuCall(BoundCall):
         self._bind(plan, plan.program, inputs)
 
     def _bind(self, plan: Plan, program: Program, inputs: Mapping[str, Array]) -> None:
-        """Makes all that follows from lengths and strides."""
+        """Makes all that follows from the lengths and strides of ``inputs``."""
         self.plan, self.op, self._program = plan, plan.op, program
         self.inputs = {name: array.without_memory() for name, array in inputs.items()}
         self._written = frozenset(operand.name for operand in plan.op.inputs if operand.role == "inout")
@@ -97,24 +97,24 @@ class GpuCall(BoundCall):
         self._take_lengths()
 
     def _forget(self) -> None:
-        """Drops the launches, kept by all that they depend on, and the last ones, whose addresses and numbers may change."""
+        """Drops the launches that are kept by all they depend on, and the last ones, whose addresses and numbers may change."""
         self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
         self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
         self._checked = (0,) * len(self.inputs)
         self.__dict__.pop("_extents", None)
 
     def _open(self) -> None:
-        """Makes the makers of the results, and fills in the strides that these will have."""
-        like, self._outputs = next(iter(self.inputs.values())), self.op.outputs
-        self._makers = tuple([making.maker(like, operand.shape, operand.element) for operand in self._outputs])
+        """Prepares what makes the results, and fills in the strides that these will have."""
+        first, self._outputs = next(iter(self.inputs.values())), self.op.outputs
+        self._makers = tuple([making.maker(first, operand.shape, operand.element) for operand in self._outputs])
         self._made = {operand.name: contiguous(operand.shape, operand.element) for operand in self._outputs}
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
             for fill, write, offset in loaded.outputs:
                 write(args, offset, value_of(fill, self._made[fill.operand]))
 
     def at_lengths_of(self, inputs: Mapping[str, Array]) -> GpuCall:
-        """The call for arrays, by name, for whose lengths the same kernels are launched (``Operation.layout_key``). Those that
-        functions captured are not among them."""
+        """The call for ``inputs``, arrays by name for whose lengths the same kernels are launched (``Operation.layout_key``).
+        Arrays that functions captured are not among them."""
         call = object.__new__(GpuCall)
         call.__dict__ |= self.__dict__
         call.inputs, call._args = {**self.inputs, **inputs}, [bytearray(args) for args in self._args]
@@ -130,7 +130,7 @@ class GpuCall(BoundCall):
         return call
 
     def _take_queries(self, op: Any) -> None:
-        """Fills in the number of queries of another operation. Nothing of launches that have no tiles follows from that."""
+        """Fills in the number of queries of ``op``. Launches that have no tiles do not depend on it."""
         self.op, self._grids = op, [*self._grids]
         for i, launch in enumerate(self._program.launches):
             if launch.tiles is not None:
@@ -141,8 +141,8 @@ class GpuCall(BoundCall):
         self._open()
 
     def resized(self, op: Operation, inputs: Mapping[str, Array]) -> GpuCall:
-        """The call of an operation of the same kind that the same selection serves, for such arrays by name: it compiles and
-        loads nothing."""
+        """The call of ``op``, an operation of the same kind that the same selection serves, on ``inputs``: it compiles and loads
+        nothing."""
         plan = self.plan if op is self.plan.op else self.plan.resized(op)
         assert plan.program is not None
         if plan.kernels is not self.plan.kernels or tuple([buffer.name for buffer in plan.program.scratch]) != self._parts:
@@ -153,8 +153,8 @@ class GpuCall(BoundCall):
         return call
 
     def numbered(self, numbers: Any) -> Numbered | None:
-        """Numbers that functions captured, of the mask and of the score, as the call takes them in place of its own; None where
-        they must be looked at."""
+        """The numbers that the functions of mask and score captured, as the call takes them in place of its own; None where the
+        operation must be made anew."""
         key = (number_keys(numbers[0]), number_keys(numbers[1]))
         numbered = self._numbered.get(key)
         if numbered is None:
@@ -183,7 +183,7 @@ class GpuCall(BoundCall):
             outs = given_outputs(out, self._outputs)
             results = tuple([make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)])
             read = forms_of(outs) if self._is_torch else None
-            forms = tuple([x if x is None else self._form_of(x) for x in outs]) if read is None else read[0]
+            forms = tuple([x if x is None else self._read_form(x) for x in outs]) if read is None else read[0]
             places = [*read[1]] if read and len(read[1]) == len(results) else [*map(torch_state.address, results)]
         stream = self._stream(self._device)
         stream_id, capturing = (0, False) if stream == 0 else graph.stream_state(stream, self._device)
@@ -197,10 +197,10 @@ class GpuCall(BoundCall):
             self._check_memory(tensors, addresses)
             outputs: dict[str, Array] = {}
             if outs:
-                inputs = self._inputs_at(addresses).items()
+                inputs = self._place_inputs(addresses).items()
                 outputs = read_outputs(outs, self.op, self.plan, self._device, inputs, bool(self._grids))
             if self._written and self._may_overlap(addresses):
-                self.op.check_apart(self._inputs_at(addresses))
+                self.op.check_apart(self._place_inputs(addresses))
             alike = (stream_id, numbers is None, forms)  # launches of which addresses and numbers alone are others
             before = None if capturing else self._last.get(alike)
             base = 0 if scratch is None else places[-1]  # none: nothing is there to be written
@@ -208,7 +208,7 @@ class GpuCall(BoundCall):
             if before is None:
                 launches = self._prepare(outputs, every, numbers, stream, stream_id, capturing)
             else:
-                launches = self._moved(*before, every, numbers)
+                launches = self._move(*before, every, numbers)
             if not capturing:
                 cache_put(self._launches, key, launches, KEPT_LAUNCHES)
                 cache_put(self._last, alike, (launches, every), KEPT_LAUNCHES)
@@ -222,11 +222,11 @@ class GpuCall(BoundCall):
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
-        """Where the elements of the inputs begin and end, from their addresses on."""
+        """The first and the last byte of each input's elements, counted from its address."""
         return {name: memory.extent(array._replace(pointer=0)) for name, array in self.inputs.items()}
 
     def _may_overlap(self, addresses: Sequence[int]) -> bool:
-        """Says whether what lies between the ends of an input that is written in place is also between those of another."""
+        """Says whether the memory from end to end of an input that is written in place meets that of another input."""
         extents = zip(self._extents.items(), addresses, strict=True)
         spans = {name: (address + begin, address + end) for (name, (begin, end)), address in extents}
         for name in self._written:
@@ -235,7 +235,7 @@ class GpuCall(BoundCall):
                 return True
         return False
 
-    def _form_of(self, out: Any) -> Any:
+    def _read_form(self, out: Any) -> Any:
         """The form of an array that receives a result, with its class."""
         return (type(out), torch_state.requires_grad(out), *form_of(reading.read(out, "out")))
 
@@ -243,8 +243,8 @@ class GpuCall(BoundCall):
         self, outputs: Mapping[str, Array], addresses: Sequence[int], numbers: Numbered | None, stream: int, stream_id: int,
         capturing: bool,
     ) -> tuple[BoundLaunch, ...]:  # fmt: skip
-        """The launches on a stream, with all that was open filled in. ``addresses`` are those of inputs, outputs and scratch
-        memory, ``outputs`` the arrays of the caller."""
+        """The launches on a stream, complete. ``addresses`` are those of inputs, outputs and scratch memory, ``outputs`` the
+        arrays of the caller."""
         texts_of = numbers.texts if numbers else [()] * len(self._args)
         launches, parts = [], (self._grids, self.plan.kernels, self._args, self._places, self._maps, texts_of)
         for grid, loaded, args, places, maps, texts in zip(*parts, strict=True):
@@ -254,26 +254,26 @@ class GpuCall(BoundCall):
                     write(block, offset, value_of(fill, outputs[fill.operand]))
             for number, offset in places:
                 _address(block, offset, addresses[number])
-            for offset, text in (*self._encoded(maps, addresses, ()), *texts):
+            for offset, text in (*self._encode(maps, addresses, ()), *texts):
                 block[offset : offset + len(text)] = text
             for size, offset in loaded.counters:
                 _address(block, offset, counters.of_device(self._device, size).take(stream_id, capturing))
             launches.append(BoundLaunch(loaded.function, grid, bytes(block), stream))
         return tuple(launches)
 
-    def _moved(
+    def _move(
         self, launches: tuple[BoundLaunch, ...], before: Sequence[int], addresses: Sequence[int], numbers: Numbered | None
     ) -> tuple[BoundLaunch, ...]:
         """The launches with other addresses than those ``before``, and with other numbers."""
         texts_of = numbers.texts if numbers else [()] * len(launches)
         parts = (launches, self._places, self._maps, texts_of)
         moved = [
-            launch.with_addresses(places, addresses, (*self._encoded(maps, addresses, before), *texts))
+            launch.with_addresses(places, addresses, (*self._encode(maps, addresses, before), *texts))
             for launch, places, maps, texts in zip(*parts, strict=True)
         ]
         return tuple(moved)
 
-    def _encoded(self, maps: Sequence[_Map], addresses: Sequence[int], before: Sequence[int]) -> list[tuple[int, bytes]]:
+    def _encode(self, maps: Sequence[_Map], addresses: Sequence[int], before: Sequence[int]) -> list[tuple[int, bytes]]:
         """The tensor maps of a launch whose addresses are not those ``before``, with their offsets."""
         numbered = [(offset, encode, self._numbers[name]) for name, offset, encode in maps]
         moved = [(offset, encode, addresses[i]) for offset, encode, i in numbered if not before or addresses[i] != before[i]]
@@ -289,7 +289,7 @@ class GpuCall(BoundCall):
                 write(args, offset, value_from(fill, self.inputs, self._device))
 
     def _take_lengths(self) -> None:
-        """Fills in the inputs' lengths, and finds what makes tensor maps."""
+        """Fills in the inputs' lengths, and finds the functions that make tensor maps."""
         self._maps: list[list[_Map]] = []
         every = {**self.inputs, **self._made}
         for args, loaded in zip(self._args, self.plan.kernels, strict=True):
@@ -315,7 +315,7 @@ class CpuCall(BoundCall):
     def __call__(self, tensors: Sequence[Any], addresses: tuple[int, ...], out: Any = None) -> tuple[Any, ...]:
         """Computes with arguments and results as ``GpuCall`` has them; ``tensors`` keep all inputs alive."""
         self._check_memory(tensors, addresses)
-        op, first, inputs = self.op, tensors[0], self._inputs_at(addresses)
+        op, first, inputs = self.op, tensors[0], self._place_inputs(addresses)
         op.check_apart(inputs)
         outs = (None,) * len(self._makers) if out is None else given_outputs(out, self._outputs)
         results = [make(first) if x is None else x for make, x in zip(self._makers, outs, strict=True)]

@@ -1,4 +1,4 @@
-"""Kernels in one file, for machines that shall not compile. A bundle is a zip archive of
+"""Bundles: kernels in one file, for machines that shall not compile. A bundle is a zip archive of
 
     bundle.json         who made it, of which sources, for which devices, and the names of the kernels
     NAME-KEY.cubin      one kernel, as the cache folder has it, with its seal
@@ -47,9 +47,9 @@ USUAL = (  # layers of models that many serve
 
 
 def usual_operations() -> list[Operation]:
-    """Lists the operations of ``attention_append`` in the layers ``USUAL``, in bf16 over pages of 16 rows: decoding and prefill,
+    """The operations of ``attention_append`` in the layers ``USUAL``, in bf16 over pages of 16 rows: decoding and prefill,
     packed or with as many rows of each sequence, with neox rotary embeddings or none."""
-    found: list[Operation] = []
+    operations: list[Operation] = []
     for layer, q_len, ragged in itertools.product(USUAL, (1, 2048), (False, True)):
         size, rows = (layer.head_dim, layer.head_dim_v), 8 * q_len
         spec = Spec.of(causal=True, window=layer.window and (layer.window - 1, 0))
@@ -58,8 +58,8 @@ def usual_operations() -> list[Operation]:
         append = Append(BF16, 8, rows, q_len, 8192, layer.kv_heads, *size, lengths="table", width=8, **pages)
         rotary: dict[str, Any] = {"heads": layer.heads, "rotary": "neox", "rotary_dim": layer.head_dim, "max_positions": 8192}
         rotated = [dataclasses.replace(append, angles=angles, **rotary) for angles in (FP32, BF16)]
-        found += [dataclasses.replace(step, sinks=layer.sinks), append, *rotated]
-    return found
+        operations += [dataclasses.replace(step, sinks=layer.sinks), append, *rotated]
+    return operations
 
 
 def save_bundle(
@@ -88,12 +88,12 @@ def save_bundle(
 
     if os.path.isfile(path) and os.path.getsize(path) and not zipfile.is_zipfile(path):
         raise ProblemError(f"path is {os.fspath(path)!r}, a file that is no bundle and would be lost; give another name.")
-    found = [each for op in operations_of(operations) for each in op.lying()]
-    devices = [device for arch in archs for device in _devices(arch)]
-    if not found or not devices:
-        raise ProblemError(f"{'archs' if found else 'operations'} is empty; a bundle needs one at least.")
+    ops = [variant for op in operations_of(operations) for variant in op.lying()]
+    devices = [device for arch in archs for device in _find_devices(arch)]
+    if not ops or not devices:
+        raise ProblemError(f"{'archs' if ops else 'operations'} is empty; a bundle needs one at least.")
     sources: dict[str, Source] = {}
-    for op in found:
+    for op in ops:
         for device in devices:
             launches = (launch for program in select(op, device).programs(op, device) for launch in program.launches)
             sources |= {compiler.entry_name(launch.source): launch.source for launch in launches}
@@ -101,7 +101,7 @@ def save_bundle(
 
     with ThreadPoolExecutor() as pool:
         binaries = list(pool.map(lambda source: compiler.compile(source, on_compile), sources.values()))
-    facts = {"form": FORM, "made by": _maker(), "devices": [dataclasses.asdict(each) for each in devices], "kernels": [*sources]}
+    facts = {"form": FORM, "made by": _identify(), "devices": [*map(dataclasses.asdict, devices)], "kernels": [*sources]}
     _write(pathlib.Path(path), json.dumps(facts, indent=1), dict(zip(sources, binaries, strict=True)))
     return len(sources)
 
@@ -130,11 +130,11 @@ def load_bundle(path: str | os.PathLike[str]) -> int:
     return len(binaries)
 
 
-def _devices(arch: str) -> list[Device]:
-    if (found := board(arch)) is None:
+def _find_devices(arch: str) -> list[Device]:
+    if (match := board(arch)) is None:
         raise ProblemError(f"archs has {arch!r}; it must have some of {KNOWN}.")
     here = [context.device(index) for index in range(context.device_count())]
-    return [*boards(found.arch), *(device for device in here if device.arch == found.arch)]
+    return [*boards(match.arch), *(device for device in here if device.arch == match.arch)]
 
 
 def _write(path: pathlib.Path, manifest: str, binaries: dict[str, Binary]) -> None:
@@ -160,34 +160,34 @@ def _read(data: bytes) -> list[Binary]:
         facts = json.loads(archive.read(MANIFEST))
         if facts["form"] != FORM:
             raise ProblemError(f"has the form {facts['form']!r}, and this version reads {FORM!r}")
-        if facts["made by"] != _maker():
+        if facts["made by"] != _identify():
             raise ProblemError(
-                f"was made by {_said(facts['made by'])}, and this is {_said(_maker())}, which would not find its kernels"
+                f"was made by {_name(facts['made by'])}, and this is {_name(_identify())}, which would not find its kernels"
             )
 
         names = archive.namelist()
         if sorted(names) != sorted([MANIFEST, *facts["kernels"]]):
             other = sorted({*names} ^ {MANIFEST, *facts["kernels"]}) or "a member twice"
             raise ProblemError(f"is not as it was made: its list of kernels and what it holds differ by {other}")
-        found = {name: compiler.unpack(archive.read(name), _key(name), "bundle") for name in facts["kernels"]}
-    broken = [name for name, binary in found.items() if binary is None]
+        binaries = {name: compiler.unpack(archive.read(name), _parse_key(name), "bundle") for name in facts["kernels"]}
+    broken = [name for name, binary in binaries.items() if binary is None]
     if broken:
         raise ProblemError(f"is damaged: {broken[0]} is not what was written")
-    return [binary for binary in found.values() if binary is not None]
+    return [binary for binary in binaries.values() if binary is not None]
 
 
-def _key(name: str) -> str:
+def _parse_key(name: str) -> str:
     return pathlib.PurePosixPath(name).stem.rpartition("-")[2]
 
 
 @functools.cache
-def _maker() -> dict[str, Any]:
-    """The version of rawattn, and a hash of every file on which it depends what is compiled and which kernel is chosen."""
+def _identify() -> dict[str, Any]:
+    """The maker of a bundle: the version of rawattn, and a hash of all files that decide what is compiled and chosen."""
     files = [(path, path.relative_to(package.FOLDER)) for path in package.FOLDER.rglob("*") if path.suffix in (".py", ".jsonl")]
     files += [(path, "cuda_src" / path.relative_to(render.FOLDER)) for path in render.FOLDER.rglob("*.cu*")]
     texts = sorted((name.as_posix(), path.read_text(encoding="utf-8")) for path, name in files)
     return {"version": package.__version__, "sources": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}
 
 
-def _said(maker: dict[str, Any]) -> str:
+def _name(maker: dict[str, Any]) -> str:
     return f"rawattn {maker['version']} of the sources {maker['sources'][:12]}"

@@ -75,9 +75,9 @@ def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: A
     inputs = request.operation.dense(inputs)
     read = forms_of(inputs + captured)
     if read is not None:
-        call, numbers = _kept(request, read[0])
+        call, numbers = _find_kept(request, read[0])
         if call is None:
-            call, numbers = _similar(read[0], len(inputs), captured, request)
+            call, numbers = _adapt(read[0], len(inputs), captured, request)
     if call is not None and read is not None:
         results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)
         return one_or_all(results)
@@ -85,7 +85,7 @@ def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: A
     call = call_on(request, operands)
     if read is not None:
         if isinstance(call, GpuCall):
-            keep(_family(read[0], len(inputs), request), call)
+            keep(_make_family_key(read[0], len(inputs), request), call)
         _keep(read[0], len(inputs), request, call)
     return one_or_all(call(inputs + captured, addresses_of(operands), out))
 
@@ -98,10 +98,10 @@ def _keep(forms: Forms, count: int, request: Request, call: GpuCall | CpuCall) -
         owner = request.without_numbers if is_gpu and call.op.takes_numbers else request
         keep((owner, forms), call)
         if is_gpu and (not request.has_functions or call.op.holds_in_steps(request.options)):
-            keep((owner, _layout(forms, count, request)), call)
+            keep((owner, _make_layout_key(forms, count, request)), call)
 
 
-def _kept(request: Request, form: Any) -> tuple[Any, Numbered | None]:
+def _find_kept(request: Request, form: Any) -> tuple[Any, Numbered | None]:
     """The call that is kept for arrays of a form, and the numbers that it is to take, where they are not its own."""
     if request.numbers is not None:
         call = find((request.without_numbers, form))
@@ -111,12 +111,12 @@ def _kept(request: Request, form: Any) -> tuple[Any, Numbered | None]:
     return find((request, form)), None
 
 
-def _layout(forms: Forms, count: int, request: Request) -> tuple[Any, ...]:
+def _make_layout_key(forms: Forms, count: int, request: Request) -> tuple[Any, ...]:
     """The form of all tensors for whose lengths the same kernels are launched; functions must be proved for these."""
     return ("lengths", request.operation.layout_key(forms[:count], request.options), forms[count:])
 
 
-def _family(forms: Forms, count: int, request: Request) -> Any:
+def _make_family_key(forms: Forms, count: int, request: Request) -> Any:
     """The key of a family of calls; None where there is none. Its functions have the same code and arrays of the same form."""
     if not request.is_kept or (request.has_functions and request.operation is not Forward):
         return None
@@ -124,12 +124,12 @@ def _family(forms: Forms, count: int, request: Request) -> Any:
     return family and ("family", family, forms[count:], request.family)
 
 
-def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Request) -> tuple[GpuCall | None, Numbered | None]:
-    """A call on tensors of these forms, made from one on tensors of other lengths or with other offsets, and the numbers that it
-    is to take."""
+def _adapt(forms: Forms, count: int, captured: tuple[Any, ...], request: Request) -> tuple[GpuCall | None, Numbered | None]:
+    """The call on tensors of these forms, made from a kept one on tensors of other lengths or with other offsets, and the numbers
+    that it is to take; None without such a call."""
     similar, numbers = None, None
     if not (request.has_functions and is_logging()):  # to which each new operation goes
-        similar, numbers = _kept(request, _layout(forms, count, request))
+        similar, numbers = _find_kept(request, _make_layout_key(forms, count, request))
     if similar is not None:
         operands = dict(zip(similar.inputs, of_forms(forms[:count]), strict=False))
         call = similar.at_lengths_of(operands)
@@ -137,7 +137,7 @@ def _similar(forms: Forms, count: int, captured: tuple[Any, ...], request: Reque
             log_operation(similar.op.resized_to(operands, request.options))
         keep((request if numbers is None else request.without_numbers, forms), call)
         return call, numbers
-    similar = find(_family(forms, count, request))
+    similar = find(_make_family_key(forms, count, request))
     if similar is None:
         return None, None
     operands = dict(zip(similar.inputs, of_forms(forms[:count]), strict=False))

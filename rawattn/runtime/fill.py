@@ -68,8 +68,8 @@ def tensor_map_of(fill: Any, operands: Mapping[str, Array]) -> tuple[str, Callab
 
 
 def value_of(fill: Any, array: Array) -> int | bytes:
-    """What a field holds of an array: a length, a stride, or strides in bytes behind the room for an address; packed sequences
-    have no batch stride."""
+    """The value of a field from an array: a length, a stride, or strides in bytes behind the room for an address; packed
+    sequences have no batch stride."""
     if type(fill) is field.Stride:
         axis = _AXES[fill.axis]
         return array.strides[axis] if -axis <= len(array.strides) else 0
@@ -86,16 +86,16 @@ def value_of(fill: Any, array: Array) -> int | bytes:
 
 
 def value_from(fill: Any, inputs: Mapping[str, Array], device: int) -> int | bytes:
-    """What a field holds that follows from inputs, by name, on a device; 0, or nothing, of one that is not given."""
+    """The value of a field from inputs, by name, on a device; 0, or nothing, from an input that is not given."""
     if type(fill) is field.Violations:
         return counters.violations(device)
     if type(fill) is field.Parts:
-        return b"".join([_part(inputs[f"o_{i}"], inputs[f"lse_{i}"]) for i in range(fill.number)])
+        return b"".join([_pack_part(inputs[f"o_{i}"], inputs[f"lse_{i}"]) for i in range(fill.number)])
     array = inputs.get(fill.operand)
     return value_of(fill, array) if array is not None else b"" if type(fill) is field.View else 0
 
 
-def _part(o: Array, lse: Array) -> bytes:
+def _pack_part(o: Array, lse: Array) -> bytes:
     """A Part: room for two addresses, and the strides of o and lse from batch to batch, row to row and head to head."""
     batch = (o.strides[0], lse.strides[0]) if len(o.shape) == 4 else (0, 0)
     return struct.pack("<16x6q", batch[0], o.strides[-3], o.strides[-2], batch[1], lse.strides[-1], lse.strides[-2])

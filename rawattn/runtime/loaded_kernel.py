@@ -45,7 +45,7 @@ class LoadedKernel(NamedTuple):
         """The values of fields that the kernel has, as bytes, with their offsets."""
         formats, offsets = self.layout.formats, self.layout.offsets
         written = [
-            (offsets[name], struct.pack(formats[name], _as_float32(value) if formats[name] == "<f" else value))
+            (offsets[name], struct.pack(formats[name], _round_to_float32(value) if formats[name] == "<f" else value))
             for name, value in values.items()
             if name in offsets
         ]
@@ -57,7 +57,7 @@ class LoadedKernel(NamedTuple):
         try:
             return bytearray(self.only_values.pack(*taken))
         except OverflowError:
-            return bytearray(self.only_values.pack(*map(_as_float32, taken)))
+            return bytearray(self.only_values.pack(*map(_round_to_float32, taken)))
 
     @classmethod
     def of(cls, binary: compiler.Binary, function: LoadedFunction, launch: Launch, op: Operation) -> LoadedKernel:
@@ -134,8 +134,8 @@ def load_all(op: Operation, selection: Selection, device: Device) -> None:
             load(launch, op, selection, device, None)
 
 
-def _as_float32(x: Any) -> Any:
-    """A float that a function captured as float32 has it, which no ``struct`` makes: infinite beyond the largest."""
+def _round_to_float32(x: Any) -> Any:
+    """A float that a function captured, rounded to float32, which ``struct`` refuses to do: infinite beyond the largest."""
     if not isinstance(x, float):
         return x
     with np.errstate(over="ignore"):

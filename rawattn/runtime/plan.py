@@ -52,7 +52,7 @@ class Plan:
             self.tiled = frozenset(fill.operand for kernel in self.kernels for fill, _ in kernel.maps)
 
     def resized(self, op: Operation) -> Plan:
-        """The plan for an operation of the same kind that the same selection serves: it compiles and loads nothing."""
+        """The plan for ``op``, of the same kind, which the same selection serves: it compiles and loads nothing."""
         resized = object.__new__(Plan)
         resized.__dict__.update(self.__dict__, op=op, _calls={})
         if self.program is None:
@@ -67,7 +67,7 @@ class Plan:
     def binaries(self) -> tuple[compiler.Binary, ...]:
         return tuple(kernel.binary for kernel in self.kernels)
 
-    def run(self, *given: Any, out: Any = None, **named: Any) -> Any:
+    def run(self, *tensors: Any, out: Any = None, **named: Any) -> Any:
         """Computes the operation on these arrays: its only output, or all of ``op.outputs``, such as (o, lse) where the plan was
         made with ``return_lse=True``.
 
@@ -75,43 +75,43 @@ class Plan:
         for one to be made. Raises ProblemError where an array is not what the plan was made for.
         """
         if named:
-            given = self._in_order(given, named)
-        torch_state.check_untraced(given)
-        read = forms_of_any(given)
+            tensors = self._order(tensors, named)
+        torch_state.check_untraced(tensors)
+        read = forms_of_any(tensors)
         call = None if read is None else self._calls.get(read[0])
         if call is not None and read is not None:
-            return one_or_all(call(given, read[1], out))
-        inputs = self._read(given)
+            return one_or_all(call(tensors, read[1], out))
+        inputs = self._read(tensors)
         call = self.bind(inputs)
         if read is not None:
             cache_put(self._calls, read[0], call, KEPT_CALLS)
-        return one_or_all(call(given, addresses_of(inputs), out))
+        return one_or_all(call(tensors, addresses_of(inputs), out))
 
     def bind(self, inputs: Mapping[str, Array]) -> GpuCall | CpuCall:
-        """The plan on inputs of these forms, by name, which were checked."""
+        """The plan bound to the forms of ``inputs``, by name, which were checked."""
         return CpuCall(self, inputs) if self.device.is_cpu else GpuCall(self, inputs)
 
-    def _in_order(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+    def _order(self, tensors: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         names = [operand.name for operand in self.op.inputs]
         for name in named:
-            if name not in names[len(given) :]:
+            if name not in names[len(tensors) :]:
                 raise ProblemError(f"{name} was given; this plan takes {', '.join(names)}.")
-        return (*given, *(named.get(name) for name in names[len(given) :]))
+        return (*tensors, *(named.get(name) for name in names[len(tensors) :]))
 
-    def _read(self, given: tuple[Any, ...]) -> dict[str, Array]:
-        """The arrays by name. Raises ProblemError where one is not what the plan was made for."""
+    def _read(self, tensors: tuple[Any, ...]) -> dict[str, Array]:
+        """The plan's inputs by name. Raises ProblemError where one is not what the plan was made for."""
         inputs = self.op.inputs
-        if len(given) > len(inputs):
-            extra = (*self.op.input_names(len(given)), *["one more array"] * len(given))[len(inputs)]
+        if len(tensors) > len(inputs):
+            extra = (*self.op.input_names(len(tensors)), *["one more array"] * len(tensors))[len(inputs)]
             raise ProblemError(f"{extra} was given; this plan takes {', '.join(operand.name for operand in inputs)}.")
         read = {}
         place = CPU if self.device.is_cpu else self.device.index
-        for operand, x in zip(inputs, (*given, *[None] * (len(inputs) - len(given))), strict=True):
+        for operand, x in zip(inputs, (*tensors, *[None] * (len(inputs) - len(tensors))), strict=True):
             array = None if x is None else reading.read(x, operand.name)
             operand.check(array, self.library, place)
             assert array is not None
             read[operand.name] = array
-        if torch_state.requires_grad(*given):
+        if torch_state.requires_grad(*tensors):
             raise ProblemError(NO_GRAD)
         if not self.device.is_cpu:
             layout = self.op.layout_of(read)
@@ -134,7 +134,7 @@ class Plan:
 
 
 def spared_capture(array: Array) -> contextlib.AbstractContextManager[None]:
-    """The context in which a plan is made for an array and others beside it: ``graph.spared_capture`` of the current stream."""
+    """The context in which a plan is made for an array on some device: ``graph.spared_capture`` of its current stream."""
     if array.is_cpu:
         return contextlib.nullcontext()
     return graph.spared_capture(reading.stream_of(array.library)(array.device), array.device)

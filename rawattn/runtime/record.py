@@ -1,4 +1,4 @@
-"""This module records the operations that calls compute, a line each, and compiles them before the first call of a later run."""
+"""The record of the operations that calls compute, a line each, which are compiled before the first call of a later run."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def warm_up(operations: Iterable[Operation] | str | os.PathLike[str], device: in
         ProblemError: a line of the file is no operation.
         UnsupportedError: no kernel computes one of them on the device.
     """
-    found, where = operations_of(operations), context.device(device)
-    for op in found:
-        load_all(op, select(op, where), where)
-    return len(found)
+    listed, gpu = operations_of(operations), context.device(device)
+    for op in listed:
+        load_all(op, select(op, gpu), gpu)
+    return len(listed)
 
 
-def operations_of(given: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
-    """Operations, or those of a file. Raises ProblemError where a line of it is no operation."""
-    if not isinstance(given, (str, os.PathLike)):
-        found = list(given) if isinstance(given, Iterable) else [given]
-        if wrong := [x for x in found if not isinstance(x, Operation)]:
+def operations_of(source: Iterable[Operation] | str | os.PathLike[str]) -> list[Operation]:
+    """The operations of ``source``, an iterable or a file. Raises ProblemError where a line of it is no operation."""
+    if not isinstance(source, (str, os.PathLike)):
+        operations = list(source) if isinstance(source, Iterable) else [source]
+        if wrong := [x for x in operations if not isinstance(x, Operation)]:
             raise ProblemError(f"operations has {brief(wrong[0])}; it must have operations such as rawattn.Forward.")
-        return found
+        return operations
     try:
-        lines = pathlib.Path(given).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(source).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ProblemError(
-            f"operations is {os.fspath(given)!r}, which is no text ({error}); name a file of RAWATTN_LOG."
+            f"operations is {os.fspath(source)!r}, which is no text ({error}); name a file of RAWATTN_LOG."
         ) from None
-    return [_from_line(line) for line in lines]
+    return [_read_line(line) for line in lines]
 
 
-def _from_line(line: str) -> Operation:
+def _read_line(line: str) -> Operation:
     try:
         return from_json(json.loads(line))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -68,8 +68,8 @@ def is_logging() -> bool:
 
 
 def log_operation(op: Operation, key: Any = None) -> None:
-    """Appends the operation to the file that the environment variable RAWATTN_LOG names: once, or the first of those with this
-    ``key``."""
+    """Appends the operation to the file that the environment variable RAWATTN_LOG names: each operation once, or where there is a
+    ``key`` only the first that has it."""
     path = os.environ.get("RAWATTN_LOG")
     if not path or (key is not None and (path, key) in _logged):
         return
@@ -77,7 +77,7 @@ def log_operation(op: Operation, key: Any = None) -> None:
     if (path, key or line) not in _logged:
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"{_line_break(path)}{line}\n")
+                file.write(f"{_find_line_break(path)}{line}\n")
         except OSError as error:
             raise ProblemError(
                 f"RAWATTN_LOG is {path!r}, where no operation can be written ({error}); name a file that can be, or unset it."
@@ -85,8 +85,8 @@ def log_operation(op: Operation, key: Any = None) -> None:
         _logged.add((path, key or line))
 
 
-def _line_break(path: str) -> str:
-    """A newline where the last line of a file has none."""
+def _find_line_break(path: str) -> str:
+    """A newline if the last line of a file has none, else nothing."""
     with contextlib.suppress(OSError), open(path, "rb") as file:  # it is empty, or a pipe
         file.seek(-1, os.SEEK_END)
         return "" if file.read(1) == b"\n" else "\n"  # not all: a device such as /dev/full has no end

@@ -1,4 +1,4 @@
-"""A request is everything that selects a kernel except the arrays."""
+"""Requests: everything that selects a kernel except the arrays."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Request:
         self.is_kept, self.has_functions = is_kept, bool(functions.among(options))
         self.followed: dict[tuple[str, ...], Any] = {}
 
-    def _with(self, options: dict[str, Any]) -> Request:
-        """This request with other options."""
+    def _replace_options(self, options: dict[str, Any]) -> Request:
+        """The request with other options."""
         return self if options is self.options else request_for(self.operation, options, self.lengths, self.kernel, self.config)
 
     @functools.cached_property
@@ -52,12 +52,12 @@ class Request:
     @functools.cached_property
     def without_numbers(self) -> Request:
         """The request of calls whose functions captured any numbers, where no number makes a built-in option of them."""
-        return self._with(functions.without_numbers(self.options))
+        return self._replace_options(functions.without_numbers(self.options))
 
     @functools.cached_property
     def family(self) -> Request:
         """The request that calls of one family share."""
-        return self._with(self.operation.coarse(self.options))
+        return self._replace_options(self.operation.coarse(self.options))
 
 
 def request_for(
@@ -77,32 +77,32 @@ def request_for(
             options = options._replace(window=tuple(options.window))  # type: ignore[arg-type]
             types = (*types, *map(type, options.window))  # type: ignore[arg-type]
     try:
-        return _request(operation, kernel, config, lengths, types, wrt, *options)
+        return _make_request(operation, kernel, config, lengths, types, wrt, *options)
     except TypeError:  # what cannot be hashed is wrong
-        return Request(operation, _with_wrt(wrt, options), lengths, kernel, config, is_kept=False)
+        return Request(operation, _add_wrt(wrt, options), lengths, kernel, config, is_kept=False)
 
 
 @functools.lru_cache(maxsize=KEPT_REQUESTS, typed=True)
-def _request(
+def _make_request(
     operation: type[Operation], kernel: str | None, config: Any, lengths: tuple[Any, ...], types: Any, wrt: tuple[str, ...],
     *values: Any,
 ) -> Request:  # fmt: skip
-    """Raises TypeError where something is an array, or a function that may hold some, which may not be kept."""
+    """The request, kept. Raises TypeError for an array, or a function that may hold some, which may not be kept."""
     options = Options(*values)
     window = options.window if isinstance(options.window, tuple) else ()
     for value in (kernel, config, *lengths, *values, *window):
         if hasattr(value, "__dlpack__") or (value is not None and functions.is_function(value)):
             raise TypeError
-    return Request(operation, _with_wrt(wrt, options), lengths, kernel, config)
+    return Request(operation, _add_wrt(wrt, options), lengths, kernel, config)
 
 
-def _with_wrt(wrt: tuple[str, ...], options: Options) -> dict[str, Any]:
+def _add_wrt(wrt: tuple[str, ...], options: Options) -> dict[str, Any]:
     return named(options) | ({"wrt": wrt} if wrt else {})
 
 
 def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
-    """The seed of a call as an array, which is made where an int is given, or for torch tensors nothing; None without dropout.
-    ``missing`` says what to do where there is none and none may be drawn."""
+    """The seed of a call as an array, which is made of an int, or drawn if ``seed`` is None and q a torch tensor; None without
+    dropout. ``missing`` says what to do where there is no seed and none may be drawn."""
     if seed is not None:
         _check_seed(seed)
     if type(dropout) is int and dropout == 0:  # the default; an int, since torch.compile would follow a float's value
@@ -112,13 +112,13 @@ def seed_array(q: Any, dropout: Any, seed: Any, missing: str = "") -> Any:
     if front_end.load_torch() and front_end.torch.is_tensor(q):
         return front_end.torch.seed_of(q, seed, missing)
     if seed is None:
-        way = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
-        raise ProblemError(f"seed is None, and dropout is {dropout}; {way}.")
+        hint = missing or "give an int, or one int64 in an array of q's library: there is no generator that it may be drawn from"
+        raise ProblemError(f"seed is None, and dropout is {dropout}; {hint}.")
     return making.one_int64(q, seed) if is_int(seed) else seed
 
 
 def _check_seed(seed: Any) -> None:
-    """Raises ProblemError for what is no seed, also where there is no dropout that it would be for."""
+    """Raises ProblemError for what is no seed, even in a call without dropout."""
     if not is_int(seed) and (tuple(seed.shape) != (1,) or str(seed.dtype).rpartition(".")[2] != "int64"):
         raise ProblemError(
             f"seed is {seed.dtype} of shape {tuple(seed.shape)}; it must be an int, or one int64 in an array of shape (1,)."
@@ -126,12 +126,12 @@ def _check_seed(seed: Any) -> None:
 
 
 def stand_in_seed(q: Any, options: Mapping[str, Any], seed: Any) -> Any:
-    """A seed for a plan or an explanation, which read none."""
+    """The seed of a plan or an explanation, which do not read it."""
     return seed_array(q, options.get("dropout", 0.0), 0 if seed is None else seed)
 
 
 def arrays_and_options(
-    caller: Callable[..., Any], operation: type[Operation], given: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
+    caller: Callable[..., Any], operation: type[Operation], inputs: tuple[Any, ...], options: dict[str, Any], wrt: Any = ()
 ) -> tuple[dict[str, Array], dict[str, Any]]:
     """The arrays of a call by name, with those that its functions captured, and its options. Raises TypeError for an option that
     ``caller`` does not have, as any call does."""
@@ -142,4 +142,4 @@ def arrays_and_options(
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)
     options, captured = captures.take(named(chosen), wrt)
-    return reading.read_named(operation.input_names(len(given)), given) | captures.read(options, captured), options
+    return reading.read_named(operation.input_names(len(inputs)), inputs) | captures.read(options, captured), options

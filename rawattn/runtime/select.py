@@ -1,4 +1,4 @@
-"""This module decides which kernel and which configuration serve an operation on a device."""
+"""The selection of the kernel and the configuration that serve an operation on a device."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
 
 
 class Selection(NamedTuple):
-    """A kernel and its configuration, why, and why the others were passed over.
+    """A kernel and its configuration, why they were selected, and why other kernels were refused.
 
-    ``slow`` says so where a kernel that is made for the device was among these. ``compiled_with`` are the configurations that
+    ``slow`` is the warning where a kernel that is made for the device was refused. ``compiled_with`` are the configurations that
     other operations of this kind may get.
     """
 
@@ -57,15 +57,14 @@ class Selection(NamedTuple):
     compiled_with: tuple[Any, ...] = ()
 
     def programs(self, op: Operation, device: Device) -> Iterator[Program]:
-        """All that operations of this kind may need."""
+        """The programs that operations of this kind may need."""
         for config in (self.config, *self.compiled_with):
             yield from self.kernel.programs(op, config, device)
 
 
 def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
-    """The first kernel that supports the operation, in the configuration that serves the most similar of this kind's tuning
-    shapes best: by the device's record where that is of these sources, else by the cost model. ``kernel`` and ``config``
-    override.
+    """The first kernel that supports the operation, in the configuration that is best for the most similar of this kind's tuning
+    shapes: by the device's record if it was made with these sources, else by the cost model. ``kernel`` and ``config`` override.
 
     Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
     of the arrays; ProblemError for an override that does not fit.
@@ -75,19 +74,19 @@ def select(op: Operation, device: Device, kernel: str | None = None, config: Any
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
     if config is not None and not isinstance(config, tuple(k.config_type for k in kernels)):
-        classes = " or ".join(dict.fromkeys(_config_name(k) for k in kernels))
+        classes = " or ".join(dict.fromkeys(_name_config(k) for k in kernels))
         raise ProblemError(f"config is {config!r}; it must be None or {classes}.")
     key = (op.selection_key, device, kernel, config)
-    found = _selections.get(key)
-    if found is None:
+    selection = _selections.get(key)
+    if selection is None:
         try:
-            found = _select(op.rounded(), device, kernel, config)
+            selection = _select(op.rounded(), device, kernel, config)
         except UnsupportedError:
             return _select(op, device, kernel, config)  # its message has the sizes that were given
         if len(_selections) >= KEPT_SELECTIONS:
             _selections.clear()
-        _selections[key] = found
-    return found
+        _selections[key] = selection
+    return selection
 
 
 KEPT_SELECTIONS = 4096
@@ -95,12 +94,12 @@ _selections: dict[Any, Selection] = {}
 
 
 def forget() -> None:
-    """Empties what is kept of earlier selections, as after a change of records."""
+    """Forgets all earlier selections, as after a change of records."""
     _selections.clear()
     config_set.cache_clear()
 
 
-def _config_name(kernel: Any) -> str:
+def _name_config(kernel: Any) -> str:
     return f"{kernel.config_type.__module__}.{kernel.config_type.__name__}"
 
 
@@ -108,9 +107,9 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     kernels = KERNELS_OF[type(op)]
-    places = {each: place + 1.5 * (not each.prefers(op)) for place, each in enumerate(kernels)}  # 1.5: behind the next one
+    places = {k: place + 1.5 * (not k.prefers(op)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
     ordered = sorted(kernels, key=places.__getitem__)
-    for candidate in (each for each in ordered if kernel in (None, each.name)):
+    for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)
         if not reasons:
             best, why, others = _configure(candidate, op, device, config)
@@ -123,9 +122,9 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
             lies_wrong = not candidate.supports(dataclasses.replace(op, layout=PLAIN), device)
             if kernel is None and lies_wrong and candidate.asks_for_copies(op):
                 slower = [repr(k.name) for k in ordered if not k.supports(op, device)]
-                way = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
-                raise UnsupportedError(f"{candidate.name}: {reason}{way}.")
-    refusals.sort(key=lambda each: (each[0] == "cpu") != device.is_cpu)  # the device's own first
+                hint = f"; or ask for a slower kernel: kernel={' or '.join(slower)}" if slower else ""
+                raise UnsupportedError(f"{candidate.name}: {reason}{hint}.")
+    refusals.sort(key=lambda refusal: (refusal[0] == "cpu") != device.is_cpu)  # the device's own first
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
 
@@ -133,7 +132,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
 def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:
     if config is not None:
         if not isinstance(config, kernel.config_type):
-            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {_config_name(kernel)}.")
+            raise ProblemError(f"config is {config!r}; kernel {kernel.name} takes a {_name_config(kernel)}.")
         reason = kernel.legal(config, op, device)
         if reason is not None:
             raise ProblemError(f"config is {config}, which {kernel.name} cannot run here: {reason}.")
@@ -144,15 +143,15 @@ def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, 
     best, seconds = nearest(kernel, members, op, device)
     why = f"cheapest of {len(members)} by the cost model, which expects {seconds * 1e6:,.0f} us"
     if best.date:
-        why = f"record of {best.date} for operations like {records.Kind.of(kernel, best.like).size}"
+        why = f"record of {best.date} for operations like {records.Kind.of(kernel, best.shape).size}"
     others = dict.fromkeys(member.config for member in members if member.config != best.config)
     return best.config, why, tuple(others)
 
 
 class Tuned(NamedTuple):
-    """The configuration that serves those operations of a kind that are most like one of its tuning shapes."""
+    """The configuration that serves the operations of a kind that are most similar to ``shape``, one of its tuning shapes."""
 
-    like: Any
+    shape: Any
     modelled: Any  # the cheapest configuration by the cost model
     config: Any  # the recorded one where there is one, else the modelled
     date: str  # of the record; empty for none
@@ -160,9 +159,9 @@ class Tuned(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tuned, ...]:
-    """All that operations of a kind may run in: one for each of the kind's tuning shapes, but for those that the cost model tells
-    not apart."""
-    found: dict[Any, Tuned] = {}
+    """The configurations that operations of a kind may run in: one for each of its tuning ``shapes``, unless the cost model
+    cannot tell these apart."""
+    members: dict[Any, Tuned] = {}
     ordered: list[tuple[Any, list[Any]]] = []
     for op in shapes:
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
@@ -172,16 +171,16 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
     else:
         best = [next(iter(configs), None) for _, configs in ordered]
     for op, modelled in zip(shapes, best, strict=True):
-        if modelled is not None and modelled not in found:
+        if modelled is not None and modelled not in members:
             has_record = kernel.has_records and isinstance(op, Forward)
             record = records.find(kernel.recorded, op, device) if has_record else None
-            found[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
-    return tuple(found.values())
+            members[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
+    return tuple(members.values())
 
 
 def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) -> tuple[Tuned, float]:
-    """Returns the member that serves an operation, and the seconds that the cost model expects of its own configuration for it.
-    That one finds the member, so that a record changes what a kind runs in, not which operations are of that kind."""
+    """The member that serves an operation, and the seconds that the cost model expects of the member's modelled configuration for
+    it. The modelled one decides, so that a record changes what a kind runs in, not which operations are of that kind."""
     costs = [kernel.cost(member.modelled, op, device) for member in members]
     best = min(range(len(members)), key=costs.__getitem__)
     return members[best], costs[best]

@@ -15,9 +15,10 @@ from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written
+from ..runtime.plan import NO_GRAD
 from .attention import attention_kvcache
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .rotary import Rotary
 from .step import Step
 
@@ -74,7 +75,7 @@ def write(
     key, addresses = read or (None, ())
     call = find(key)
     if call is None:
-        op, inputs = _append_of(cache, step, rotary, {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out})
+        op, inputs = _prepare(cache, step, rotary, {"k": k, "v": v, "slots": slots, "q": q, "q_out": q_out})
         call, addresses = call_of(op, inputs), addresses_of(inputs)
         keep(key, call)
     in_place = q is not None and q_out is q
@@ -85,8 +86,8 @@ def write(
 
 
 def read_append(cache: KVCache, step: Step | None, rotary: Rotary | None, rows: tuple[Any, ...], q_out: Any) -> Any:
-    """The key of an append of k, v, slots and q, torch tensors, and the addresses of its inputs; None where they must be looked
-    at."""
+    """The key of an append of ``rows``, the torch tensors k, v, slots and q, and the addresses of its inputs; None where one of
+    them is no torch tensor, or autograd would follow."""
     held = [x.held for x in (step, rotary, cache) if x is not None]
     read, of_q_out = forms_of(rows), forms_of((q_out,))
     if read is None or of_q_out is None or [x for x in held if x.requires_grad]:
@@ -95,14 +96,14 @@ def read_append(cache: KVCache, step: Step | None, rotary: Rotary | None, rows: 
     return key, sum([x.addresses for x in held], read[1])
 
 
-def _append_of(cache: KVCache, step: Step | None, rotary: Rotary | None, new: dict[str, Any]) -> tuple[Append, dict[str, Array]]:
-    """The operation of an append and its inputs by name. Raises ProblemError for a wrong argument."""
+def _prepare(cache: KVCache, step: Step | None, rotary: Rotary | None, new: dict[str, Any]) -> tuple[Append, dict[str, Array]]:
+    """The operation of an append of ``new`` arrays, and its inputs by name. Raises ProblemError for a wrong argument."""
     if cache.v_in_k and new["v"] is not None:
         raise ProblemError("v was given, but the cache's v is a view of its k; give v=None.")
     if not cache.v_in_k and new["v"] is None and new["k"] is not None:
         raise ProblemError("v is None; it must be an array, since the cache's v is no view of its k.")
     if cache.requires_grad or (rotary is not None and rotary.requires_grad) or torch_state.requires_grad(*new.values()):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     inputs = reading.read_named(tuple(new), tuple(new.values()))
     q_out = inputs.pop("q_out", None)
     inputs |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)

@@ -19,12 +19,12 @@ from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.explain import Explanation, explain_operation
 from ..runtime.outputs import one_or_all
-from ..runtime.plan import device_of
+from ..runtime.plan import NO_GRAD, device_of
 from ..runtime.request import KEPT_REQUESTS
 from ..trace.proofs import Limits
 from ..variant.mask import causal_and
 from .cache import KVCache
-from .call import NO_GRADIENT, call_of, check_objects, refuse_where_traced
+from .call import call_of, check_objects, refuse_where_traced
 from .step import Step
 
 
@@ -91,7 +91,7 @@ def attention_kvcache(
 
 
 def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
-    """The score and the softcap, which is in the score where there are slopes. Raises ProblemError for a bias and for dropout."""
+    """The score and the softcap; ``alibi`` slopes make one score of all. Raises ProblemError for a bias and for dropout."""
     if bias is not None:
         raise ProblemError(
             "bias was given, whose keys would be those of one length, and sequences in a cache grow; capture it in a score of "
@@ -103,8 +103,8 @@ def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -
 
 
 class CacheRequest(NamedTuple):
-    """Everything that selects a kernel except the arrays of a cache and a step: a spec, in which functions are left out, the
-    functions, the keys of a split, a kernel and a configuration; and the arrays that the functions captured."""
+    """Everything that selects a kernel except the arrays of a cache and a step: a spec without the functions, the functions, the
+    keys of a split, a kernel and a configuration; and the arrays that the functions captured."""
 
     spec: Spec
     traced: tuple[tuple[str, functions.Function], ...] = ()
@@ -116,14 +116,14 @@ class CacheRequest(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """What stands for all but the arrays; calls without functions share one object, ``kept``."""
+        """The key of the request without its arrays; requests without functions are kept, and have one object, ``kept``."""
         return self.kept or (self.spec, self.traced, self.split_keys, self.kernel, self.config)
 
 
 def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> CacheRequest:
-    """The request of a call. A mask that is a function has in it what the step says of its sequences."""
+    """The request of a call. A mask that is a function also keeps to ``causal`` of the step."""
     mask, score = options["mask"], options["score"]
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
@@ -141,19 +141,19 @@ def plain_request(
     """``request_of`` for options without functions, of a causal step or of another one. Raises TypeError for what is not kept."""
     window = options["window"]
     types = tuple(map(type, window)) if isinstance(window, tuple) else ()
-    return _plain(types, causal, return_lse, split, kernel, config, **options)
+    return _make_plain_request(types, causal, return_lse, split, kernel, config, **options)
 
 
 @functools.lru_cache(maxsize=KEPT_REQUESTS, typed=True)
-def _plain(
+def _make_plain_request(
     types: tuple[type, ...], causal: bool, return_lse: bool, split: Any, kernel: str | None, config: Any, **options: Any
 ) -> CacheRequest:
-    """``plain_request``, kept. ``types`` are those in a window: 1 and 1.0 are equal, but not both are right."""
+    """The request, kept. ``types`` are those in a window: 1 and 1.0 are equal, but not both are right."""
     return CacheRequest(spec_of(causal, options, return_lse), (), (), split_keys_of(split), kernel, config, object())
 
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
-    """The request by options whose functions have no arrays, with the arrays that these captured."""
+    """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
     if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
@@ -162,7 +162,7 @@ def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...],
 
 
 def of_step(request: CacheRequest, causal: Any) -> CacheRequest:
-    """The request with a step's ``causal`` in the function that is its mask."""
+    """The request whose mask, a function, also keeps to a step's ``causal``."""
     traced = dict(request.traced)
     count = len(traced["mask"].traced.labels)
     traced["mask"], captured = functions.of_step(traced["mask"], request.captured[:count], causal)
@@ -185,8 +185,8 @@ def attend(
 
 
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
-    """The forms of all arrays of a call, their addresses, and what keeps these alive; None where one cannot be read, or autograd
-    would follow."""
+    """The forms of all arrays of a call, their addresses, and the objects that keep these valid; None where an array cannot be
+    read, or autograd would follow."""
     read = None if cache.held.requires_grad else forms_of_any((q, sinks, *captured))
     if read is None:
         return None
@@ -207,7 +207,7 @@ def attention_of(
     inputs = {"q": reading.read(q, "q")} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
     inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
     if cache.requires_grad or torch_state.requires_grad(q, sinks, *request.captured):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
     if traced:
         if "mask" in traced:  # which has in it what the step says
@@ -242,8 +242,8 @@ def explain_kvcache(
 
 
 def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
-    """The options of a call, the defaults in place of functions; ``causal`` is what the step says of all sequences, which a mask
-    that is a function has in it."""
+    """The options of a call, with the defaults in place of functions; ``causal`` says that the step makes all sequences causal,
+    which a mask that is a function sees to itself."""
     mask, is_function = options["mask"], type(options["mask"]) is functions.Function
     if is_function and options["window"] is not None:
         raise ProblemError("mask was given beside window; write what both keep in the function.")

@@ -65,10 +65,10 @@ class KVCache(Remade):
     def __post_init__(self) -> None:
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ProblemError(f"layout is {self.layout!r}; it must be 'NHD' or 'HND'.")
-        k, v = (_in_order(reading.read(getattr(self, name), name), name, self.layout) for name in "kv")
+        k, v = (_reorder(reading.read(getattr(self, name), name), name, self.layout) for name in "kv")
         check_pools(k, v, self.layout)
         object.__setattr__(self, "arrays", {"k": k, "v": v})
-        scales = {name: _scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
+        scales = {name: _read_scale(name, getattr(self, name), k) for name in ("k_scale", "v_scale")}
         object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in scales.values()))
         object.__setattr__(self, "scale_arrays", {name: x for name, x in scales.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
@@ -77,7 +77,7 @@ class KVCache(Remade):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As of any ``Remade``, but a v that is a view of k's columns is one of the copy's k, too."""
+        """The copy of a cache, as of any ``Remade``; a v that is a view of k's columns is a view of the copy's k."""
         make, (cls, fields), attributes = super().__reduce__()
         if not self.v_in_k:
             return make, (cls, fields), attributes
@@ -118,11 +118,11 @@ class KVCache(Remade):
 
     @property
     def requires_grad(self) -> bool:
-        """Says whether autograd would have to follow what is computed from it; arrays may come to require grad at any time."""
+        """Says whether autograd would have to follow what is computed from the cache; its arrays may require grad at any time."""
         return self.held.requires_grad
 
     def arrays_of(self, batch: int) -> dict[str, Array]:
-        """The arrays of a call with so many sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
+        """The arrays of a call with ``batch`` sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
         scales = {name: broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}
         return {"k_cache": self.arrays["k"], "v_cache": self.arrays["v"], **scales}
 
@@ -175,7 +175,7 @@ def _over_columns(cls: type[KVCache], fields: dict[str, Any], first: int, last: 
     return cls(**{**fields, "v": fields["k"][..., first:last]})
 
 
-def _in_order(array: Array, name: str, layout: str) -> Array:
+def _reorder(array: Array, name: str, layout: str) -> Array:
     """The array with the axes (page, row, head, column)."""
     if len(array.shape) != 4:
         order = "pages, page_size, kv_heads, head_dim" if layout == "NHD" else "pages, kv_heads, page_size, head_dim"
@@ -210,7 +210,7 @@ def _is_part(v: Array, k: Array) -> bool:
     return same and rest == 0 and first >= 0 and first + v.shape[3] <= k.shape[3] and 0 not in k.shape
 
 
-def _scale(name: str, scale: Any, k: Array) -> float | Array:
+def _read_scale(name: str, scale: Any, k: Array) -> float | Array:
     """A scale of a cache as a float, or as an array (batch or 1, kv_heads or 1). Raises ProblemError for a wrong one."""
     if isinstance(scale, (int, float, np.integer, np.floating)) and not isinstance(scale, bool):
         with np.errstate(over="ignore"):
@@ -246,7 +246,7 @@ def scale_array(name: str, array: Array, k: Array) -> Array:
 
 
 def broadcast(array: Array, batch: int, heads: int) -> Array:
-    """A scale's array as (batch, heads, 1); of another number of sequences as it is."""
+    """A scale's array as (batch, heads, 1); as it is where it has another number of sequences."""
     rows = batch if array.shape[0] == 1 else array.shape[0]
     strides = (*(0 if n == 1 else step for n, step in zip(array.shape, array.strides, strict=True)), 1)
     scales = array._replace(shape=(rows, heads, 1), strides=strides)

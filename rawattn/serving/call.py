@@ -1,4 +1,4 @@
-"""What calls over caches and merges share: checks of their arguments, and their bound call, which is kept or made."""
+"""The parts that calls over caches and merges share: checks of their arguments, and their bound call, which is kept or made."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ from .cache import KVCache
 from .rotary import Rotary
 from .step import Step
 
-NO_GRADIENT = (
-    "an input requires grad, and calls over caches and merge_states have no gradient; call under torch.no_grad(), or detach the "
-    "inputs yourself. Nothing is detached silently."
-)
-
 
 def check_objects(cache: Any, step: Any, rotary: Any = None, optional: bool = False) -> None:
-    """Raises ProblemError where an argument is of another class than it must be, or its arrays lie elsewhere than they did."""
+    """Raises ProblemError where an argument is of the wrong class, or one of its arrays was moved since it was checked."""
     if not isinstance(cache, KVCache):
         raise ProblemError(f"cache is a {type(cache).__name__}; it must be a rawattn.KVCache.")
     if not isinstance(step, Step) and not (step is None and optional):
@@ -49,7 +44,7 @@ def refuse_where_traced(**arguments: Any) -> None:
 
 
 def call_of(op: Operation, inputs: dict[str, Array], kernel: str | None = None, config: Any = None) -> GpuCall | CpuCall:
-    """The call of an operation on inputs, by name, which were checked: a kept one, or one that is made."""
+    """The bound call of an operation on inputs, by name, which were checked: a kept one, or a new one."""
     log(op)
     key = (op, kernel, config, *map(form_of, inputs.values()), *inputs)
     call: GpuCall | CpuCall | None = find(key)
@@ -63,7 +58,7 @@ def call_of(op: Operation, inputs: dict[str, Array], kernel: str | None = None, 
 
 
 def log(op: Operation) -> None:
-    """Records an operation where RAWATTN_LOG asks for it: one of all that need the same kernels, since lengths of a step, and how
+    """Records an operation where RAWATTN_LOG is set: one of all that need the same kernels, since lengths of a step, and how
     many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels, and by
     how it fills tiles, which chooses configurations of attn_fwd_mma."""
     if not os.environ.get("RAWATTN_LOG"):

@@ -14,9 +14,10 @@ from ..operation.operand import check_output
 from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written, to_libraries
+from ..runtime.plan import NO_GRAD
 from ..variant.element import ELEMENTS
 from ..variant.store import MOST_ARRAYS
-from .call import NO_GRADIENT, call_of
+from .call import call_of
 
 
 def merge_states(
@@ -63,7 +64,7 @@ def merge_states(
     key = None if read is None or of_out is None else ("merge", read[0], of_out[0], in_place)
     call, addresses = find(key), read[1] if read else ()
     if call is None:
-        op, inputs = _merge_of(states, sinks, {"out": None if out is None else reading.read(out, "out"), "in_place": in_place})
+        op, inputs = _prepare(states, sinks, {"out": None if out is None else reading.read(out, "out"), "in_place": in_place})
         if op.count > MOST_ARRAYS and not inputs["o_0"].is_cpu:
             return _merge_in_turn(list(zip(states[::2], states[1::2], strict=True)), sinks, out, inputs)
         call, addresses = call_of(op, inputs), addresses_of(inputs)
@@ -92,12 +93,12 @@ def _merge_in_turn(parts: list[tuple[Any, Any]], sinks: Any, out: Any, inputs: d
     return to_libraries(merged, (out,), parts[0][0])
 
 
-def _merge_of(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
-    """The merge of these states, o_0, lse_0, o_1 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
+def _prepare(states: list[Any], sinks: Any, options: dict[str, Any]) -> tuple[Combine, dict[str, Array]]:
+    """The operation that merges ``states``, o_0, lse_0 and so on, and its inputs by name. Raises ProblemError for a wrong one."""
     names = Combine.input_names(len(states))
     named = dict(zip(names, states, strict=False)) | ({} if sinks is None else {"sinks": sinks})
     if torch_state.requires_grad(*named.values()):
-        raise ProblemError(NO_GRADIENT)
+        raise ProblemError(NO_GRAD)
     inputs = {name: reading.read(x, name) for name, x in named.items()}
     op = Combine.of_call(inputs, options, ())
     if op.in_place:

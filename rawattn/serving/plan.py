@@ -58,7 +58,7 @@ def plan_kvcache(
 
 class PlanRequest(NamedTuple):
     """The request of a plan: options, in which functions have no arrays, the keys of a split, and which of the
-    captured arrays its kernel takes, in order; None is the step's own ``causal``."""
+    captured arrays its kernel takes, in order; None stands for the step's ``causal``."""
 
     options: dict[str, Any]
     return_lse: bool
@@ -66,14 +66,14 @@ class PlanRequest(NamedTuple):
     order: tuple[int | None, ...]
 
     def in_order(self, captured: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
-        """Captured arrays as the kernel takes them; of another number as they are."""
+        """The captured arrays in the order in which the kernel takes them; as they are where their number is wrong."""
         if len(captured) != len(captures.names(self.options)):
             return captured
         return tuple([step.causal if i is None else captured[i] for i in self.order])
 
 
 def order_of(step: Step, options: dict[str, Any], count: int) -> tuple[int | None, ...]:
-    """The order in which a kernel takes ``count`` captured arrays, and the step's own."""
+    """The order in which a kernel takes ``count`` captured arrays, and the step's ``causal`` as None."""
     captured = request_with(step, options, tuple(range(count)), False).captured
     return tuple([place if isinstance(place, int) else None for place in captured])
 
@@ -111,7 +111,7 @@ class KVCachePlan(Plan):
         key, addresses = (None, ()) if read is None else read[:2]
         call = self._calls.get(key)
         if call is None:
-            call, inputs = self._call_on(q, cache, step, sinks, captured)
+            call, inputs = self._bind_call(q, cache, step, sinks, captured)
             addresses = addresses_of(inputs)
             if key is not None:
                 cache_put(self._calls, key, call, KEPT_CALLS)
@@ -121,10 +121,10 @@ class KVCachePlan(Plan):
         """``rawattn.violations`` of the plan's device: what any launch there found wrong since the last call. A CPU raises."""
         return () if self.device.is_cpu else violations(self.device.index)
 
-    def _call_on(
+    def _bind_call(
         self, q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]
     ) -> tuple[GpuCall | CpuCall, dict[str, Array]]:
-        """The plan on these arrays, and these by name. Raises ProblemError where they are not what the plan was made for."""
+        """The plan bound to the arrays, and these by name. Raises ProblemError where they are not what the plan was made for."""
         planned = self._request
         request = request_with(step, planned.options, captured, planned.return_lse)._replace(split_keys=planned.split_keys)
         op, inputs = attention_of(q, cache, step, request, sinks)

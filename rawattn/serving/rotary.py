@@ -50,7 +50,7 @@ class Rotary(Remade):
 
     @property
     def requires_grad(self) -> bool:
-        """Says whether autograd would have to follow what is rotated by it."""
+        """Says whether autograd would have to follow what is rotated by these angles."""
         return self.held.requires_grad
 
     @property

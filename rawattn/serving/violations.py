@@ -1,4 +1,4 @@
-"""What launches on a GPU found wrong in lengths, pages and slots."""
+"""Violations: what launches on a GPU found wrong in lengths, pages and slots."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ MARGIN = 64  # elements of NaN before and after an array
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One attention operation with its data.
+    """An attention operation with its data.
 
     ``lengths`` are (q_len, kv_len) of sequences that are packed end to end; they stand for batch, q_len and kv_len. ``layout`` is
-    how q, k and v lie in memory, where all that lies between and beside their elements is NaN:
+    the order of q, k and v in memory, where all between and around their elements is NaN:
 
     - contiguous: (batch, length, heads, dim)
     - heads_first: (batch, heads, length, dim), transposed
@@ -55,8 +55,8 @@ class Case:
     - expanded: all heads of k and v are one, repeated with a stride of 0
     - reversed: the rows backwards, with a negative stride; NumPy and CuPy only
 
-    ``sinks`` says whether each query head has one. ``lens`` are q_lens and kv_lens, a number for each sequence, or None in place
-    of either. ``seed`` is that of the data, and of dropout.
+    ``sinks`` says whether each query head has a sink. ``lens`` are q_lens and kv_lens, a number for each sequence, or None in
+    place of either. ``seed`` is the seed of the data, and of dropout.
     """
 
     dtype: str = "bf16"
@@ -90,8 +90,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference; those that are not defaults. Sinks
-        and the rows in use are NumPy arrays."""
+        """The keyword arguments of ``rawattn.attention``, ``attention_varlen`` and the reference that are not defaults. Sinks and
+        the rows in use are NumPy arrays."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         options["sinks"] = self.sink_logits() if self.sinks else None
         options |= {"dropout": self.dropout, "seed": self.seed} if self.dropout else {"dropout": None}
@@ -115,37 +115,35 @@ class Case:
         )  # fmt: skip
 
     def inputs(self, library: str = "numpy", device: Any = None) -> tuple[Any, ...]:
-        """q, k, v of N(0, 1), and cu_seqlens_q and cu_seqlens_kv, int32, where sequences are packed.
+        """Makes q, k, v of N(0, 1), and cu_seqlens_q and cu_seqlens_kv, int32, where sequences are packed.
 
         ``library`` is "numpy", "torch" or "cupy", ``device`` torch's name of a device or CuPy's number. The numbers are the same
         everywhere.
         """
         rng, element = np.random.default_rng(self.seed), ELEMENTS[self.dtype]
         inputs = []
-        for name, heads, dim in (
-            ("q", self.heads, self.head_dim),
-            ("k", self.kv_heads, self.head_dim),
-            ("v", self.kv_heads, self.head_dim_v),
-        ):
-            numbers = rng.standard_normal((*self._rows(name), heads, dim), np.float64 if self.dtype == "fp64" else np.float32)
-            inputs.append(place(numbers.astype(element.dtype), self._layout(name), library, device))
+        sizes = ("q", self.heads, self.head_dim), ("k", self.kv_heads, self.head_dim), ("v", self.kv_heads, self.head_dim_v)
+        dtype = np.float64 if self.dtype == "fp64" else np.float32
+        for name, heads, dim in sizes:
+            numbers = rng.standard_normal((*self._count_rows(name), heads, dim), dtype)
+            inputs.append(place(numbers.astype(element.dtype), self._choose_layout(name), library, device))
         if self.lengths is not None:
             for lengths in zip(*self.lengths, strict=True) if self.lengths else ((), ()):
-                inputs.append(_moved(np.cumsum([0, *lengths], dtype=np.int32), library, device))
+                inputs.append(_move(np.cumsum([0, *lengths], dtype=np.int32), library, device))
         return tuple(inputs)
 
     def sink_logits(self, library: str = "numpy", device: Any = None) -> Any:
-        """N(0, 1) for each head of q, (heads,), in the dtype of lse."""
+        """Makes the sinks of N(0, 1) for each head of q, (heads,), in the dtype of lse."""
         numbers = np.random.default_rng((self.seed, 1)).standard_normal(self.heads, np.float32)
-        return _moved(numbers.astype(ELEMENTS[self.dtype].lse_dtype), library, device)
+        return _move(numbers.astype(ELEMENTS[self.dtype].lse_dtype), library, device)
 
     def used(self, library: str = "numpy", device: Any = None) -> dict[str, Any]:
-        """q_lens and kv_lens, int32, those that there are."""
+        """Returns q_lens and kv_lens, int32, where they are not None."""
         named = zip(("q_lens", "kv_lens"), self.lens, strict=True)
-        return {name: _moved(np.array(x, np.int32), library, device) for name, x in named if x is not None}
+        return {name: _move(np.array(x, np.int32), library, device) for name, x in named if x is not None}
 
     def poison(self, of_q: Sequence[Any] = (), of_kv: Sequence[Any] = (), of_lse: Sequence[Any] = ()) -> None:
-        """Writes NaN to all rows that are not used, of arrays like q or o, like k, and like lse."""
+        """Writes NaN to all rows that are not used: of arrays with q's rows, with k's, and with lse's."""
         pairs = [(self.q_len, self.kv_len)] * self.batch if self.lengths is None else self.lengths
         for side, arrays in ((0, (*of_q, *(x.swapaxes(-1, -2) for x in of_lse))), (1, of_kv)):
             for i, used in enumerate(self.lens[side] or ()):
@@ -155,28 +153,28 @@ class Case:
                     (x[i] if self.lengths is None else x)[rows] = float("nan")
 
     def output_gradients(self, library: str = "numpy", device: Any = None) -> tuple[Any, Any]:
-        """do in the layout of q, and dlse (batch, heads, q_len) or (heads, total_q) in the dtype of lse, both of N(0, 1)."""
-        rng, element, rows = np.random.default_rng((self.seed, 2)), ELEMENTS[self.dtype], self._rows("q")
+        """Makes do in the layout of q, and dlse (batch, heads, q_len) or (heads, total_q) in the dtype of lse, of N(0, 1)."""
+        rng, element, rows = np.random.default_rng((self.seed, 2)), ELEMENTS[self.dtype], self._count_rows("q")
         do = rng.standard_normal((*rows, self.heads, self.head_dim_v)).astype(element.dtype)
         dlse = rng.standard_normal((*rows[:-1], self.heads, rows[-1])).astype(element.lse_dtype)
-        return place(do, self._layout("q"), library, device), _moved(dlse, library, device)
+        return place(do, self._choose_layout("q"), library, device), _move(dlse, library, device)
 
     def out(self, library: str = "numpy", device: Any = None) -> Any:
-        """Memory for o, all NaN, in the layout of q."""
-        nan = np.full((*self._rows("q"), self.heads, self.head_dim_v), np.nan, ELEMENTS[self.dtype].dtype)
-        return place(nan, self._layout("q"), library, device)
+        """Makes memory for o, all NaN, in the layout of q."""
+        nan = np.full((*self._count_rows("q"), self.heads, self.head_dim_v), np.nan, ELEMENTS[self.dtype].dtype)
+        return place(nan, self._choose_layout("q"), library, device)
 
-    def _rows(self, name: str) -> tuple[int, ...]:
+    def _count_rows(self, name: str) -> tuple[int, ...]:
         if self.lengths is not None:
             return (sum(pair[name != "q"] for pair in self.lengths),)
         return (self.batch, self.q_len if name == "q" else self.kv_len)
 
-    def _layout(self, name: str) -> str:
+    def _choose_layout(self, name: str) -> str:
         return "contiguous" if self.layout == "expanded" and name == "q" else self.layout
 
 
 def place(numbers: Array, layout: str, library: str = "numpy", device: Any = None) -> Any:
-    """``numbers`` (..., length, heads, dim) as an array of a library, in one of ``LAYOUTS``, with NaN in the memory around."""
+    """Places ``numbers`` (..., length, heads, dim) in an array of a library, in one of ``LAYOUTS``, with NaN in memory around."""
     *rows, heads, dim = numbers.shape
     stored: tuple[int, ...] = {
         "heads_first": (*rows[:-1], heads, rows[-1], dim),
@@ -197,12 +195,12 @@ def place(numbers: Array, layout: str, library: str = "numpy", device: Any = Non
 
     flat = np.full(2 * MARGIN + math.prod(stored), np.nan, numbers.dtype)
     view(flat)[...] = numbers[..., :1, :] if layout == "expanded" else numbers
-    x = view(_moved(flat, library, device))
+    x = view(_move(flat, library, device))
     return sys.modules[library].broadcast_to(x, numbers.shape) if layout == "expanded" else x
 
 
-def _moved(x: Array, library: str, device: Any) -> Any:
-    """``x``, contiguous, as an array of a library on a device."""
+def _move(x: Array, library: str, device: Any) -> Any:
+    """Moves ``x``, contiguous, into an array of a library on a device."""
     if library == "torch":
         import torch
 
@@ -250,19 +248,19 @@ class ExpectedBackward:
 
 
 def _check(name: str, result: Any, wanted: Array, allowed: Array) -> None:
-    result = _float64(result)
+    result = _to_float64(result)
     assert result.shape == wanted.shape, f"{name} has shape {result.shape}; it must have {wanted.shape}"
     same = (result == wanted) | (np.isnan(result) & np.isnan(wanted)) | (np.isfinite(result) & np.isfinite(wanted))
-    assert same.all(), _at(name, result, wanted, ~same)
+    assert same.all(), _describe_error(name, result, wanted, ~same)
     with np.errstate(invalid="ignore"):
         error = np.nan_to_num(np.abs(result - wanted))
     wrong = ~(error <= allowed)
     if wrong.any():
         worst = error[wrong].max(), np.broadcast_to(allowed, error.shape)[wrong][error[wrong].argmax()]
-        raise AssertionError(f"{_at(name, result, wanted, wrong)}: off by {worst[0]:.3g}, allowed {worst[1]:.3g}")
+        raise AssertionError(f"{_describe_error(name, result, wanted, wrong)}: off by {worst[0]:.3g}, allowed {worst[1]:.3g}")
 
 
-def _at(name: str, result: Array, wanted: Array, wrong: Array) -> str:
+def _describe_error(name: str, result: Array, wanted: Array, wrong: Array) -> str:
     first = tuple(np.argwhere(wrong)[0].tolist())
     return f"{name}{list(first)} is {result[first]}, not {wanted[first]} ({wrong.sum()} of {wrong.size} are wrong)"
 
@@ -280,12 +278,12 @@ class _Sizes(Formula):
     of_cap: bool = False  # in place of all terms, what an error of 2^-20 in tanh(s / cap) takes from them
 
     def attend(self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], tile: Tile) -> tuple[Any, Any]:
-        """The size of o, and for lse the mean size of the logits, that of the sink with them."""
+        """Computes the size of o, and in place of lse the mean size of the logits, the sink's with them."""
         p, lse, _, s = self.weights(q, k, sink, batch_head, tile)
         s = self.xp.where(self.xp.isfinite(s), abs(s), 0.0)
         s_size = self.xp.sum(p * s, axis=-1) + (self.xp.exp(sink - lse) * abs(sink) if math.isfinite(sink) else 0.0)
         p = self.dropped(p, batch_head, tile)
-        return self._root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
+        return self._take_root(self.total(p**self.power, abs(v) ** self.power, tile.kept)), s_size
 
     def gradients(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, batch_head: tuple[int, int], tile: Tile,
@@ -298,13 +296,13 @@ class _Sizes(Formula):
             p = self.xp.where(finite, p * (1 + (abs(s) + abs(lse[:, None])) / 4), 0.0)
         dropped = self.dropped(p, batch_head, tile)
         q_n, k_n, v_n, do_n, o_n = (abs(x) ** n for x in (q, k, v, do, self.total(dropped, v, kept)))
-        delta = self._root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
+        delta = self._take_root(self.xp.sum(do_n * o_n, axis=-1, keepdims=True)) + abs(dlse)
         slope = self.slope(dot, batch_head, tile)
         if self.of_cap:
             slope = 2 * (1 - slope) * 2.0**-20  # 1 - t^2 errs by 2 t^2 times t's relative error, however small it is itself
         elif n == 1 and self.has_cap:
             slope = slope + 2 * (1 - slope)
-        ds = self.scale * p * (self.dropped(self._root(do_n @ v_n.T), batch_head, tile) + delta)
+        ds = self.scale * p * (self.dropped(self._take_root(do_n @ v_n.T), batch_head, tile) + delta)
         ds_n = self.xp.where(kept, abs(ds if slope is None else ds * slope) ** n, 0.0)
         dq, dk, dv = self.total(ds_n, k_n, kept), self.total(ds_n.T, q_n, kept.T), self.total((dropped**n).T, do_n, kept.T)
         return dq, dk, dv, lse, delta[:, 0]
@@ -316,7 +314,7 @@ class _Sizes(Formula):
     def sink_gradient(self, p: Any, delta: Any) -> Any:
         return self.xp.sum(abs(p * delta) ** self.power)
 
-    def _root(self, x: Any) -> Any:
+    def _take_root(self, x: Any) -> Any:
         return x ** (1 / self.power)
 
 
@@ -356,17 +354,17 @@ class _Subnormal(Formula):
     ) -> tuple[Any, ...]:  # fmt: skip
         p, ds, lse, delta = self.weights_backward(do, q, k, v, dlse, sink, batch_head, tile, known)
         factor = 1.0 if self.dropout is None else self.dropout.option.factor  # after p is rounded
-        of_p, of_ds = (
+        p_variance, ds_variance = (
             self.xp.where(abs(x) < 2.0**-14 * a, self.xp.clip(x**2, 0.0, a * a * 2.0**-50 / 3), 0.0)
             for x, a in ((p, factor), (ds, 1.0))
         )
-        of_ds = of_ds * self.scale**2
+        ds_variance = ds_variance * self.scale**2
         total, kept = self.total, tile.kept
-        return total(of_ds, k**2, kept), total(of_ds.T, q**2, kept.T), total(of_p.T, do**2, kept.T), lse, delta
+        return total(ds_variance, k**2, kept), total(ds_variance.T, q**2, kept.T), total(p_variance.T, do**2, kept.T), lse, delta
 
 
 def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, **options: Any) -> Expected:
-    """The reference for these arrays, and the error that is allowed, in the maximum norm of each row.
+    """Computes the reference's results for these arrays, and the error that is allowed, in the maximum norm of each row.
 
     The yardstick is the plain formula with logits and probabilities rounded to q's dtype. The largest ratio of its error in a row
     to the row's size, the root of the sum of its squared terms p |v|, is the same for all rows but for chance: o may err by twice
@@ -376,7 +374,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     blocks: sqrt(n / 24) eps times the root of the sum of their squares, 1 at least, or sqrt(n / 36) eps times the dot product
     where its partial sums drift.
 
-    lse may err twice as much as the plain formula in float32, likewise measured, and by sqrt(head_dim) eps times its size:
+    lse may err twice as much as the plain formula in float32, measured as for o, and by sqrt(head_dim) eps times its size:
     itself, the mean size of the row's logits, half the root of the sum of a dot product's squared terms, or 1. Under a score,
     16-bit formats have logits to 2^-18 of themselves, a hundredth of what rounding them takes. A score that is a function adds
     terms to logits, and may make a key's from another's, as slope * kv from slope * first: a logit may err by an eps of the
@@ -386,32 +384,33 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
     tolerance = _Tolerance(q)
-    o, lse = map(_float64, reference.attention(q, k, v, **options, return_lse=True))
-    plain_o = _float64(reference.attention(q, k, v, **options, rounded=True))
+    o, lse = map(_to_float64, reference.attention(q, k, v, **options, return_lse=True))
+    plain_o = _to_float64(reference.attention(q, k, v, **options, rounded=True))
     single = [x.float() if hasattr(x, "float") else x.astype("float32") for x in (q, k, v)]
-    plain_lse = _float64(reference.attention(*single, **options, return_lse=True, rounded=True)[1])
-    o_size, s_size = map(_float64, _sizes(q, k, options, tolerance.power).forward(q, k, v, *_given(options), options.get("rows")))
-    lse_size = np.maximum(1.0, np.maximum(_finite(np.abs(lse)), _finite(s_size)))
+    plain_lse = _to_float64(reference.attention(*single, **options, return_lse=True, rounded=True)[1])
+    inputs = q, k, v, *_read_arrays(options), options.get("rows")
+    o_size, s_size = map(_to_float64, _make_sizes(q, k, options, tolerance.power).forward(*inputs))
+    lse_size = np.maximum(1.0, np.maximum(_keep_finite(np.abs(lse)), _keep_finite(s_size)))
     lse_error = 2 * tolerance.ratio(plain_lse, lse, lse_size) * lse_size
-    dot_size = _dot_size(q, k, options)
+    dot_size = _measure_dots(q, k, options)
     # A dot product of n terms has n roundings, each uniform within 2^-24 of a partial sum. Partial sums grow like a random walk
     # to the root of the sum of squared terms (the size), and their squares add up to n / 2 of its square: the standard deviation
     # of the error is sqrt(n / 6) 2^-24 of the size. Half a 2^-23 is 2.4 of these. It counts where a row's weight is on one key.
     lse_error += q.shape[-1] ** 0.5 * 2.0**-23 * tolerance.scaled * np.maximum(lse_size, 0.5 * dot_size)
     if tolerance.is_16_bit and (options.get("softcap") is not None or options.get("score") is not None):
-        lse_error += 2.0**-18 * np.abs(_finite(s_size))
+        lse_error += 2.0**-18 * np.abs(_keep_finite(s_size))
     if functions.is_function(options.get("score")):
-        added = _Added(**_fields(_sizes(q, k, options, 1))).forward(q, k, v, *_given(options), options.get("rows"))[1]
-        lse_error += 2.0**-23 * tolerance.scaled * _finite(_float64(added))
+        added = _Added(**_read_fields(_make_sizes(q, k, options, 1))).forward(*inputs)[1]
+        lse_error += 2.0**-23 * tolerance.scaled * _keep_finite(_to_float64(added))
     least: Any = 0.0
     if not tolerance.is_16_bit:
         # As above, where partial sums do not drift to the dot product; else their squares add up to n / 3 of its square. A row
         # of o errs most where two keys with opposite values have half of its weight each: by 0.71 of a logit's deviation.
         # Three of these are allowed, which one such row of 45,000 surpasses.
-        formula, logits = _sizes(q, k, options, 1), s_size
+        formula, logits = _make_sizes(q, k, options, 1), s_size
         if options.get("sinks") is not None or not isinstance(formula.score, scores.Scale):
-            logits = _float64(_Dots(**_fields(formula)).forward(q, k, v, *_given(options), options.get("rows"))[1])
-        drift = np.maximum(np.maximum(1.0, dot_size), (2 / 3) ** 0.5 * _finite(logits))
+            logits = _to_float64(_Dots(**_read_fields(formula)).forward(*inputs)[1])
+        drift = np.maximum(np.maximum(1.0, dot_size), (2 / 3) ** 0.5 * _keep_finite(logits))
         least = 1.5 * (q.shape[-1] / 24) ** 0.5 * np.swapaxes(drift, -1, -2)[..., None]
     return Expected(o, lse, tolerance.rows(plain_o, o, o_size, least), lse_error)
 
@@ -419,7 +418,7 @@ def expect(q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any 
 def expect_backward(
     do: Any, q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, *, dlse: Any = None, **options: Any
 ) -> ExpectedBackward:
-    """The reference's gradients for these arrays, and the error that is allowed, in the maximum norm of each row.
+    """Computes the reference's gradients for these arrays, and the error that is allowed, in the maximum norm of each row.
 
     As for o in ``expect``: twice the largest ratio of the plain rounded formula's error to a row's size, times the row's size,
     and 2 eps times its largest element. A global norm would assert nothing for most rows: under a causal mask the first rows of
@@ -438,47 +437,47 @@ def expect_backward(
     """
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "dlse": dlse}
     tolerance = _Tolerance(q)
-    exact = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
-    plain = [_float64(x) for x in reference.attention_backward(do, q, k, v, **options, rounded=True)]
-    formula, names = _sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
-    arguments = (do, q, k, v, dlse, *_given(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
-    sizes = [_float64(x) ** (1 / tolerance.power) for x in formula.backward(*arguments)]
+    exact = [_to_float64(x) for x in reference.attention_backward(do, q, k, v, **options)]
+    plain = [_to_float64(x) for x in reference.attention_backward(do, q, k, v, **options, rounded=True)]
+    formula, names = _make_sizes(q, k, options, tolerance.power), ("dq", "dk", "dv", "dsinks")
+    arguments = (do, q, k, v, dlse, *_read_arrays(options), (None, ()), (options.get("q_lens"), options.get("kv_lens")))
+    sizes = [_to_float64(x) ** (1 / tolerance.power) for x in formula.backward(*arguments)]
     lost = [np.zeros(())] * 3
     if tolerance.is_fp16:
-        subnormal = _Subnormal(**_fields(formula))
-        lost = [5 * np.sqrt(_float64(x)) for x in subnormal.backward(*arguments)[:3]]
+        subnormal = _Subnormal(**_read_fields(formula))
+        lost = [5 * np.sqrt(_to_float64(x)) for x in subnormal.backward(*arguments)[:3]]
     if tolerance.is_16_bit and formula.has_cap:
         of_cap = dataclasses.replace(formula, of_cap=True).backward(*arguments)
-        lost = [lost[i] + np.sqrt(_float64(of_cap[i])) for i in range(2)] + lost[2:]
+        lost = [lost[i] + np.sqrt(_to_float64(of_cap[i])) for i in range(2)] + lost[2:]
     errors = {name: tolerance.rows(plain[i], exact[i], sizes[i], 0.5, lost[i]) for i, name in enumerate(names[:3])}
     if len(exact) > 3:
         errors["dsinks"] = (2 * tolerance.ratio(plain[3], exact[3], sizes[3]) + tolerance.eps) * sizes[3]
     return ExpectedBackward(dict(zip(names, exact, strict=False)), errors)
 
 
-def _given(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _read_arrays(options: dict[str, Any]) -> tuple[Any, Any, Any]:
     return options.get("sinks"), options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
 
 
-def _dot_size(q: Any, k: Any, options: dict[str, Any]) -> Array:
-    """The root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse. Numbers that are not
-    finite count as 0: a mask may keep other rows from them."""
+def _measure_dots(q: Any, k: Any, options: dict[str, Any]) -> Array:
+    """Measures the root of the sum of the squared terms of scale q.k, in the mean over the keys; in the shape of lse. Numbers
+    that are not finite count as 0: a mask may keep other rows from them."""
     scale = options.get("scale")
     rows = slice(None) if options.get("rows") is None else options["rows"]
-    of_q, of_k = _finite(_float64(q)[..., rows, :, :]) ** 2, _finite(_float64(k)) ** 2
+    of_q, of_k = _keep_finite(_to_float64(q)[..., rows, :, :]) ** 2, _keep_finite(_to_float64(k)) ** 2
     keys = np.repeat(of_k.sum(-3, keepdims=True) / max(k.shape[-3], 1), q.shape[-2] // k.shape[-2], axis=-2)
     size = np.sqrt((of_q * keys).sum(-1))
     return abs(q.shape[-1] ** -0.5 if scale is None else scale) * np.swapaxes(size, -1, -2)
 
 
-def _sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
+def _make_sizes(q: Any, k: Any, options: dict[str, Any], power: int) -> _Sizes:
     chosen = Options(**{name: options[name] for name in Options._fields if name in options})
     starts = options.get("cu_seqlens_q"), options.get("cu_seqlens_kv")
     formula = make_formula(q, k, chosen, options.get("seed"), starts=starts)
-    return _Sizes(**_fields(formula), power=power)
+    return _Sizes(**_read_fields(formula), power=power)
 
 
-def _fields(formula: Formula) -> dict[str, Any]:
+def _read_fields(formula: Formula) -> dict[str, Any]:
     return {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
 
 
@@ -494,7 +493,7 @@ class _Tolerance:
         self.scaled = 2 * 2.0**-29 if dtype == "float64" else 1.0  # what the plain formula's error, in float32, counts
 
     def ratio(self, plain: Array, exact: Array, size: Array, lost: Any = 0.0) -> float:
-        """The largest error of the plain formula beyond ``lost``, in units of the size."""
+        """Returns the largest error of the plain formula beyond ``lost``, in units of the size."""
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = self.scaled * np.maximum(np.abs(plain - exact) - lost, 0.0) / size
         return float(ratio[np.isfinite(ratio)].max(initial=0.0))
@@ -502,32 +501,32 @@ class _Tolerance:
     def rows(self, plain: Array, exact: Array, size: Array, least: Any = 0.0, lost: Any = 0.0) -> Array:
         """Returns how much each row of o or of a gradient may err; the ratio counts as at least ``least`` eps. ``lost`` is an
         error that no ratio tells."""
-        size, lost = (_finite(np.asarray(x)).max(-1, keepdims=True, initial=0.0) if np.ndim(x) else x for x in (size, lost))
+        size, lost = (_keep_finite(np.asarray(x)).max(-1, keepdims=True, initial=0.0) if np.ndim(x) else x for x in (size, lost))
         ratio = np.maximum(self.ratio(plain, exact, size, lost), least * self.eps)
-        largest = _finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
+        largest = _keep_finite(np.abs(exact)).max(-1, keepdims=True, initial=0.0) if self.is_16_bit else size
         return 2 * ratio * size + 2 * self.eps * largest + self.least + lost
 
 
-def _finite(x: Array) -> Array:
+def _keep_finite(x: Array) -> Array:
     return np.where(np.isfinite(x), x, 0.0)
 
 
-def _float64(x: Any) -> Array:
+def _to_float64(x: Any) -> Array:
     if hasattr(x, "detach"):
         return x.detach().double().cpu().numpy()
     return (x.get() if hasattr(x, "get") else x).astype(np.float64)
 
 
-def _kinds(kinds: dict[str, dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
-    """One of the kinds of keyword arguments, each as often as another."""
+def _draw_kinds(kinds: dict[str, dict[str, Any]]) -> SearchStrategy[dict[str, Any]]:
+    """Draws one of the kinds of keyword arguments, each as often as another."""
     from hypothesis import strategies as st
 
-    strategies = {name: st.fixed_dictionaries(each) for name, each in kinds.items()}
+    strategies = {name: st.fixed_dictionaries(arguments) for name, arguments in kinds.items()}
     return st.sampled_from(list(strategies)).flatmap(strategies.__getitem__)
 
 
-def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
-    """The library's masks, by kind."""
+def _list_mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
+    """Lists strategies of the library's masks, by kind."""
     from hypothesis import strategies as st
 
     causal, window = st.just(True), st.tuples(side, side)
@@ -540,14 +539,12 @@ def _mask_kinds(side: SearchStrategy[int | None]) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def parts(
-    pairs: Sequence[tuple[int, int]],
-) -> SearchStrategy[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]:
-    """A Hypothesis strategy for ``Case.lens`` of sequences of these lengths: in half of the cases there are none."""
+def parts(pairs: Sequence[tuple[int, int]]) -> SearchStrategy[tuple[tuple[int, ...] | None, tuple[int, ...] | None]]:
+    """Makes a Hypothesis strategy for ``Case.lens`` of sequences of these lengths: in half of the cases there are none."""
     from hypothesis import strategies as st
 
-    each = [st.tuples(*(st.sampled_from((0, n)) | st.integers(0, n) for n in side)) for side in zip(*pairs, strict=True)]
-    q_lens, kv_lens = each or (st.just(()), st.just(()))
+    sides = [st.tuples(*(st.sampled_from((0, n)) | st.integers(0, n) for n in side)) for side in zip(*pairs, strict=True)]
+    q_lens, kv_lens = sides or (st.just(()), st.just(()))
     none: SearchStrategy[Any] = st.none()
     some = st.tuples(q_lens, kv_lens) | st.tuples(q_lens, none) | st.tuples(none, kv_lens)
     return st.booleans().flatmap(lambda is_cut: some if is_cut else st.just((None, None)))
@@ -562,10 +559,11 @@ def cases(
     sinks: bool | None = False, masks: Mapping[str, SearchStrategy[Mask]] = {}, scores: Mapping[str, SearchStrategy[Score]] = {},
     lens: bool = False,
 ) -> SearchStrategy[Case]:  # fmt: skip
-    """A Hypothesis strategy for cases over everything that attention takes: lengths from 0 to ``longest``, equal or not, grouped
+    """Makes a Hypothesis strategy for cases over all that attention takes: lengths from 0 to ``longest``, equal or not, grouped
     heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
     share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. With ``lens``
-    half of the cases use a part of their rows. ``masks`` and ``scores`` are of one's own, a strategy for each kind."""
+    half of the cases use a part of their rows. ``masks`` and ``scores`` are masks and scores of your own, a strategy for each
+    kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
@@ -573,9 +571,9 @@ def cases(
     )
     length = length | st.integers(0, longest)
     side = st.none() | st.integers(0, longest) | st.sampled_from([n for n in AWKWARD if n <= longest])
-    mask = _kinds({name: {"mask": each} for name, each in masks.items()} | _mask_kinds(side))
-    score = _kinds(
-        {name: {"score": each} for name, each in scores.items()} | {"none": {}, "cap": {"softcap": st.floats(0.5, 50.0)}}
+    mask = _draw_kinds({name: {"mask": kind} for name, kind in masks.items()} | _list_mask_kinds(side))
+    score = _draw_kinds(
+        {name: {"score": kind} for name, kind in scores.items()} | {"none": {}, "cap": {"softcap": st.floats(0.5, 50.0)}}
     )
     position = st.integers(0, longest)
     offsets = st.just({}) | st.just({}) | st.fixed_dictionaries({"q_offset": position, "kv_offset": position})

@@ -109,11 +109,11 @@ extern "C" void keep(const Args* args, const Rows* rows, i32 head, i32 keys, boo
 }
 """
 TILES = """\
-extern "C" void kv_tiles(const Args* args, const Rows* rows, i32 head, i32 q_begin, i32 q_end, TileRange* found) {
-    *found = O(*args, *rows, {0, head, 0, 0}).kv_tiles(q_begin, q_end);
+extern "C" void kv_tiles(const Args* args, const Rows* rows, i32 head, i32 q_begin, i32 q_end, TileRange* range) {
+    *range = O(*args, *rows, {0, head, 0, 0}).kv_tiles(q_begin, q_end);
 }
-extern "C" void q_tiles(const Args* args, const Rows* rows, i32 head, i32 kv_begin, i32 kv_end, TileRange* found) {
-    *found = O(*args, *rows, {0, head, 0, 0}).q_tiles(kv_begin, kv_end);
+extern "C" void q_tiles(const Args* args, const Rows* rows, i32 head, i32 kv_begin, i32 kv_end, TileRange* range) {
+    *range = O(*args, *rows, {0, head, 0, 0}).q_tiles(kv_begin, kv_end);
 }
 """
 BOXES = """\
@@ -134,7 +134,7 @@ extern "C" void ask(const Args* args, const Rows* rows, i32 head, const Number* 
 
 
 def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
-    """A shared library of a text that includes files of ``cuda_src/``, made in a folder. Raises UnsupportedError where there is
+    """Makes a shared library, in a folder, of a text that includes files of ``cuda_src/``. Raises UnsupportedError where there is
     no C++ compiler for the host, and ProblemError with what it said where it refused the text."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
@@ -142,18 +142,7 @@ def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
     (folder / "ptx").mkdir()
     (folder / "ptx" / "base.cuh").write_text(BASE + lanes)
     (folder / "host.cpp").write_text('#include "ptx/base.cuh"\n' + text)
-    command = [
-        compiler,
-        "-std=c++20",
-        "-O1",
-        "-shared",
-        "-fPIC",
-        "-o",
-        "host.so",
-        "host.cpp",
-        "-I.",
-        f"-I{render.FOLDER}",
-    ]
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-o", "host.so", "host.cpp", "-I.", f"-I{render.FOLDER}"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if ran.returncode:
         raise ProblemError(f"{pathlib.Path(compiler).name} refused the CUDA file as C++ for the host:\n{ran.stderr[:4000]}")
@@ -162,11 +151,11 @@ def library(text: str, folder: pathlib.Path, lanes: str = LANES) -> ctypes.CDLL:
 
 @functools.lru_cache(maxsize=256)
 def _compile(kind: tuple[Any, ...], fields: Fields, entries: str, number: str) -> ctypes.CDLL:
-    """The type of an option. Its constants are variables, so that one library serves all values."""
+    """Compiles the type of an option. Its constants are variables, so that one library serves all values."""
     name, sources, constants = kind
     includes = "".join(f'#include "{source}"\n' for source in sources)
     text = HEAD.format(
-        number=number, type=name, includes=includes, constants="".join(f"i32 {each}; " for each in constants),
+        number=number, type=name, includes=includes, constants="".join(f"i32 {constant}; " for constant in constants),
         fields="".join(f"{field.ctype} {field.name}; " for field in fields),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="rawattn-option-") as folder:
@@ -188,23 +177,24 @@ class OnHost:
         values = {"scale": scale, **option.values}
         args = render.layout(fields, number).pack.pack(*(values[field.name] for field in fields))
         rows = (*lengths, offsets is not None, *(offsets or (0, 0)))
-        self.given = ctypes.create_string_buffer(args, max(1, len(args))), (ctypes.c_int * 5)(*rows), head
+        self.arguments = ctypes.create_string_buffer(args, max(1, len(args))), (ctypes.c_int * 5)(*rows), head
 
     def tiles(self, which: str, begin: int, end: int) -> list[int]:
         """Asks ``kv_tiles`` or ``q_tiles``: begin, full_begin, full_end, end."""
         ends = (ctypes.c_int * 4)()
-        getattr(self.library, which)(*self.given, begin, end, ends)
+        getattr(self.library, which)(*self.arguments, begin, end, ends)
         return list(ends)
 
     def keep(self, rows: int, keys: int) -> Bools:
-        """Says which of the queries keep which keys."""
+        """Returns which of the queries keep which keys."""
         kept = np.zeros((rows, keys), bool)
-        self.library.keep(*self.given, keys, kept.ctypes.data_as(ctypes.c_void_p))
+        self.library.keep(*self.arguments, keys, kept.ctypes.data_as(ctypes.c_void_p))
         return kept
 
 
 def _check_visits(ends: list[int], needed: Any, full: Any, exact: bool) -> tuple[int, int]:
-    """The tiles that ``ends`` visits, after it is compared with what it must be."""
+    """Returns the tiles that ``ends`` visits. Raises AssertionError where it leaves out a tile that is ``needed``, takes one for
+    full that is not, or, where it must be ``exact``, visits one in vain."""
     begin, full_begin, full_end, end = ends
     tile = np.arange(len(needed))
     is_visited, is_full = (tile >= begin) & (tile < end), (tile >= full_begin) & (tile < full_end)
@@ -218,20 +208,20 @@ def _check_visits(ends: list[int], needed: Any, full: Any, exact: bool) -> tuple
 def check_mask(
     mask: Any, q_len: int, kv_len: int, tile_q: int, strip: int, tile_kv: int, offsets: Offsets = None, head: int = 0
 ) -> None:
-    """Everything that a kernel relies on, for blocks of ``tile_q`` queries of which a warpgroup has ``strip``. Raises
+    """Checks all of a mask that a kernel relies on, for blocks of ``tile_q`` queries of which a warpgroup has ``strip``. Raises
     AssertionError where the CUDA file and ``interval`` differ."""
-    asked = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv), offsets, head)
+    on_host = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv), offsets, head)
     begin, end = of_head(mask if offsets is None else OffsetMask(mask, *offsets), head).interval(np.arange(q_len), q_len, kv_len)
     tiles, q_tiles = -(-kv_len // tile_kv), -(-q_len // tile_q)
     keys = np.arange(tiles * tile_kv)
     kept = (keys >= begin[:, None]) & (keys < end[:, None])
-    assert (asked.keep(q_len, len(keys)) == kept).all(), "a query keeps other keys than interval says"
+    assert (on_host.keep(q_len, len(keys)) == kept).all(), "a query keeps other keys than interval says"
     exact = offsets is not None or len(set(mask.constants.values())) < 2  # with two alignments a block's hull may be wider
 
     def of_rows(first: int, count: int) -> tuple[int, int]:
         last = min(first + count, q_len)
         by_tile = kept[first:last].reshape(last - first, tiles, tile_kv)
-        return _check_visits(asked.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
+        return _check_visits(on_host.tiles("kv_tiles", first, last), by_tile.any((0, 2)), by_tile.all((0, 2)), exact)
 
     for first in range(0, q_len, tile_q):
         block = of_rows(first, tile_q)
@@ -246,51 +236,51 @@ def check_mask(
             pairs[:, : kv_len - first] = kept[:, first : min(last, kv_len)]
             needed = np.logical_or.reduceat(pairs.any(1), starts) if q_tiles else np.zeros(0, bool)
             full = np.logical_and.reduceat(pairs.all(1), starts) if q_tiles else needed
-            _check_visits(asked.tiles("q_tiles", first, last), needed, full, exact)
+            _check_visits(on_host.tiles("q_tiles", first, last), needed, full, exact)
 
 
 def check_inverse(mask: Any, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets = None, head: int = 0) -> None:
-    """The query tiles that visit a key tile are exactly those that the key tiles say, or blocks that add to dq in turn would wait
-    for ever."""
-    asked = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv), offsets, head)
+    """Checks that ``kv_tiles`` and ``q_tiles`` of a mask visit the same pairs of tiles, or blocks that add to dq in turn would
+    wait for ever."""
+    on_host = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv), offsets, head)
     q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // tile_kv)
     visits, inverse = np.zeros((2, q_tiles, kv_tiles), bool)
     for t in range(q_tiles):
-        first, _, _, last = asked.tiles("kv_tiles", t * tile_q, min((t + 1) * tile_q, q_len))
+        first, _, _, last = on_host.tiles("kv_tiles", t * tile_q, min((t + 1) * tile_q, q_len))
         visits[t, first:last] = True
     for n in range(kv_tiles):
-        first, _, _, last = asked.tiles("q_tiles", n * tile_kv, min((n + 1) * tile_kv, kv_len))
+        first, _, _, last = on_host.tiles("q_tiles", n * tile_kv, min((n + 1) * tile_kv, kv_len))
         inverse[max(first, 0) : last, n] = True
     assert (visits == inverse).all(), "a tile is visited from one side only"
 
 
 def check_boxes(mask: Any, q_len: int, kv_len: int, tile_q: int, tile_kv: int, head: int = 0) -> None:
-    """``check_mask`` of one whose tiles are a list: ``keep`` is its definition, and ``classify`` is asked for each tile."""
-    asked = OnHost(mask, MASK + BOXES, (q_len, kv_len), (tile_q, tile_kv), None, head)
+    """Checks a mask whose tiles are a list: ``keep`` is its definition, and ``classify`` is asked for each tile."""
+    on_host = OnHost(mask, MASK + BOXES, (q_len, kv_len), (tile_q, tile_kv), None, head)
     q, kv = np.arange(q_len)[:, None], np.arange(kv_len)[None]
     wanted = np.broadcast_to(mask.keep(np, 0, head, q, kv, q_len, kv_len), (q_len, kv_len))
-    kept = asked.keep(q_len, -(-kv_len // tile_kv) * tile_kv)
+    kept = on_host.keep(q_len, -(-kv_len // tile_kv) * tile_kv)
     assert (kept[:, :kv_len] == wanted).all() and not kept[:, kv_len:].any(), "a query keeps other keys than keep says"
     for row in range(0, q_len, tile_q):
         for column in range(0, kv_len, tile_kv):
             box = wanted[row : row + tile_q, column : column + tile_kv]
             last = min(row + tile_q, q_len) - 1, min(column + tile_kv, kv_len) - 1
-            classes = asked.library.classify(*asked.given, row, last[0], column, last[1])
+            classes = on_host.library.classify(*on_host.arguments, row, last[0], column, last[1])
             assert classes in ((0, 1), (1,), (1, 2))[1 + int(box.all()) - int(not box.any())], (
                 "a box of pairs is of another class"
             )
 
 
 def check_score(score: Any, number: str = "fp32", head: int = 0, scale: float = 1.0) -> None:
-    """Values and derivatives of logits of dot products of every size. Raises AssertionError where the CUDA file differs from
-    ``logit`` and ``slope``. The sign of the scale is in the dot products."""
+    """Checks a score's logits of dot products of every size, and their derivatives. Raises AssertionError where the CUDA file
+    differs from ``logit`` and ``slope``. The sign of the scale is in the dot products."""
     dtype, allowed = (np.float32, 2e-6) if number == "fp32" else (np.float64, 1e-13)
     n, m = 7, 40
     dot = np.random.default_rng(0).standard_normal((n, m)) * np.geomspace(1e-3, 1e3, m) * np.sign(scale)
-    asked = OnHost(score, SCORE, (n, m), head=head, scale=abs(scale), number=number)
+    on_host = OnHost(score, SCORE, (n, m), head=head, scale=abs(scale), number=number)
     dots = np.ascontiguousarray(dot, dtype)
     logit, slope = np.empty_like(dots), np.empty_like(dots)
-    asked.library.ask(*asked.given, *(x.ctypes.data_as(ctypes.c_void_p) for x in (dots, logit, slope)))
+    on_host.library.ask(*on_host.arguments, *(x.ctypes.data_as(ctypes.c_void_p) for x in (dots, logit, slope)))
     s, q, kv = dots.astype(np.float64) * abs(scale), np.arange(n)[:, None], np.arange(m)[None]
     wanted, slope_in_python = score.logit(np, s, 1, head, q, kv), score.slope(np, s, 1, head, q, kv)
     assert (abs(logit - wanted) <= allowed * (abs(wanted) + abs(s) + 1e-6)).all(), "logits differ from those of logit"
@@ -304,11 +294,11 @@ def check_kernels(option: Any, role: str, arch: str) -> None:
     tiles. Raises AssertionError where one spills registers."""
     device, spec = TYPICAL[arch], Spec.of(**{role: option})
     for op in (Forward(BF16, 1, 1024, 1024, 8, 2, 128, 128, spec), Forward(BF16, 1, 4, 1024, 8, 2, 128, 128, spec)):
-        for each in (op, Backward(op)):
-            selection = select(each, device)
-            for launch in selection.kernel.lower(each, selection.config, device).launches:
+        for operation in (op, Backward(op)):
+            selection = select(operation, device)
+            for launch in selection.kernel.lower(operation, selection.config, device).launches:
                 spilled = compiler.compile(launch.source).spill_bytes
-                assert not spilled, f"{selection.kernel.name} for {each} on {arch} spills {spilled} bytes of registers"
+                assert not spilled, f"{selection.kernel.name} for {operation} on {arch} spills {spilled} bytes of registers"
 
 
 def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
@@ -326,7 +316,7 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
     float and double.
 
     Raises:
-        AssertionError: they differ, or a kernel spills registers; the message says where.
+        AssertionError: file and definition differ, or a kernel spills registers; the message says where.
         ProblemError: it is no mask and no score, or the host's compiler refuses the file.
         UnsupportedError: there is no C++ compiler, c++ or g++. CompileError: NVRTC refuses a kernel, or is not there.
     """
@@ -336,26 +326,26 @@ def check_option(option: Mask | Score, arch: str | None = "sm_90a") -> None:
         for arguments in (
             (number, head, scale) for number in ("fp32", "fp64") for head in range(4) for scale in (0.125, -0.5, 2.0)
         ):
-            _tell(check_score, option, *arguments)
+            _run(check_score, option, *arguments)
     else:
         by_head = option.of_head is not None
-        asked = OnHost(option, MASK, (1, 1))
-        if bool(ctypes.c_bool.in_dll(asked.library, "differs_by_head")) != by_head:
+        on_host = OnHost(option, MASK, (1, 1))
+        if bool(ctypes.c_bool.in_dll(on_host.library, "differs_by_head")) != by_head:
             raise AssertionError(f"{option}: of_head is in {'Python' if by_head else 'CUDA'} alone; both say that heads differ.")
-        for sizes in _sizes():
+        for sizes in _list_sizes():
             if option.lists:
-                _tell(check_boxes, option, *sizes[:3], *sizes[4:5], sizes[6])
+                _run(check_boxes, option, *sizes[:3], *sizes[4:5], sizes[6])
             else:
-                _tell(check_mask, option, *sizes)
-                _tell(check_inverse, option, *sizes[:3], *sizes[4:])
+                _run(check_mask, option, *sizes)
+                _run(check_inverse, option, *sizes[:3], *sizes[4:])
     if arch is not None:
         if arch not in TYPICAL:
             raise ProblemError(f"arch is {arch!r}; it must be None or one of {', '.join(map(repr, TYPICAL))}.")
         check_kernels(option, "mask" if option.interval is not None else "score", arch)
 
 
-def _sizes() -> list[tuple[int, int, int, int, int, Offsets, int]]:
-    """Lengths of q and of keys, tiles, offsets and heads for ``check_mask``: all small ones, then some of real sizes."""
+def _list_sizes() -> list[tuple[int, int, int, int, int, Offsets, int]]:
+    """Lists lengths of q and of keys, tiles, offsets and heads for ``check_mask``: all small ones, then some of real sizes."""
     small = itertools.product(range(8), range(8), (4,), (2,), (2, 3), (None, (3, 5)), (0, 1))
     sizes: list[tuple[int, int, int, int, int, Offsets, int]] = list(small)
     rng = np.random.default_rng(0)
@@ -367,8 +357,8 @@ def _sizes() -> list[tuple[int, int, int, int, int, Offsets, int]]:
     return sizes
 
 
-def _tell(check: Any, option: Any, *arguments: Any) -> None:
-    """Runs a check, and says in its error of what it was."""
+def _run(check: Any, option: Any, *arguments: Any) -> None:
+    """Runs a check, and names the option and the arguments in its error."""
     try:
         check(option, *arguments)
     except AssertionError as error:

@@ -38,9 +38,9 @@ NO_GRADIENT_OF_PARTS = "q is a DTensor, which has no gradients of captured tenso
 
 
 class AutogradRequest:
-    """The request of a call that autograd follows: options, as a dict or as text, bounds on lengths, whether lse is a result, and
-    ``wrt``, the names of captured tensors to which autograd follows. With a dict it has the requests of the forward and of the
-    backward."""
+    """The request of a call that autograd follows: options, as a dict or as text, bounds on lengths, whether lse is a result
+    besides o (``both``), and ``wrt``, the names of captured tensors to which autograd follows. Where options are a dict, it has
+    the requests of the forward and of the backward."""
 
     def __init__(
         self, options: dict[str, Any] | str, lengths: tuple[Any, ...], both: bool, kernel: str | None = None, config: Any = None,
@@ -55,27 +55,27 @@ class AutogradRequest:
 class LowestFunction(_SingleLevelFunction):
     """An autograd.Function below an operator or a call, whose ``apply`` looks for no transform.
 
-    That of ``torch.autograd.Function`` looks for transforms and for what they left behind, which costs a microsecond, and takes a
-    Function below a transform only where it has ``setup_context``. ``_followed`` knows of transforms, and ``reading.read``
-    refuses a tensor that one left behind."""
+    ``apply`` of ``torch.autograd.Function`` looks for transforms and for the tensors that they left behind, which costs a
+    microsecond, and takes a Function below a transform only where it has ``setup_context``. Here ``_apply_function`` allows it
+    below transforms, and ``reading.read`` refuses a tensor that a transform left behind."""
 
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
 class Attention(LowestFunction):
-    """Attention that autograd follows, below a call or below the operator. It keeps its tensors, o and lse."""
+    """Attention that autograd follows, below a call or below the operator. It saves its tensors, o and lse."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Any, k: Any, v: Any, sinks: Any, inputs: ForwardInputs, captured: tuple[Any, ...], request: AutogradRequest,
         *followed: Any,
     ) -> Any:  # fmt: skip
-        """Computes o, and lse where that is asked for. ``inputs`` are all tensors but for those that functions captured;
-        ``followed`` are those of these to which autograd follows."""
+        """Computes o, and lse where that is asked for. ``inputs`` has all tensors except for those that functions captured, and
+        ``followed`` has the captured ones to which autograd follows."""
         options, lengths = request.options, request.lengths
         if isinstance(options, str):
             rest = Rest.of(inputs, lengths, options, captured)._replace(sinks=sinks)
-            o, lse = _below_autograd(ATTENTION, q, k, v, *rest)
+            o, lse = _call_below_autograd(ATTENTION, q, k, v, *rest)
         else:
             o, lse = calls.run(inputs, request.forward, None, captured)
         ctx.save_for_backward(*inputs, *captured, o, lse)
@@ -89,7 +89,7 @@ class Attention(LowestFunction):
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any = None) -> tuple[Any, ...]:
-        """Computes dq, dk, dv, dsinks and what captured tensors get, and None for what is no tensor."""
+        """Computes dq, dk, dv, dsinks and the gradients of captured tensors, and gives None for arguments that are no tensors."""
         (*saved, o, lse), request = ctx.saved_tensors, ctx.request
         count = len(ForwardInputs._fields)
         forward, captured = ForwardInputs(*saved[:count]), tuple(saved[count:])
@@ -106,18 +106,18 @@ class Attention(LowestFunction):
                 if any(x is not None and is_batched(x) for x in (do, dlse)):
                     raise ProblemError(NO_BATCH)
                 names = captures.names(options_of(text))
-                found = CAPTURED(*args, [names.index(name) for name in request.wrt])
+                gradients = CAPTURED(*args, [names.index(name) for name in request.wrt])
             else:
-                found = BACKWARD(*args)
+                gradients = BACKWARD(*args)
         else:
-            found = calls.run(inputs, request.backward, None, captured)
-        of_captured = found[3 + (is_seen or inputs.sinks is not None) :] if request.wrt else ()
-        return (*found[:3], None if inputs.sinks is None else found[3], None, None, None, *of_captured)
+            gradients = calls.run(inputs, request.backward, None, captured)
+        captured_gradients = gradients[3 + (is_seen or inputs.sinks is not None) :] if request.wrt else ()
+        return (*gradients[:3], None if inputs.sinks is None else gradients[3], None, None, None, *captured_gradients)
 
 
 def _sees_backward(do: Any, dlse: Any, tensors: Sequence[Any]) -> bool:
-    """Tells whether torch must see the operator of a backward, of a forward on plain tensors: as in ``dispatch``, but that
-    autocast casts nothing there. Gradients may have come from anywhere."""
+    """Tells whether torch must see the operator of a backward whose forward was computed on plain tensors. It asks what
+    ``dispatch`` asks, except for autocast, which casts nothing here; ``do`` and ``dlse`` may be tensors of any kind."""
     if sees_operators():
         return True
     for x in (do,) if dlse is None else (do, dlse):
@@ -127,12 +127,12 @@ def _sees_backward(do: Any, dlse: Any, tensors: Sequence[Any]) -> bool:
 
 
 class AttentionBackward(LowestFunction):
-    """The gradients, where autograd would follow them further: it cannot, and says so when it comes to that."""
+    """The gradients, where autograd would follow them further. A second derivative raises ProblemError when it is computed."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        """Computes the operator."""
-        return _below_autograd(BACKWARD, *args)
+        """Computes ``attention_backward``."""
+        return _call_below_autograd(BACKWARD, *args)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
@@ -141,22 +141,22 @@ class AttentionBackward(LowestFunction):
 
 
 class CapturedBackward(AttentionBackward):
-    """The gradients, those of captured tensors among them, where autograd would follow them further."""
+    """The gradients with those of captured tensors, where autograd would follow them further."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        """Computes the operator."""
-        return tuple(_below_autograd(CAPTURED, *args))
+        """Computes ``attention_backward_captured``."""
+        return tuple(_call_below_autograd(CAPTURED, *args))
 
 
-def _below_autograd(operator: Any, *args: Any) -> Any:
-    """Computes an operator inside of a Function. Below a transform such as ``torch.func.grad`` others may follow."""
+def _call_below_autograd(operator: Any, *args: Any) -> Any:
+    """Calls an operator inside of a Function. Below a transform such as ``torch.func.grad`` the transform may follow it."""
     with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(functorch_level() is not None):
         return operator(*args)
 
 
-def _followed(apply: Any, *args: Any) -> Any:
-    """Calls a Function inside of an operator, where transforms must allow it."""
+def _apply_function(apply: Any, *args: Any) -> Any:
+    """Calls the ``apply`` of a Function inside of an operator; below a transform torch must be told to allow it."""
     if functorch_level() is None:
         return apply(*args)
     with enable_single_level_autograd_function():
@@ -164,7 +164,7 @@ def _followed(apply: Any, *args: Any) -> Any:
 
 
 def differentiable(inputs: ForwardInputs, request: Request, out: Any, captured: tuple[Any, ...]) -> Any:
-    """Computes ``attention`` so that autograd can follow."""
+    """Computes the attention of a call so that autograd can follow it."""
     if out is not None:
         raise ProblemError(
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
@@ -172,26 +172,26 @@ def differentiable(inputs: ForwardInputs, request: Request, out: Any, captured: 
         )
     wrt = captures.find_followed(request.options, captured) if captured else ()
     if wrt not in request.followed:
-        request.followed[wrt] = _ask(request.options, request.lengths, request.kernel, request.config, wrt)
-    found = request.followed[wrt]
-    own = [x for name, x in zip(captures.names(request.options), captured, strict=True) if name in wrt] if wrt else ()
-    return Attention.apply(inputs.q, inputs.k, inputs.v, inputs.sinks, inputs, captured, found, *own)
+        request.followed[wrt] = _make_request(request.options, request.lengths, request.kernel, request.config, wrt)
+    autograd_request = request.followed[wrt]
+    followed = [x for name, x in zip(captures.names(request.options), captured, strict=True) if name in wrt] if wrt else ()
+    return Attention.apply(inputs.q, inputs.k, inputs.v, inputs.sinks, inputs, captured, autograd_request, *followed)
 
 
-def _ask(
+def _make_request(
     options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
 ) -> AutogradRequest:
-    """The request of a call that autograd follows. Raises ProblemError where that has no gradient."""
+    """Makes the request of a call that autograd follows. Raises ProblemError where the call has no gradient."""
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
-    both, options = options["return_lse"], {**options, "return_lse": True}
-    return AutogradRequest(options, lengths, both, kernel, config, wrt)
+    has_lse, options = options["return_lse"], {**options, "return_lse": True}
+    return AutogradRequest(options, lengths, has_lse, kernel, config, wrt)
 
 
-def _autograd(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    """Lets autograd follow where a tensor requires grad."""
+def _follow(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    """Computes ``attention``, which autograd follows where a tensor requires grad."""
     args = Rest(*rest)
     inputs, captured = args.inputs(q, k, v), tuple(args.captured or ())
     _check_followed((*inputs, *captured))
@@ -203,32 +203,32 @@ def _autograd(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
             raise ProblemError(NO_CONSTANT_TIME)
         request = AutogradRequest(args.spec, args.lengths, True, wrt=wrt)
         names = captures.names(options_of(args.spec)) if wrt else ()
-        own = [x for name, x in zip(names, captured, strict=False) if name in wrt]
-        return _followed(Attention.apply, q, k, v, args.sinks, inputs, captured, request, *own)
+        followed = [x for name, x in zip(names, captured, strict=False) if name in wrt]
+        return _apply_function(Attention.apply, q, k, v, args.sinks, inputs, captured, request, *followed)
     with torch._C._AutoDispatchBelowAutograd():
         return ATTENTION(q, k, v, *args)
 
 
-def _autograd_backward(*args: Any) -> tuple[Any, ...]:
-    """Lets autograd follow to where it is told that there is no formula."""
-    tensors = _followed_tensors(args)
+def _follow_backward(*args: Any) -> tuple[Any, ...]:
+    """Computes ``attention_backward``; where a tensor requires grad, its own derivative raises ProblemError."""
+    tensors = _read_tensors(args)
     if grad_enabled() and any_requires_grad(*tensors):
-        return _followed(AttentionBackward.apply, *args)
+        return _apply_function(AttentionBackward.apply, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return BACKWARD(*args)
 
 
-def _autograd_captured(*args: Any) -> list[Any]:
-    """Does so for the operator with gradients of captured tensors."""
-    tensors = _followed_tensors(args)
+def _follow_captured(*args: Any) -> list[Any]:
+    """Computes ``attention_backward_captured``; where a tensor requires grad, its own derivative raises ProblemError."""
+    tensors = _read_tensors(args)
     if grad_enabled() and any_requires_grad(*tensors):
-        return list(_followed(CapturedBackward.apply, *args))
+        return list(_apply_function(CapturedBackward.apply, *args))
     with torch._C._AutoDispatchBelowAutograd():
         return list(CAPTURED(*args))
 
 
-def _followed_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors of a backward's operator to which autograd may follow, checked."""
+def _read_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Reads the tensors of a backward's operator to which autograd may follow, and checks them."""
     rest = Rest(*args[7:BEFORE_WRT])
     tensors = (*args[:7], rest.sinks, *(rest.captured or ()))
     _check_followed((*tensors, rest.cu_seqlens_q, rest.cu_seqlens_kv))
@@ -238,16 +238,16 @@ def _followed_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _check_followed(tensors: Sequence[Any]) -> None:
     """Raises ProblemError for tensors that autograd passes on but the operators cannot take."""
     sharding.register_where_loaded()
-    found = [x for x in tensors if x is not None]
-    for x in found:
+    tensors = [x for x in tensors if x is not None]
+    for x in tensors:
         if x.is_nested:
             raise ProblemError("an input is a nested tensor; give its values and offsets to rawattn.attention_varlen.")
         if type(x).__name__ == "MaskedTensor":
             raise ProblemError("an input is a MaskedTensor, whose mask would be ignored; give its data, or a mask of attention.")
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in found):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise ProblemError(NO_TANGENT)
 
 
-library.impl("attention", _autograd, "Autograd")
-library.impl("attention_backward", _autograd_backward, "Autograd")
-library.impl("attention_backward_captured", _autograd_captured, "Autograd")
+library.impl("attention", _follow, "Autograd")
+library.impl("attention_backward", _follow_backward, "Autograd")
+library.impl("attention_backward_captured", _follow_captured, "Autograd")

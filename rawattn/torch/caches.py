@@ -1,5 +1,5 @@
-"""rawattn's operators over caches in torch: ``torch.ops.rawattn.attention_kvcache`` and ``append``, which says that it writes the
-cache. As in operators.py, a plain eager tensor goes past them."""
+"""rawattn's operators over caches in torch: ``torch.ops.rawattn.attention_kvcache`` and ``append``, whose schema says that it
+writes the cache. A call on plain eager tensors does without them, as one of ``operators.py`` does."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ..errors import ProblemError
 from ..operation import append as append_operation
 from ..operation import captures, functions, kvcache
 from ..operation.spec import Spec
+from ..runtime.plan import NO_GRAD
 from ..serving import KVCache, Rotary, Step, attention
 from ..serving.append import write
 from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
-from ..serving.call import NO_GRADIENT
 from ..serving.merge import merge_states
 from ..serving.plan import KVCachePlan
 from ..serving.rotary import check_angles
 from ..serving.step import check_lengths
 from .autograd import NO_TANGENT
 from .operators import describe
-from .option_text import constant, option
+from .option_text import from_constants, to_constants
 
 LENGTHS = ("kv_lens", "page_table", "cu_seqlens_q", "kv_begin", "causal", "indptr", "indices", "last_page_len")  # of a Step
 _LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
@@ -50,177 +50,176 @@ _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.raw
 
 def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any], sinks: Any, split: Any) -> tuple[Any, Any]:
     """Computes ``rawattn.attention_kvcache`` by way of the operator."""
-    lengths, causal = _lengths(step)
+    lengths, causal = _read_lengths(step)
     options, captured = captures.take(options)
-    constants = tuple([(name, constant(value)) for name, value in options.items()])
-    text = _text(causal, constants)
+    constants = tuple([(name, to_constants(value)) for name, value in options.items()])
+    text = _write_text(causal, constants)
     bounds, split_keys = (step.max_q_len, step.max_kv_len), attention.split_keys_of(split)
-    rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_scales(cache)
+    rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_split_scales(cache)
     return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, *rest)
 
 
 def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary: Rotary | None, q: Any) -> Any:
     """Computes ``rawattn.append`` by way of the operator."""
-    lengths = [None] * len(LENGTHS) if step is None else _lengths(step)[0]
+    lengths = [None] * len(LENGTHS) if step is None else _read_lengths(step)[0]
     angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
     bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
     interleaved = rotary is not None and rotary.interleaved
-    rest = cache.layout, *bounds, interleaved, *_scales(cache)
-    found = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, *rest)
-    return None if q is None else found
+    rest = cache.layout, *bounds, interleaved, *_split_scales(cache)
+    rotated_q = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, *rest)
+    return None if q is None else rotated_q
 
 
-def _lengths(step: Step) -> tuple[list[Any], bool]:
-    """The arrays of a step in order, and whether it is causal for all sequences."""
-    found = [step.kv_lens, step.page_table, step.cu_seqlens_q, step.kv_begin, None, step.indptr, step.indices, step.last_page_len]
-    if isinstance(step.causal, bool):
-        return found, step.causal
-    found[4] = step.causal
-    return found, False
+def _read_lengths(step: Step) -> tuple[list[Any], bool]:
+    """Reads the arrays of a step, in the order of ``LENGTHS``, and whether the step is causal for all sequences."""
+    is_one = isinstance(step.causal, bool)
+    lengths = [None if name == "causal" and is_one else getattr(step, name) for name in LENGTHS]
+    return lengths, is_one and step.causal
 
 
-def _scales(cache: KVCache) -> tuple[Any, Any, float, float]:
-    """The scales of a cache, those that are arrays and those that are numbers."""
+def _split_scales(cache: KVCache) -> tuple[Any, Any, float, float]:
+    """Splits the scales of a cache into those of k and v that are arrays, and those that are numbers."""
     k, v = cache.k_scale, cache.v_scale
     arrays = [x if isinstance(x, torch.Tensor) else None for x in (k, v)]
     numbers = [1.0 if isinstance(x, torch.Tensor) else float(x) for x in (k, v)]
     return arrays[0], arrays[1], numbers[0], numbers[1]
 
 
-def _text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
-    """Writes the options, which ``_constant`` took apart, as the operator takes them: a spec, functions in the places of its mask
+def _write_text(causal: bool, constants: tuple[tuple[str, Any], ...]) -> str:
+    """Writes the options that ``to_constants`` took apart as the operator takes them: a spec, functions in the places of its mask
     and score, and with a function as mask whether the step is causal for all sequences, which the spec does not say then."""
-    options = {name: option(value) for name, value in constants}
-    own, spec = functions.among(options), attention.spec_of(causal, options, False)
+    options = {name: from_constants(value) for name, value in constants}
+    by_role, spec = functions.among(options), attention.spec_of(causal, options, False)
     has_mask = type(options["mask"]) is functions.Function
     try:
-        return json.dumps(spec.to_json() | functions.to_json(own) | ({"step_is_causal": causal} if has_mask else {}))
+        return json.dumps(spec.to_json() | functions.to_json(by_role) | ({"step_is_causal": causal} if has_mask else {}))
     except TypeError as error:
         raise ProblemError(f"{spec} cannot be text ({error}); a mask or score of your own must be an Option.") from None
 
 
-_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_write_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- the operators
 
 
-def _step(lengths: Sequence[Any], bounds: tuple[Any, Any]) -> Step:
+def _make_step(lengths: Sequence[Any], bounds: tuple[Any, Any]) -> Step:
     kv_lens, page_table, cu_seqlens_q, kv_begin, causal, indptr, indices, last_page_len = lengths
     causal = False if causal is None else causal
     pages = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
     return Step(kv_lens, page_table, cu_seqlens_q, kv_begin, causal, *bounds, **pages)
 
 
-def _spec(text: str) -> tuple[Spec, dict[str, functions.Function], bool]:
-    """Reads what ``_text`` wrote: the options of a call that gives lse, its functions, and whether its step is causal besides."""
+def _read_spec(text: str) -> tuple[Spec, dict[str, functions.Function], bool]:
+    """Reads the text of ``_write_text``: the spec of a call that gives lse, its functions by role, whether its step is causal."""
     try:
-        fields, own = functions.from_json(json.loads(text))
+        fields, by_role = functions.from_json(json.loads(text))
         causal = fields.pop("step_is_causal", False)
-        return Spec.from_json({**fields, "return_lse": True}), own, causal
+        return Spec.from_json({**fields, "return_lse": True}), by_role, causal
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ProblemError(f"spec is {text[:80]!r}; it must be the JSON text of a rawattn.Spec ({error}).") from None
 
 
-def _split(args: Sequence[Any], first: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """The arguments before the lengths, the lengths, and those behind."""
+def _split_arguments(args: Sequence[Any], first: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Splits the arguments of an operator: the ``first`` ones, the lengths, and those behind the lengths."""
     return args[:first], args[first : first + len(LENGTHS)], args[first + len(LENGTHS) :]
 
 
-def _whole(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> list[Any]:
-    """All arguments in the order of the schema; those that are not given, by their defaults."""
+def _fill_defaults(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> list[Any]:
+    """Returns all arguments in the order of the schema, with its defaults for those that are missing."""
     rest = schema.arguments[len(args) :]
     return [*args, *(named.get(x.name, x.default_value) for x in rest)]
 
 
-def _cache(k: Any, v: Any, layout: str, k_scales: Any, v_scales: Any, k_scale: float, v_scale: float) -> KVCache:
+def _make_cache(k: Any, v: Any, layout: str, k_scales: Any, v_scales: Any, k_scale: float, v_scale: float) -> KVCache:
     scales = [number if array is None else array for array, number in ((k_scales, k_scale), (v_scales, v_scale))]
     return KVCache(k, v, layout, *scales)
 
 
-def _attention(*args: Any, **named: Any) -> tuple[Any, Any]:
-    """Computes the operator on real tensors."""
-    (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
+def _compute_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
+    """Computes the operator ``attention_kvcache`` on real tensors."""
+    (q, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _ATTENTION._schema, named), 3)
     sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
-    (spec, own, causal), step = _spec(text), _step(lengths, tuple(bounds))
-    request = attention.CacheRequest(spec, tuple(own.items()), tuple(captured or ()), split_keys)
-    each = step.causal if "causal" in step.arrays else causal
-    if "mask" in own and each is not False:
-        request = attention.of_step(request, each)
-    found = attention.attend(q, _cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
-    return found[0], found[1]
+    (spec, by_role, causal), step = _read_spec(text), _make_step(lengths, tuple(bounds))
+    request = attention.CacheRequest(spec, tuple(by_role.items()), tuple(captured or ()), split_keys)
+    is_causal = step.causal if "causal" in step.arrays else causal
+    if "mask" in by_role and is_causal is not False:
+        request = attention.of_step(request, is_causal)
+    results = attention.attend(q, _make_cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
+    return results[0], results[1]
 
 
-def _append(*args: Any, **named: Any) -> Any:
-    """Computes the operator on real tensors."""
-    (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
+def _compute_append(*args: Any, **named: Any) -> Any:
+    """Computes the operator ``append`` on real tensors."""
+    (k_cache, v_cache, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _APPEND._schema, named), 4)
     slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved, *scales = rest
-    step = None if all(x is None for x in lengths) else _step(lengths, (max_q_len, max_kv_len))
+    step = None if all(x is None for x in lengths) else _make_step(lengths, (max_q_len, max_kv_len))
     rotary = None if cos is None else Rotary(cos, sin, interleaved, positions)
-    found = write(_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
-    return k.new_empty(0) if q is None else found
+    rotated_q = write(_make_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
+    return k.new_empty(0) if q is None else rotated_q
 
 
-def _arrays(given: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[str, Any]:
-    """Describes tensors without memory by name; those of the cache as (pages, page_size, kv_heads, columns). ``scales`` are its
-    scales, the arrays and the numbers."""
-    found = {name: describe(x) for name, x in given.items() if x is not None}
+def _describe_arrays(tensors: dict[str, Any], layout: str, scales: Sequence[Any]) -> dict[str, Any]:
+    """Describes tensors without memory, by name; those of the cache as (pages, page_size, kv_heads, columns). ``scales`` are the
+    cache's scales, first the arrays, then the numbers."""
+    arrays = {name: describe(x) for name, x in tensors.items() if x is not None}
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be 'NHD' or 'HND'.")
     for name in ("k_cache", "v_cache"):
-        array = found[name]
+        array = arrays[name]
         if len(array.shape) != 4:
             raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have 4.")
         shape, strides = (tuple(x[axis] for axis in LAYOUTS[layout]) for x in (array.shape, array.strides))
-        found[name] = array._replace(shape=shape, strides=strides)
-    check_pools(found["k_cache"], found["v_cache"], layout)
-    k, lengths = found["k_cache"], {name: x for name, x in found.items() if name in LENGTHS}
+        arrays[name] = array._replace(shape=shape, strides=strides)
+    check_pools(arrays["k_cache"], arrays["v_cache"], layout)
+    k, lengths = arrays["k_cache"], {name: x for name, x in arrays.items() if name in LENGTHS}
     if lengths:
         check_lengths(lengths)
-    rows = found["q"].shape if "k" not in found else found["k"].shape
+    rows = arrays["q"].shape if "k" not in arrays else arrays["k"].shape
     batch = kvcache.batch_of(lengths) if lengths else 1 if len(rows) == 3 else rows[0]
     for name, array, number in zip(("k_scale", "v_scale"), scales[:2], scales[2:], strict=True):
         if array is None:
             check_scale(name, number, k.dtype)
         else:
-            found[name] = broadcast(scale_array(name, describe(array), k), batch, k.shape[2])
-    return found
+            arrays[name] = broadcast(scale_array(name, describe(array), k), batch, k.shape[2])
+    return arrays
 
 
 def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
-    (q, k, v), lengths, rest = _split(_whole(args, _ATTENTION._schema, named), 3)
+    (q, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _ATTENTION._schema, named), 3)
     sinks, layout, max_q_len, _, _, text, captured, *scales = rest
-    _, own, _ = _spec(text)
-    given = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
-    found = _arrays(given, layout, scales)
-    kvcache.check_arrays(found, max_q_len)
-    captures.check(captures.labels(own), found | dict(zip(captures.names(own), map(describe, captured or ()), strict=True)))
+    _, by_role, _ = _read_spec(text)
+    tensors = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
+    arrays = _describe_arrays(tensors, layout, scales)
+    kvcache.check_arrays(arrays, max_q_len)
+    arrays |= dict(zip(captures.names(by_role), map(describe, captured or ()), strict=True))
+    captures.check(captures.labels(by_role), arrays)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
 
 def _fake_append(*args: Any, **named: Any) -> Any:
-    """As ``_fake_attention``."""
-    (k_cache, v_cache, k, v), lengths, rest = _split(_whole(args, _APPEND._schema, named), 4)
+    """Makes the result of ``append`` as ``_fake_attention`` makes those of attention."""
+    (k_cache, v_cache, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _APPEND._schema, named), 4)
     slots, cos, sin, positions, q, layout, max_q_len, _, interleaved, *scales = rest
-    given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(LENGTHS, lengths, strict=True)), "slots": slots}
-    given |= {"cos": cos, "sin": sin, "positions": positions, "q": q}
-    found = {name: x for name, x in _arrays(given, layout, scales).items() if name not in ("kv_begin", "causal")}
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(LENGTHS, lengths, strict=True))}
+    tensors |= {"slots": slots, "cos": cos, "sin": sin, "positions": positions, "q": q}
+    arrays = {name: x for name, x in _describe_arrays(tensors, layout, scales).items() if name not in ("kv_begin", "causal")}
     if cos is not None:
-        check_angles({name: found[name] for name in ("cos", "sin", "positions") if name in found})
-    append_operation.check_arrays(found, "" if cos is None else "interleaved" if interleaved else "neox", max_q_len)
+        check_angles({name: arrays[name] for name in ("cos", "sin", "positions") if name in arrays})
+    append_operation.check_arrays(arrays, "" if cos is None else "interleaved" if interleaved else "neox", max_q_len)
     return k.new_empty(0) if q is None else q.new_empty(q.shape)
 
 
-def _autograd(operator: Any) -> Any:
-    """Refuses what has no gradient, and passes on the rest."""
+def _refuse_gradients(operator: Any) -> Any:
+    """Returns the operator's rule for autograd: it refuses a tensor that requires grad, and calls the operator on others."""
 
     def call(*args: Any, **named: Any) -> Any:
-        given = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
-        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        values = [y for x in (*args, *named.values()) for y in (x if isinstance(x, (list, tuple)) else (x,))]
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ProblemError(NO_GRADIENT)
+            raise ProblemError(NO_GRAD)
         if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
             raise ProblemError(NO_TANGENT)
         with torch._C._AutoDispatchBelowAutograd():
@@ -230,9 +229,9 @@ def _autograd(operator: Any) -> Any:
 
 
 for _name, _operator, _real, _fake in (
-    ("attention_kvcache", _ATTENTION, _attention, _fake_attention), ("append", _APPEND, _append, _fake_append),
+    ("attention_kvcache", _ATTENTION, _compute_attention, _fake_attention), ("append", _APPEND, _compute_append, _fake_append),
 ):  # fmt: skip
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _real, _key)
-    _library.impl(_name, _autograd(_operator), "Autograd")
+    _library.impl(_name, _refuse_gradients(_operator), "Autograd")
     torch.library.register_fake(f"rawattn::{_name}", _fake, lib=_library)

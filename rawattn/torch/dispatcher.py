@@ -1,4 +1,4 @@
-"""Which function computes a call on tensors: the kernels at once, autograd's Function, or an operator that torch sees."""
+"""This module decides what computes a call on tensors: kernels at once, autograd's Function, or an operator that torch sees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ eager.skip((Plan.run, calls.forward, attention_.backward))
 
 
 def is_tensor(x: Any) -> bool:
-    """Tells whether it is torch's."""
+    """Tells whether ``x`` is a torch tensor."""
     return isinstance(x, _tensor)
 
 
@@ -49,9 +49,9 @@ def seed_of(q: Any, seed: Any, missing: str = "") -> Any:
 
 
 def dispatch(tensors: Sequence[Any], casts: bool = True) -> Callable[..., Any] | None:
-    """Says which function computes a call on these tensors: None for ``calls.run``, which launches kernels; ``differentiable``
-    where autograd follows; ``attention`` where torch must see an operator: while it traces, under a mode or transform of its own,
-    where autocast would cast, if ``casts``, and for tensors without memory. It takes half a microsecond for plain tensors."""
+    """Returns the function that computes a call on these tensors: None for ``calls.run``, which launches kernels;
+    ``differentiable`` where autograd follows; ``attention`` where torch must see an operator, which is while it traces, under a
+    mode or transform of its own, where autocast would cast (if ``casts``), and for tensors without memory."""
     if is_compiling():
         return attention
     q = tensors[0]
@@ -63,7 +63,7 @@ def dispatch(tensors: Sequence[Any], casts: bool = True) -> Callable[..., Any] |
 
 
 def dispatch_plain(tensors: Sequence[Any]) -> Callable[..., Any] | None:
-    """As ``dispatch`` where ``is_plain``: the first of these is a tensor, or none is."""
+    """Returns what ``dispatch`` returns where ``is_plain()`` holds; None also where q, the first of these, is no tensor."""
     q, requires_grad = tensors[0], False
     if type(q) is not _tensor and not isinstance(q, _tensor):
         return None

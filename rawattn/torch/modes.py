@@ -15,8 +15,8 @@ is_mapped = torch._C._functorch.is_batchedtensor  # by torch.vmap
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by torch.autograd.grad(is_grads_batched=True)
 
 
-def _some_requires_grad(*given: Any) -> bool:
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
+def _some_requires_grad(*values: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
 def _either_autocast() -> bool:
@@ -40,7 +40,7 @@ def sees_operators() -> bool:
 
 
 def _sees_functions() -> bool:
-    """Tells whether a torch-function mode is on that is more than ``torch.set_default_device``, which has nothing to do here."""
+    """Tells whether a torch-function mode is on besides ``torch.set_default_device``, which changes nothing in a call."""
     return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(_function_modes()))
 
 

@@ -1,10 +1,10 @@
 """rawattn's operators in torch, ``torch.ops.rawattn.attention`` and ``attention_backward``, and what computes them.
 
-A plain eager tensor goes past torch's dispatcher, which is the faster way, and one that requires grad past it into an
-``autograd.Function``. All that works by seeing operators needs the operators: torch.compile, export, FakeTensor, make_fx, vmap,
-autocast, DTensor, selective checkpointing, FLOP counting. ``dispatch`` tells them apart. The package is imported with rawattn
-where torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded before any
-call.
+A call on plain eager tensors does without the operators, since torch's dispatcher takes time; where one requires grad, it goes
+to an ``autograd.Function``. What works by seeing operators needs them: torch.compile, export, FakeTensor, make_fx, vmap,
+autocast, DTensor, selective checkpointing, FLOP counting. ``dispatch`` tells these calls apart. The package is imported with
+rawattn where torch is loaded before, else by the first call with a tensor; import it yourself where a saved program is loaded
+before any call.
 
 The operators are functional. ``attention`` always gives (o, lse): the backward needs lse, and one pair of shapes serves every
 rule here. ``attention_backward`` gives (dq, dk, dv, dsinks), the last one empty where there are no sinks, and
@@ -49,7 +49,7 @@ class Rest(NamedTuple):
     def of(
         cls, inputs: ForwardInputs | BackwardInputs, lengths: tuple[Any, Any], text: str, captured: Sequence[Any] | None
     ) -> Rest:
-        """Those of a call on these tensors."""
+        """Returns the arguments of a call on these tensors."""
         starts = inputs.cu_seqlens_q, inputs.cu_seqlens_kv
         return cls(inputs.sinks, *starts, *lengths, text, inputs.seed, captured or None, inputs.q_lens, inputs.kv_lens)
 
@@ -84,7 +84,7 @@ def attention(
     inputs: ForwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...] = (),
 ) -> Any:  # fmt: skip
-    """Computes ``attention`` by way of the operator. Dynamo traces this function: it holds nothing that breaks a graph."""
+    """Computes ``attention`` by the operator. Dynamo traces this function, so nothing in it may break a graph."""
     _check_has_not("attention", out=out, kernel=kernel, config=config)
     if not torch.compiler.is_dynamo_compiling():
         check_tensors(Forward.names, inputs)
@@ -96,15 +96,15 @@ def attention(
                         f"{words} is mapped by torch.vmap, and neither q, k nor v is; map one of them, expanded, too."
                     )
         sharding.register_where_loaded()
-    o, lse = ATTENTION(inputs.q, inputs.k, inputs.v, *_rest(inputs, options, lengths, captured))
+    o, lse = ATTENTION(inputs.q, inputs.k, inputs.v, *_make_rest(inputs, options, lengths, captured))
     return (o, lse) if options["return_lse"] else o
 
 
-def _rest(
+def _make_rest(
     inputs: ForwardInputs | BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], captured: tuple[Any, ...]
 ) -> Rest:
-    """The operators' arguments behind their first tensors."""
-    longest = _length("max_seqlen_q", lengths[0]), _length("max_seqlen_kv", lengths[1])
+    """Makes the operators' arguments behind their first tensors."""
+    longest = _read_bound("max_seqlen_q", lengths[0]), _read_bound("max_seqlen_kv", lengths[1])
     return Rest.of(inputs, longest, text_of(options), list(captured))
 
 
@@ -112,7 +112,7 @@ def attention_backward(
     inputs: BackwardInputs, options: dict[str, Any], lengths: tuple[Any, Any], kernel: str | None, config: Any, out: Any,
     captured: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Computes ``attention_backward`` by way of the operator. Dynamo traces this function, too."""
+    """Computes ``attention_backward`` by the operator. Dynamo traces this function, too."""
     _check_has_not("attention_backward", out=out, kernel=kernel, config=config)
     options, wrt = {**options}, options.get("wrt", ())
     options.pop("wrt", None)
@@ -120,18 +120,18 @@ def attention_backward(
         check_tensors(Backward.names, inputs, "do")
         check_tensors(tuple(captures.labels(options).values()), captured)
         sharding.register_where_loaded()
-    args = (*inputs[:7], *_rest(inputs, options, lengths, captured))
+    args = (*inputs[:7], *_make_rest(inputs, options, lengths, captured))
     if wrt:
         names = captures.names(options)
-        found = CAPTURED(*args, [names.index(name) for name in wrt])
+        gradients = CAPTURED(*args, [names.index(name) for name in wrt])
     else:
-        found = BACKWARD(*args)
-    return (*found[:3], *(() if inputs.sinks is None else found[3:4]), *found[4:])
+        gradients = BACKWARD(*args)
+    return (*gradients[:3], *(() if inputs.sinks is None else gradients[3:4]), *gradients[4:])
 
 
-def _check_has_not(operator: str, **given: Any) -> None:
+def _check_has_not(operator: str, **arguments: Any) -> None:
     """Raises ProblemError for an argument that an operator does not have."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             raise ProblemError(
                 f"{name} was given where torch traces, transforms or casts the call; torch.ops.rawattn.{operator} has no {name}: "
@@ -139,9 +139,9 @@ def _check_has_not(operator: str, **given: Any) -> None:
             )
 
 
-def check_tensors(names: tuple[str, ...], given: Sequence[Any], first: str = "q") -> None:
-    """Raises ProblemError for what is no tensor with a shape; ``first`` names one that is known to be a tensor."""
-    for name, x in zip(names, given, strict=False):
+def check_tensors(names: tuple[str, ...], values: Sequence[Any], first: str = "q") -> None:
+    """Raises ProblemError for a value that is no tensor with a shape; ``first`` names one that is known to be a tensor."""
+    for name, x in zip(names, values, strict=False):
         if x is None and name not in "qkv":
             continue
         if not isinstance(x, torch.Tensor):
@@ -150,7 +150,7 @@ def check_tensors(names: tuple[str, ...], given: Sequence[Any], first: str = "q"
             raise ProblemError(f"{name} is a {type(x).__name__}, which has no shape yet; run the module that makes it first.")
 
 
-def _length(name: str, value: Any) -> Any:
+def _read_bound(name: str, value: Any) -> Any:
     """Returns a bound on lengths as the operator takes it: None, an int or, while torch traces, a SymInt."""
     if value is None or (isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)):
         return value
@@ -160,7 +160,7 @@ def _length(name: str, value: Any) -> Any:
 
 
 def _compute(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
-    """Computes the operator on real tensors."""
+    """Computes the operator ``attention`` on real tensors."""
     args = Rest(*rest)
     request = request_for(Forward, options_of(args.spec), args.lengths)
     return calls.run(args.inputs(q, k, v), request, None, tuple(args.captured or ()))
@@ -169,17 +169,17 @@ def _compute(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
 def _compute_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, wrt: Sequence[int] = ()
 ) -> tuple[Any, ...]:
-    """Computes the backward's operator on real tensors; lse is copied where vmap expanded it."""
+    """Computes the operator ``attention_backward`` on real tensors; lse is copied where vmap expanded it."""
     args = Rest(*rest)
     inputs = BackwardInputs.of(do, args.inputs(q, k, v), o, lse.contiguous(), dlse)
     options = {**options_of(args.spec), "return_lse": False}
     options |= {"wrt": tuple(captures.names(options)[i] for i in wrt)} if wrt else {}
-    found = calls.run(inputs, request_for(Backward, options, args.lengths), None, tuple(args.captured or ()))
-    return (*found[:3], lse.new_empty(0), *found[3:]) if args.sinks is None else found
+    gradients = calls.run(inputs, request_for(Backward, options, args.lengths), None, tuple(args.captured or ()))
+    return (*gradients[:3], lse.new_empty(0), *gradients[3:]) if args.sinks is None else gradients
 
 
 def _compute_captured(*args: Any) -> list[Any]:
-    """Computes the backward's operator with gradients of captured tensors."""
+    """Computes the operator ``attention_backward_captured`` on real tensors."""
     return list(_compute_backward(*args[:BEFORE_WRT], wrt=args[BEFORE_WRT]))
 
 
@@ -191,7 +191,7 @@ for _key in ("CPU", "CUDA"):
 
 
 @torch.library.register_fake("rawattn::attention", lib=library)
-def _fake(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
+def _fake_attention(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
     _check_arguments(q, k, v, Rest(*rest, **named))
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -202,7 +202,7 @@ def _fake(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> tuple[Any, Any]:
 def _fake_backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, **named: Any
 ) -> tuple[Any, ...]:
-    """Makes gradients as ``_fake`` makes results."""
+    """Makes gradients of the right shapes, as ``_fake_attention`` makes results."""
     args = Rest(*rest, **named)
     _check_arguments(q, k, v, args)
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if args.sinks is None else args.sinks.shape[0]))
@@ -210,7 +210,7 @@ def _fake_backward(
 
 @torch.library.register_fake("rawattn::attention_backward_captured", lib=library)
 def _fake_captured(*args: Any, **named: Any) -> list[Any]:
-    """Makes gradients as ``_fake_backward``, and those of captured tensors."""
+    """Makes the gradients that ``_fake_backward`` makes, and those of captured tensors."""
     *first, wrt = (*args, *named.values())
     captured = Rest(*first[7:]).captured or ()
     return [*_fake_backward(*first), *(captured[i].new_empty(captured[i].shape) for i in wrt)]
@@ -219,16 +219,16 @@ def _fake_captured(*args: Any, **named: Any) -> list[Any]:
 def _check_arguments(q: Any, k: Any, v: Any, args: Rest) -> None:
     """Raises ProblemError where the arguments of an operator contradict each other."""
     tensors = zip(Forward.names, args.inputs(q, k, v), strict=True)
-    given, options = {name: describe(x) for name, x in tensors if x is not None}, options_of(args.spec)
-    check_arrays(given, *args.lengths)
-    check_has_seed(given, options["dropout"])
+    described, options = {name: describe(x) for name, x in tensors if x is not None}, options_of(args.spec)
+    check_arrays(described, *args.lengths)
+    check_has_seed(described, options["dropout"])
     names, captured = captures.names(options), args.captured or ()
     if len(names) != len(captured):
         raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")
-    given |= dict(zip(names, map(describe, captured), strict=True))
-    captures.check(captures.labels(options), given)
-    if any(own.sizes for _, own in functions.among(options)):
-        captures.check_sizes(options, given, limits(given, options))
+    described |= dict(zip(names, map(describe, captured), strict=True))
+    captures.check(captures.labels(options), described)
+    if any(function.sizes for _, function in functions.among(options)):
+        captures.check_sizes(options, described, limits(described, options))
 
 
 _NAMES = {getattr(torch, dtype.name): name for name, dtype in DTYPES.items()}

@@ -18,6 +18,7 @@ from .option_text import options_of
 
 
 def _autocast(kind: str, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+    """Computes ``attention`` on q, k and v in the dtype that autocast has for this kind of device."""
     key = getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}")
     dtype = torch.get_autocast_dtype(kind)
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
@@ -33,24 +34,24 @@ def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, .
     seed for each element, computes one element after the other."""
     (q, k, v), rest, dims = args[:3], Rest(*args[3:]), Rest(*in_dims[3:])
     if functions.among(options_of(rest.spec)) or dims.seed is not None:
-        return _one_by_one(ATTENTION, info.batch_size, in_dims, args), (0, 0)
+        return _compute_one_by_one(ATTENTION, info.batch_size, in_dims, args), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")
     if dims.sinks is not None:
         raise ProblemError("sinks is mapped by vmap; it must be the same for every element of the batch.")
-    first = [_joined(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True)]
-    o, lse = ATTENTION(*first, *_joined_lens(rest, dims, info.batch_size))
+    first = [_join(x, dim, info.batch_size) for x, dim in zip((q, k, v), in_dims[:3], strict=True)]
+    o, lse = ATTENTION(*first, *_join_lens(rest, dims, info.batch_size))
     return (o.unflatten(0, (info.batch_size, -1)), lse.unflatten(0, (info.batch_size, -1))), (0, 0)
 
 
-def _joined_lens(rest: Rest, dims: Rest, count: int) -> Rest:
-    """The arguments with the mapped dimension of q_lens and kv_lens joined to the batch."""
-    lens = _joined(rest.q_lens, dims.q_lens, count), _joined(rest.kv_lens, dims.kv_lens, count)
+def _join_lens(rest: Rest, dims: Rest, count: int) -> Rest:
+    """Joins the mapped dimension of q_lens and kv_lens to the batch; the other arguments stay."""
+    lens = _join(rest.q_lens, dims.q_lens, count), _join(rest.kv_lens, dims.kv_lens, count)
     return rest._replace(q_lens=lens[0], kv_lens=lens[1])
 
 
-def _joined(x: Any, dim: int | None, count: int) -> Any:
-    """Joins a mapped dimension to the first one; where there is none, repeats. None stays None."""
+def _join(x: Any, dim: int | None, count: int) -> Any:
+    """Joins the mapped dimension of ``x`` to its first one, and repeats ``x`` where none is mapped. None stays None."""
     if x is None:
         return None
     x = x.unsqueeze(0).expand(count, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -67,30 +68,30 @@ def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tup
             "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."
         )
     if rest.sinks is not None or rest.cu_seqlens_q is not None or is_split:
-        return _one_by_one(BACKWARD, count, in_dims, args), (0,) * 4
-    first = [_joined(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True)]
+        return _compute_one_by_one(BACKWARD, count, in_dims, args), (0,) * 4
+    first = [_join(x, dim, count) for x, dim in zip(args[:7], in_dims[:7], strict=True)]
     if len(first) == 7:
-        first += _joined_lens(rest, dims, count)
-    *found, dsinks = BACKWARD(*first)
-    return (*(x.unflatten(0, (count, -1)) for x in found), dsinks.expand(count, 0)), (0,) * 4
+        first += _join_lens(rest, dims, count)
+    *gradients, dsinks = BACKWARD(*first)
+    return (*(x.unflatten(0, (count, -1)) for x in gradients), dsinks.expand(count, 0)), (0,) * 4
 
 
 def _vmap_captured(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[list[Any], list[int]]:
     """Computes one element after the other: a captured tensor is the same for all, or has gradients of its own for each."""
-    found = _one_by_one(CAPTURED, info.batch_size, in_dims, args)
-    return [*found], [0] * len(found)
+    gradients = _compute_one_by_one(CAPTURED, info.batch_size, in_dims, args)
+    return [*gradients], [0] * len(gradients)
 
 
-def _one_by_one(operator: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _compute_one_by_one(operator: Any, count: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Computes one element of the mapped dimension after the other."""
-    each = [[_element(x, dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
-    return tuple(map(torch.stack, zip(*(operator(*some) for some in each), strict=True)))
+    elements = [[_take_element(x, dim, i) for x, dim in zip(args, in_dims, strict=True)] for i in range(count)]
+    return tuple(map(torch.stack, zip(*(operator(*args_) for args_ in elements), strict=True)))
 
 
-def _element(x: Any, dim: Any, i: int) -> Any:
+def _take_element(x: Any, dim: Any, i: int) -> Any:
     """Takes an element of an argument, or of the tensors of a list."""
     if isinstance(x, (list, tuple)):
-        return [_element(y, each, i) for y, each in zip(x, dim or [None] * len(x), strict=True)]
+        return [_take_element(y, y_dim, i) for y, y_dim in zip(x, dim or [None] * len(x), strict=True)]
     return x if dim is None else x.select(dim, i)
 
 
@@ -101,23 +102,23 @@ if hasattr(torch.library, "register_vmap"):  # torch 2.5
 
 
 @torch.utils.flop_counter.register_flop_formula(torch.ops.rawattn.attention)
-def _flops(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
-    """Counts ``Forward.flops`` of these shapes: both products over the pairs that the mask keeps. torch counts whole squares for
-    its own attention."""
-    return 2 * (q[-1] + v[-1]) * _pairs(q, k, v, *rest, **named)
+def _count_flops(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+    """Counts ``Forward.flops`` of these shapes: of both products, over the pairs that the mask keeps. For its own attention torch
+    counts all pairs."""
+    return 2 * (q[-1] + v[-1]) * _count_pairs(q, k, v, *rest, **named)
 
 
 @torch.utils.flop_counter.register_flop_formula(
     [torch.ops.rawattn.attention_backward, torch.ops.rawattn.attention_backward_captured]
 )
-def _flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, **named: Any) -> Any:
-    """Counts as ``_flops``: three products of q's head_dim, of which one is the forward's again, and two of v's."""
-    return 2 * (3 * q[-1] + 2 * v[-1]) * _pairs(q, k, v, *rest, **named)
+def _count_flops_backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, dlse: Any = None, *rest: Any, **named: Any) -> Any:
+    """Counts three products of q's head_dim, of which one repeats the forward's, and two of v's, as ``_count_flops`` does."""
+    return 2 * (3 * q[-1] + 2 * v[-1]) * _count_pairs(q, k, v, *rest, **named)
 
 
-def _pairs(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
-    """Counts (query, key) pairs that the mask keeps, of all batches and heads of these shapes, as if all rows were in use; all
-    pairs of a function."""
+def _count_pairs(q: Any, k: Any, v: Any, *rest: Any, **named: Any) -> Any:
+    """Counts the (query, key) pairs of all batches and heads of these shapes that the mask keeps, as if all rows were in use. A
+    mask that is a function counts as if it kept all pairs."""
     args = Rest(*rest, **{name: x for name, x in named.items() if name in Rest._fields})
     starts, varlen = args.cu_seqlens_q, args.cu_seqlens_q is not None
     if not all(isinstance(n, int) for shape in (q, k, v) for n in shape):  # symbolic: a sum over queries would fix the length

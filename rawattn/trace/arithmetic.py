@@ -35,17 +35,17 @@ def as_type(x: Any, kind: str) -> Expr:
 
 
 def wider(*operands: Expr) -> str:
-    """The type that holds the values of all."""
+    """The type that holds the values of all operands."""
     return max((x.type for x in operands), key=RANK.__getitem__)
 
 
 def tame(x: Expr) -> Expr:
-    """An integer that arithmetic may begin with."""
+    """x as an integer that arithmetic may begin with: brought into +-LOADED where it is raw."""
     return make("saturate", "int", (x,)) if x.raw else x
 
 
 def fold(op: str, kind: str, *args: Expr) -> Expr:
-    """The value where all of it is known, else an expression, whose operands are sorted where they may be."""
+    """The value of an operation if its operands are known, else an expression, whose operands are sorted where they may be."""
     if all(x.op == "const" for x in args):
         with np.errstate(all="ignore"):
             return as_type(const(np.asarray(FORMULAS[op](np, *(np.asarray(x.args[0]) for x in args))).item()), kind)
@@ -153,16 +153,16 @@ def remainder(a: Any, b: Any) -> Expr:
 
 
 def power(a: Any, b: Any) -> Expr:
-    """A constant base > 0 makes a power of 2, and an exponent that is an int, literal or captured, products. All else is C's
-    pow."""
+    """a to the power of b. A constant a > 0 makes a power of 2, and a b that is an int, literal or captured, products. All else
+    is C's pow."""
     a, b = wrap(a), wrap(b)
     if a.op == "const" and 0 < a.args[0] < math.inf and b.op != "const":
-        return _of_constant(a, b)
+        return _raise_constant(a, b)
     if b.type == "int" and b.op != "const" and not b.deps and not any(node.op == "load" for node in nodes(b)):
         b = const(tracer.get().specialise(b))
     if b.op == "const" and abs(b.args[0]) <= MOST_FACTORS and b.args[0] % 1 == 0:
         n = int(b.args[0])
-        product = _product(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
+        product = _multiply(as_type(a, "float") if n < 0 or has_float(a, b) else a, abs(n))
         return div(1.0, product) if n < 0 else product
     if is_const(b, 0.5):
         return unary("sqrt", a)
@@ -179,8 +179,8 @@ def power(a: Any, b: Any) -> Expr:
     return fold("pow", "float", as_type(a, "float"), as_type(b, "float"))
 
 
-def _of_constant(base: Expr, n: Expr) -> Expr:
-    """A whole base to the power of an integer >= 0 is a whole number."""
+def _raise_constant(base: Expr, n: Expr) -> Expr:
+    """A constant base to the power of n, as a power of 2. A whole base to the power of an integer >= 0 is a whole number."""
     factor = unary("log2", base)
     result = unary("exp2", n if is_const(factor, 1) else mul(n, factor))
     if n.type == "float" or base.args[0] % 1 or factor.args[0] % 1 == 0:
@@ -188,11 +188,11 @@ def _of_constant(base: Expr, n: Expr) -> Expr:
     return FUNCTIONS["where"](FUNCTIONS["lt"](n, 0), result, floor(add(result, 0.5)))
 
 
-def _product(x: Expr, n: int) -> Expr:
+def _multiply(x: Expr, n: int) -> Expr:
     """x to the power of n."""
     if n <= 8:
         return functools.reduce(mul, [x] * n, as_type(const(1), "float" if x.type == "float" else "int"))
-    half = _product(x, n // 2)
+    half = _multiply(x, n // 2)
     return mul(mul(half, half), x) if n % 2 else mul(half, half)
 
 

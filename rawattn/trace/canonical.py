@@ -29,12 +29,12 @@ class Code(str):
 
     @property
     def role(self) -> str:
-        """Returns "mask" or "score"."""
+        """The role, "mask" or "score"."""
         return _parse(self)[0]
 
     @property
     def root(self) -> Expr:
-        """The expression."""
+        """The expression of the code."""
         return _parse(self)[1]
 
     @property
@@ -46,7 +46,7 @@ class Code(str):
 
     @property
     def numbers(self) -> int:
-        """Returns how many numbers it captured."""
+        """The number of numbers that the function captured."""
         return len({x.args[0] for x in nodes(self.root) if x.op == "param"})
 
     @property
@@ -73,7 +73,7 @@ def encoded(role: str, root: Expr) -> Code:
 
 
 def number_keys(numbers: Sequence[int | float]) -> tuple[int | str, ...]:
-    """Returns what tells numbers apart in keys: 0.0 and -0.0 are two, and NaN is itself."""
+    """The keys of numbers, which tell them apart: 0.0 and -0.0 are two, and NaN is itself."""
     return tuple([x if isinstance(x, (int, np.integer)) else float(x).hex() for x in numbers])
 
 
@@ -84,7 +84,7 @@ def numbers_of(keys: Sequence[int | str]) -> tuple[int | float, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _parse(code: str) -> tuple[str, Expr]:
-    """Role and expression. Raises ProblemError for what is no code: it may come from a file, and becomes a kernel."""
+    """The role and expression of a code. Raises ProblemError for other text: it may come from a file, and becomes a kernel."""
     try:
         role, *rows = json.loads(code)
         nodes: list[Expr] = []
@@ -113,12 +113,12 @@ def _read(word: Any, nodes: list[Expr]) -> Any:
 
 
 def slots_of(root: Expr) -> set[int]:
-    """The numbers of what was captured that an expression reads."""
+    """The numbers of the captured arrays and numbers that an expression reads."""
     return {x.args[0] for x in nodes(root) if x.op in INPUTS}
 
 
 def renumber(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) -> Expr:
-    """The expression with other numbers for arrays and for numbers."""
+    """The expression with other numbers for captured arrays and for captured numbers."""
     done: dict[Expr, Expr] = {}
     for node in nodes(root):
         if node.op in INPUTS:
@@ -130,10 +130,10 @@ def renumber(root: Expr, arrays: Mapping[int, int], numbers: Mapping[int, int]) 
 
 
 def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
-    """The code, and the numbers that its arrays and its numbers had before."""
+    """The code of an expression, and the numbers that its arrays and its numbers had in it."""
     shapes: dict[Expr, str] = {}
     for node in nodes(root):
-        shapes[node] = _shape(node, shapes)
+        shapes[node] = _digest_shape(node, shapes)
     slots: dict[tuple[str, int], None] = {}
     seen: set[Expr] = set()
 
@@ -149,12 +149,12 @@ def canonical(root: Expr, role: str) -> tuple[Code, list[int], list[int]]:
 
     visit(root)
     arrays, numbers = ([slot for what, slot in slots if what == wanted] for wanted in ("array", "param"))
-    places = [{slot: i for i, slot in enumerate(each)} for each in (arrays, numbers)]
+    places = [{slot: i for i, slot in enumerate(kept)} for kept in (arrays, numbers)]
     return encoded(role, renumber(root, *places)), arrays, numbers
 
 
-def _shape(x: Expr, shapes: Mapping[Expr, str]) -> str:
-    """A digest of the form that does not depend on the numbers of what was captured."""
+def _digest_shape(x: Expr, shapes: Mapping[Expr, str]) -> str:
+    """A digest of an expression's form that does not depend on the numbers of captured arrays and numbers."""
     if x.op in ("and", "or"):
         words = sorted(shapes[part] for part in parts(x.op, x))
     elif x.op == "lin":

@@ -1,5 +1,5 @@
-"""This module has what a function captured, replaced by symbols: arrays and numbers become inputs of a kernel, other things are
-compiled in.
+"""The captured values of a function, replaced by symbols: arrays and numbers become inputs of a kernel, other things are compiled
+in.
 
 Each thing is noted with its path from the function: a cell of the closure, a global, a default, an item, an attribute. Another
 function of the same code is followed along the same paths, and is the same function where it finds the same kinds of things
@@ -37,7 +37,7 @@ MOST_ITEMS = 256  # of a tuple or a list that is replaced item by item
 
 @dataclasses.dataclass(frozen=True)
 class ArraySlot:
-    """An array: where it was found, and what is compiled in of it."""
+    """A captured array: the path to it, and what is compiled in of it."""
 
     path: Path
     label: str
@@ -46,14 +46,14 @@ class ArraySlot:
     ndim: int
 
     def accepts(self, value: Any) -> bool:
-        """Says whether an array may take its place."""
+        """Says whether an array may take the slot's place."""
         array: Any = value
         return type(value) is self.cls and array.dtype == self.dtype and len(array.shape) == self.ndim
 
 
 @dataclasses.dataclass(frozen=True)
 class NumberSlot:
-    """An int or a float: where it was found, and what is compiled in of it."""
+    """A captured int or float: the path to it, and what is compiled in of it."""
 
     path: Path
     label: str
@@ -61,7 +61,7 @@ class NumberSlot:
     is_negative: bool = False
 
     def accepts(self, value: Any) -> bool:
-        """Says whether a number may take its place."""
+        """Says whether a number may take the slot's place."""
         return number_kind(value) == self.kind and (self.kind != "int" or (value < 0) == self.is_negative)
 
 
@@ -70,7 +70,7 @@ _NUMBERS: dict[type, str] = {int: "int", float: "float"}
 
 
 def number_kind(value: Any) -> str | None:
-    """Says whether it is an "int" or a "float"; None for what is no number, and for a bool."""
+    """The kind of a number, "int" or "float"; None for other values, and for a bool."""
     kind = _NUMBERS.get(type(value))
     if kind is None and isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, (bool, enum.Enum)):
         kind = "int" if isinstance(value, (int, np.integer)) else "float"
@@ -78,43 +78,43 @@ def number_kind(value: Any) -> str | None:
 
 
 def is_array(value: Any) -> bool:
-    """Says whether it is an array of some library."""
+    """Says whether a value is an array of some library."""
     cls: Any = type(value)
     return all(hasattr(cls, name) for name in ("__getitem__", "dtype", "shape")) and not isinstance(value, np.generic)
 
 
-def _is_value(value_there: Any, value: Any, function: Any) -> bool:
-    return value_there is value or (type(value_there) is type(value) and bool(value_there == value))
+def _is_value(current: Any, value: Any, function: Any) -> bool:
+    return current is value or (type(current) is type(value) and bool(current == value))
 
 
 _ABSENT = (AttributeError, IndexError, KeyError)  # what is raised of what an object does not have
 
 
-def _is_absent(found: Any, step: str, at: Any) -> bool:
+def _is_absent(current: Any, step: str, at: Any) -> bool:
     try:
-        _STEPS[step](found, at)
+        _STEPS[step](current, at)
     except _ABSENT:
         return True
     return False
 
 
-# What was noted of a value, and whether another function has the same there: from what is found, what was noted, and the
-# function.
+# What was noted of a value, and whether another function has the same in its place: from the current value, the noted one, and
+# that function.
 NOTES: dict[str, Callable[[Any, Any, Any], bool]] = {
-    "code": lambda found, value, function: found.__code__ is value or found.__code__ == value,
-    "type": lambda found, value, function: type(found) is value,
-    "length": lambda found, value, function: (type(found), len(found)) == value,
-    "same": lambda found, value, function: found is follow(function, value),  # as what another path leads to
+    "code": lambda current, value, function: current.__code__ is value or current.__code__ == value,
+    "type": lambda current, value, function: type(current) is value,
+    "length": lambda current, value, function: (type(current), len(current)) == value,
+    "same": lambda current, value, function: current is follow(function, value),  # as what another path leads to
     "value": _is_value,
-    "absent": lambda found, value, function: _is_absent(found, *value),
-    "slot": lambda found, value, function: value.accepts(found),  # an array or a number that was looked at, and not read
-    "truth": lambda found, value, function: bool(found) == value,
-    "size": lambda found, value, function: len(found) == value,
+    "absent": lambda current, value, function: _is_absent(current, *value),
+    "slot": lambda current, value, function: value.accepts(current),  # an array or a number that was looked at, and not read
+    "truth": lambda current, value, function: bool(current) == value,
+    "size": lambda current, value, function: len(current) == value,
 }
 
 
 class Note(NamedTuple):
-    """Something that was compiled in."""
+    """A fact about the value at a path that was compiled in."""
 
     path: Path
     what: str
@@ -131,14 +131,14 @@ _STEPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def follow(x: Any, path: Path) -> Any:
-    """Returns what a path from x leads to."""
+    """The object that a path from x leads to."""
     for step, at in path:
         x = _STEPS[step](x, at)
     return x
 
 
 class SymbolicArray(Row):
-    """Stands for an array, or for the part of it that some indices leave, while a function is traced."""
+    """The symbol of an array, or of the part of it that some indices leave, while a function is traced."""
 
     def __init__(self, slot: int, of: ArraySlot, indices: tuple[Expr | None, ...]) -> None:
         self._slot, self._of, self._indices = slot, of, indices
@@ -154,7 +154,7 @@ class SymbolicArray(Row):
 
     @property
     def shape(self) -> tuple[Expr, ...]:
-        return tuple(self._size(axis) for axis in self._open)
+        return tuple(self._make_size(axis) for axis in self._open)
 
     def dim(self) -> int:
         return self.ndim
@@ -182,7 +182,7 @@ class SymbolicArray(Row):
         indices = list(self._indices)
         for axis, i in zip(axes, indices_given, strict=False):
             if not (isinstance(i, slice) and i.start is i.stop is i.step is None):
-                indices[axis] = self._index(i, axis)
+                indices[axis] = self._make_index(i, axis)
         if any(i is None for i in indices):
             return SymbolicArray(self._slot, self._of, tuple(indices))
         element, kind = self._element
@@ -190,14 +190,14 @@ class SymbolicArray(Row):
 
     @property
     def _element(self) -> tuple[str, str]:
-        if _dtype_name(self.dtype) not in ELEMENTS:
+        if _name_dtype(self.dtype) not in ELEMENTS:
             raise ProblemError(f"{self._of.label} holds {self.dtype}; its dtype must be one of {', '.join(ELEMENTS)}.")
-        return ELEMENTS[_dtype_name(self.dtype)]
+        return ELEMENTS[_name_dtype(self.dtype)]
 
-    def _size(self, axis: int) -> Expr:
+    def _make_size(self, axis: int) -> Expr:
         return make("dim", "int", (self._slot, axis, self._element[0], self._of.ndim))  # nothing else tells these, without a load
 
-    def _index(self, i: Any, axis: int) -> Expr:
+    def _make_index(self, i: Any, axis: int) -> Expr:
         if isinstance(i, (slice, type(None), SymbolicArray)):
             raise ProblemError(
                 f"{self._of.label} is indexed by {i!r}; a function sees one query and one key: give an int of each axis."
@@ -209,11 +209,11 @@ class SymbolicArray(Row):
                 ".astype(int), or by // in place of /."
             )
         if index.op == "const" and index.args[0] < 0:  # a Python int counts from the end; what symbols make is brought inside
-            return const(0) if isinstance(i, Expr) else self._size(axis) + index
+            return const(0) if isinstance(i, Expr) else self._make_size(axis) + index
         return as_type(index, "int")
 
     def elements(self) -> tuple[Expr, ...]:
-        """The elements of a row. Raises ProblemError where they are too many, or these are several rows."""
+        """The elements of an array that is a row. Raises ProblemError where they are too many, or there are several rows."""
         if self.ndim != 1 or len(self) > MOST_ELEMENTS:
             raise ProblemError(
                 f"{self._of.label} stands where a number or a row of at most {MOST_ELEMENTS} elements is needed; index it, or "
@@ -235,12 +235,12 @@ class SymbolicArray(Row):
         raise ProblemError(f"{self._of.label}.{name} of a whole array; compute it before the call, and index the result.")
 
 
-def _dtype_name(dtype: Any) -> str:
+def _name_dtype(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
 class Owner:
-    """Stands for an object whose attributes, or items, a function reads. What it answers is noted, also that it has none."""
+    """The symbol of an object whose attributes, or items, a function reads. They are noted, and so is that there is none."""
 
     __slots__ = ("__capture", "__label", "__path", "__value")  # they hide no attribute of the object
 
@@ -252,7 +252,7 @@ class Owner:
     def __class__(self) -> Any:  # what isinstance() sees; the type is noted
         return type(self.__value)
 
-    def __found(self, step: str, at: Any, label: str) -> Any:
+    def __find(self, step: str, at: Any, label: str) -> Any:
         try:
             value = _STEPS[step](self.__value, at)
         except _ABSENT:
@@ -264,11 +264,11 @@ class Owner:
         return self.__capture.rebuild(value, (*self.__path, (step, at)), label)
 
     def __getattr__(self, name: str) -> Any:
-        return self.__found("attribute", name, f"{self.__label}.{name}")
+        return self.__find("attribute", name, f"{self.__label}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
-        key = _key(key)
-        return self.__found("item", key, f"{self.__label}[{key!r}]")
+        key = _evaluate_key(key)
+        return self.__find("item", key, f"{self.__label}[{key!r}]")
 
     def __iter__(self) -> Iterator[Any]:
         kind = type(self.__value)
@@ -306,7 +306,7 @@ class Owner:
     def __instancecheck__(self, instance: Any) -> bool:
         return _is_instance(instance, self)
 
-    def __noted(self) -> Any:
+    def __note(self) -> Any:
         self.__capture.note(self.__path, "value", self.__value)
         return self.__value
 
@@ -345,7 +345,7 @@ class Owner:
 
 
 def callee_of(owner: Owner) -> Any:
-    """Returns what a call of it calls."""
+    """The function that a call of the owner calls."""
     return owner._Owner__called()
 
 
@@ -363,48 +363,48 @@ class _Sequence(Owner):
     __slots__ = ()
 
 
-def _key(key: Any) -> Any:
+def _evaluate_key(key: Any) -> Any:
     """A key whose symbols are the values that they stand for."""
     if isinstance(key, tuple):
-        return tuple(map(_key, key))
+        return tuple(map(_evaluate_key, key))
     if type(key) is not Expr:
         return key
     return key.__float__() if key.type == "float" else key.__index__()
 
 
 class _Type:
-    """Stands for ``type`` in a function."""
+    """The symbol of ``type`` in a function."""
 
     def __call__(self, x: Any, *more: Any) -> Any:
-        """Returns the class of what a symbol stands for."""
+        """The class of the value that the symbol x stands for."""
         if issubclass(type(x), Owner):
-            return x._Owner__found("type", None, f"type({x._Owner__label})")
-        return type(x, *more) if more else x.__class__ if type(x) is Expr else _array_class(x) or type(x)
+            return x._Owner__find("type", None, f"type({x._Owner__label})")
+        return type(x, *more) if more else x.__class__ if type(x) is Expr else _find_array_class(x) or type(x)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, type)
 
 
-def _array_class(x: Any) -> type | None:
+def _find_array_class(x: Any) -> type | None:
     return x._of.cls if type(x) is SymbolicArray else None
 
 
-def _classes(kind: Any) -> Any:
-    """Returns the classes that isinstance() asks for, which are noted, in place of the objects that stand for them."""
+def _note_classes(kind: Any) -> Any:
+    """The classes that isinstance() asks for, which are noted, in place of their symbols."""
     if type(kind) is tuple:
-        return tuple(map(_classes, kind))
+        return tuple(map(_note_classes, kind))
     if type(kind) is _Type:
         return type
-    return kind._Owner__noted() if issubclass(type(kind), Owner) else kind
+    return kind._Owner__note() if issubclass(type(kind), Owner) else kind
 
 
 def _is_instance(x: Any, kind: Any) -> bool:
-    """``isinstance`` in a function, of the class of what a symbol stands for: symbols have more methods. An array's symbol does
-    not say its class otherwise: libraries would take it for one."""
+    """Does what ``isinstance`` does in a function, for the class of the value that x stands for: symbols have more methods. An
+    array's symbol does not say that class otherwise: libraries would take it for an array."""
     if issubclass(type(x), Owner):
-        return isinstance(x._Owner__value, _classes(kind))
-    cls = x.__class__ if type(x) is Expr else _array_class(x)
-    return isinstance(x, _classes(kind)) if cls is None else issubclass(cls, _classes(kind))
+        return isinstance(x._Owner__value, _note_classes(kind))
+    cls = x.__class__ if type(x) is Expr else _find_array_class(x)
+    return isinstance(x, _note_classes(kind)) if cls is None else issubclass(cls, _note_classes(kind))
 
 
 def _is_callable(x: Any) -> bool:
@@ -418,8 +418,8 @@ def _is_of_library(f: Any) -> bool:
     return (getattr(f, "__module__", None) or "").partition(".")[0] in LIBRARIES
 
 
-def _contents(f: types.FunctionType) -> Iterator[Any]:
-    """Returns what a function closed over, as torch's and_masks over masks, but for names that were never bound."""
+def _list_contents(f: types.FunctionType) -> Iterator[Any]:
+    """The values that a function closed over, as torch's and_masks over masks, but for names that were never bound."""
     for cell in f.__closure__ or ():
         with contextlib.suppress(ValueError):
             if cell.cell_contents is not f:  # it may call itself
@@ -427,14 +427,14 @@ def _contents(f: types.FunctionType) -> Iterator[Any]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Says whether a module or a class is a library's, whose attributes nobody changes; or an exception, which is caught by its
-    class."""
+    """Says whether a module or a class is compiled in as it is: a library's, whose attributes nobody changes, or an exception,
+    which is caught by its class."""
     top = (x.__name__ if isinstance(x, types.ModuleType) else x.__module__).partition(".")[0]
     return top in LIBRARIES or top in _STANDARD or (isinstance(x, type) and issubclass(x, BaseException))
 
 
 def _is_fixed(value: Any) -> bool:
-    """Says whether it is compiled in as it is: a bool, a string, a library, a class or a function of one."""
+    """Says whether a value is compiled in as it is: a bool, a string, a library, a class or a function of one."""
     if value is None or isinstance(value, (bool, np.bool_, str, bytes, enum.Enum)):
         return True
     if isinstance(value, (type, types.ModuleType)):
@@ -446,7 +446,7 @@ def _is_fixed(value: Any) -> bool:
     if isinstance(value, (np.ufunc, np.dtype, types.EllipsisType, slice)):
         return True
     if isinstance(value, types.FunctionType):
-        return value.__module__ in _OURS or (_is_of_library(value) and all(map(_is_fixed, _contents(value))))
+        return value.__module__ in _OURS or (_is_of_library(value) and all(map(_is_fixed, _list_contents(value))))
     return type(value).__module__.partition(".")[0] in ("torch", "builtins") and type(value).__name__ in ("dtype", "device")
 
 
@@ -455,7 +455,7 @@ _STANDARD = {"rawattn", *sys.stdlib_module_names} - {"__main__"}
 
 
 class Capture:
-    """Replaces what a function captured by symbols, and notes where it was."""
+    """The captured values of one function: replaces them by symbols, and notes the paths to them."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -464,16 +464,16 @@ class Capture:
         self._seen: dict[int, tuple[Any, Any, Path]] = {}  # value, what replaces it, path
 
     def note(self, path: Path, what: str, value: Any) -> None:
-        """Notes it, once."""
+        """Adds a note, unless there is an equal one."""
         note = Note(path, what, value)
         if note not in self.notes:
             self.notes.append(note)
 
     def rebuild(self, value: Any, path: Path = (), label: str = "") -> Any:
-        """Returns what takes the place of a value while the function is traced."""
+        """The symbol, or the copy, that takes the place of a value while the function is traced."""
         kind = number_kind(value)
         if kind is not None:
-            return self._slot(NumberSlot(path, label, kind, kind == "int" and bool(value < 0)), value)
+            return self._add_slot(NumberSlot(path, label, kind, kind == "int" and bool(value < 0)), value)
         if _is_fixed(value):
             self.notes.append(Note(path, "value", value))
             return value
@@ -482,27 +482,27 @@ class Capture:
             if first != path:
                 self.notes.append(Note(path, "same", first))
             return symbol
-        symbol = self._replaced(value, path, label)
+        symbol = self._replace(value, path, label)
         self._seen[id(value)] = (value, symbol, path)
         return symbol
 
-    def _replaced(self, value: Any, path: Path, label: str) -> Any:
+    def _replace(self, value: Any, path: Path, label: str) -> Any:
         if is_array(value):
-            return self._slot(ArraySlot(path, label, type(value), value.dtype, len(value.shape)), value)
+            return self._add_slot(ArraySlot(path, label, type(value), value.dtype, len(value.shape)), value)
         if isinstance(value, types.FunctionType):
-            return self._function(value, path)
+            return self._rebuild_function(value, path)
         if isinstance(value, functools.partial):
-            return self._partial(value, path)
+            return self._rebuild_partial(value, path)
         if isinstance(value, types.MethodType):
             owner = self.rebuild(value.__self__, (*path, ("attribute", "__self__")), "self")
             return types.MethodType(self.rebuild(value.__func__, (*path, ("attribute", "__func__")), label), owner)
         if isinstance(value, (tuple, list)) and len(value) <= MOST_ITEMS:
-            return self._items(value, path, label)
+            return self._rebuild_items(value, path, label)
         self.notes.append(Note(path, "type", type(value)))
         mapping, sequence = (isinstance(value, x) for x in (collections.abc.Mapping, collections.abc.Sequence))
         return (_Mapping if mapping else _Sequence if sequence else Owner)(value, path, label or type(value).__name__, self)
 
-    def _slot(self, slot: Slot, value: Any) -> Any:
+    def _add_slot(self, slot: Slot, value: Any) -> Any:
         self.slots.append(slot)
         self.values.append(value)
         number = len(self.slots) - 1
@@ -511,12 +511,12 @@ class Capture:
         array = SymbolicArray(number, slot, (None,) * slot.ndim)
         return array if slot.ndim else array[()]
 
-    def _items(self, value: Any, path: Path, label: str) -> Any:
+    def _rebuild_items(self, value: Any, path: Path, label: str) -> Any:
         self.notes.append(Note(path, "length", (type(value), len(value))))
         items = [self.rebuild(x, (*path, ("item", i)), f"{label}[{i}]") for i, x in enumerate(value)]
         return type(value)._make(items) if hasattr(value, "_make") else tuple(items) if isinstance(value, tuple) else items
 
-    def _partial(self, value: functools.partial[Any], path: Path) -> functools.partial[Any]:
+    def _rebuild_partial(self, value: functools.partial[Any], path: Path) -> functools.partial[Any]:
         function = self.rebuild(value.func, (*path, ("attribute", "func")))
         args = self.rebuild(value.args, (*path, ("attribute", "args")), "args")
         at = (*path, ("attribute", "keywords"))
@@ -524,7 +524,7 @@ class Capture:
         words = {name: self.rebuild(x, (*at, ("item", name)), name) for name, x in value.keywords.items()}
         return functools.partial(function, *args, **words)
 
-    def _function(self, f: types.FunctionType, path: Path) -> types.FunctionType:
+    def _rebuild_function(self, f: types.FunctionType, path: Path) -> types.FunctionType:
         self.notes.append(Note(path, "code", f.__code__))
         cells = tuple(types.CellType() for _ in f.__closure__ or ())
         copy = types.FunctionType(f.__code__, dict(f.__globals__), f.__name__, None, cells or None)
@@ -535,7 +535,7 @@ class Capture:
             except ValueError:  # a name that was never bound
                 continue
             cells[i].cell_contents = self.rebuild(content, (*path, ("cell", i)), f.__code__.co_freevars[i])
-        names = _names(f.__code__)
+        names = _list_names(f.__code__)
         copy.__globals__.update({name: x for name, x in _OF_SYMBOLS.items() if name in names - f.__globals__.keys()})
         for name in sorted(names & f.__globals__.keys()):
             copy.__globals__[name] = self.rebuild(f.__globals__[name], (*path, ("global", name)), name)
@@ -549,13 +549,13 @@ class Capture:
         return copy
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _list_names(code: types.CodeType) -> set[str]:
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(_list_names, inner))
 
 
 def code_of(function: Any) -> types.CodeType | None:
-    """The code that a call of it begins with; None where it is no Python function."""
+    """The code that a call of ``function`` begins with; None where it is no Python function."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.MethodType):
@@ -568,21 +568,21 @@ def code_of(function: Any) -> types.CodeType | None:
 def reader_of(
     notes: Sequence[Note], slots: Sequence[Slot], arrays: Sequence[int], numbers: Sequence[int]
 ) -> Callable[[Any], tuple[tuple[Any, ...], ...] | None]:
-    """Writes a function that gives what a fresh function of known code has in the slots that are arrays, in those that are
-    numbers, and in all; None where something else is there, or where what was noted does not hold. Each step of a path stands
-    in it as an attribute or an index, so that a call pays for no loop over paths."""
+    """Writes a function that reads the slots of a fresh function of known code: those that are ``arrays``, those that are
+    ``numbers``, and all; None where a value does not fit its slot or its notes. Each step of a path stands in it as an attribute
+    or an index, so that a call pays for no loop over paths."""
     lines: list[str] = []
     known: dict[str, Any] = {}
     for i, (path, what, value) in enumerate(notes):
         known |= {f"value{i}": value, f"holds{i}": NOTES[what]}
-        at = _expression(path, known)
+        at = _write_path(path, known)
         same = {
             "code": f"{at}.__code__ is value{i}", "type": f"type({at}) is value{i}", "value": f"{at} is value{i}",
             "truth": f"bool({at}) is value{i}", "size": f"len({at}) == value{i}",
         }.get(what, "False")  # fmt: skip
         lines.append(f"    if not ({same}) and not holds{i}({at}, value{i}, f): return None")
     for i, slot in enumerate(slots):
-        lines.append(f"    x{i} = {_expression(slot.path, known)}")
+        lines.append(f"    x{i} = {_write_path(slot.path, known)}")
         if isinstance(slot, ArraySlot):
             known |= {f"cls{i}": slot.cls, f"dtype{i}": slot.dtype}
             lines.append(f"    if type(x{i}) is not cls{i} or x{i}.dtype != dtype{i} or x{i}.ndim != {slot.ndim}: return None")
@@ -593,13 +593,13 @@ def reader_of(
         lines.append(f"    if not (type(x{i}) is cls{i} and {right}):")
         lines.append(f"        if not accepts{i}(x{i}): return None")
         lines.append(f"        x{i} = cls{i}(x{i})")
-    results = (f"({''.join(f'x{i}, ' for i in each)})" for each in (arrays, numbers, range(len(slots))))
+    results = (f"({''.join(f'x{i}, ' for i in chosen)})" for chosen in (arrays, numbers, range(len(slots))))
     exec("\n".join(["def find(f):", *lines, f"    return {', '.join(results)}"]), known)
     find: Callable[[Any], tuple[tuple[Any, ...], ...] | None] = known["find"]
     return find
 
 
-def _expression(path: Path, known: dict[str, Any]) -> str:
+def _write_path(path: Path, known: dict[str, Any]) -> str:
     text = "f"
     for step, at in path:
         if step == "attribute":

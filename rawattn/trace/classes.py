@@ -1,5 +1,5 @@
-"""This module says whether a mask keeps no pair of a box of queries and keys, every one, or some: the host's face of what kernels
-ask by tiles."""
+"""The classes of boxes of queries and keys: a mask keeps no pair of a box, every one, or some. On the host as in kernels, which
+ask tile by tile."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ EMPTY, CUT, FULL = 0, 1, 2
 
 @functools.lru_cache(maxsize=256)
 def strengthen(code: Code) -> Expr:
-    """The same condition, to be bounded, with what follows from two of its comparisons together. From a == b and one of a follows
-    that of b: a group of -1 that is excluded on one side alone is so on both. From a <= b and b <= c follows a <= c."""
+    """The condition of a mask, to be bounded, with what follows from two of its comparisons together. From a == b and one of a
+    follows that of b: a group of -1 that is excluded on one side alone is so on both. From a <= b and b <= c follows a <= c."""
     done: dict[Expr, Expr] = {}
     for node in nodes(code.root):
         done[node] = rebuild(node, done) if node.op in ("and", "or", "not") else node
         if node.op == "and":
-            for condition in _following(parts("and", node)):
+            for condition in _derive(parts("and", node)):
                 done[node] = logical("and", done[node], condition)
     return done[code.root]
 
 
 def by_blocks(code: Code) -> bool:
-    """Says whether queries keep keys by the blocks that they lie in: the mask sees no more of a query than q // n."""
-    uses = [node for node in nodes(code.root) if any(each is Q for each in children(node))]
+    """Says whether all queries of a block keep the same keys: the mask sees no more of a query than q // n."""
+    uses = [node for node in nodes(code.root) if any(child is Q for child in children(node))]
     return bool(uses) and all(node.op == "floordiv" for node in uses)
 
 
-def _following(asked: Sequence[Expr]) -> Iterator[Expr]:
-    """Returns what follows from two of these conditions, and says something of the query or the key."""
+def _derive(asked: Sequence[Expr]) -> Iterator[Expr]:
+    """The conditions that follow from two of those in ``asked`` and depend on the query or the key."""
     orders = [x for x in asked if x.op in ("lt", "le")]
     for equal in (x for x in asked if x.op == "eq"):
         for a, b in (equal.args, equal.args[::-1]):
@@ -56,8 +56,8 @@ def classify(
     code: Code, arrays: Sequence[Any], numbers: Sequence[Any], b: Any, h: Any, q: tuple[Any, Any], kv: tuple[Any, Any], q_len:
     Any, kv_len: Any, q_start: Any = 0, kv_start: Any = 0, pyramids: dict[tuple[int, int], Pyramid] | None = None,
 ) -> Any:  # fmt: skip
-    """EMPTY, CUT or FULL for each box, whose bounds are arrays of positions, both inclusive. ``pyramids`` keeps what is made of
-    the arrays for the next call with the same ones."""
+    """The class of each box, EMPTY, CUT or FULL; its bounds are arrays of positions, both inclusive. ``pyramids`` keeps those of
+    the arrays for the next call with the same arrays."""
     kept = {} if pyramids is None else pyramids
     values = {"b": b, "h": h, "q_len": q_len, "kv_len": kv_len, "q_start": q_start, "kv_start": kv_start}
     box = {name: exactly(x, "int") for name, x in values.items()}

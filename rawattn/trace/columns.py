@@ -18,15 +18,15 @@ MOST_WORDS = 2  # of 32 bits
 def columns(root: Expr, place: Placement) -> list[Expr]:
     """The outmost parts of a placed expression that depend on no query and take more than a few instructions; none where they
     are more words than kernels have room for."""
-    return _outmost(root, {x for x in nodes(root) if place(x) == ELEMENT and not x.deps & {"q", "s", "less"}})
+    return _find_outmost(root, {x for x in nodes(root) if place(x) == ELEMENT and not x.deps & {"q", "s", "less"}})
 
 
 def of_queries(root: Expr, place: Placement) -> list[Expr]:
     """The outmost parts of a placed expression that depend on no key, as ``columns`` gives those that depend on no query."""
-    return _outmost(root, {x for x in nodes(root) if place(x) == ROW and "first" not in x.deps})
+    return _find_outmost(root, {x for x in nodes(root) if place(x) == ROW and "first" not in x.deps})
 
 
-def _outmost(root: Expr, wanted: set[Expr]) -> list[Expr]:
+def _find_outmost(root: Expr, wanted: set[Expr]) -> list[Expr]:
     order = nodes(root)
     heavy: set[Expr] = set()
     for x in order:
@@ -38,5 +38,5 @@ def _outmost(root: Expr, wanted: set[Expr]) -> list[Expr]:
 
 
 def column_bytes(values: Iterable[Expr]) -> int:
-    """The bytes that they take of a key, in shared memory."""
+    """The bytes that ``values`` take of a key, in shared memory."""
     return 4 * sum(_WORDS[x.type] for x in values)

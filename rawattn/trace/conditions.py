@@ -13,7 +13,7 @@ from .expressions import INSIDE, KV, KV_LEN, OFFSET, Q_LEN, Expr, Q, const, make
 
 
 def known_bounds(constant: int, terms: dict[Expr, int]) -> tuple[float, float]:
-    """Bounds of a sum, from what is always true: indices and lengths are not negative, and an index is less than its length."""
+    """The bounds of a sum, from what is always true: indices and lengths are not negative, an index is less than its length."""
     ends = []
     for sign in (1, -1):
         rest = {atom: sign * c for atom, c in terms.items()}
@@ -30,8 +30,8 @@ def known_bounds(constant: int, terms: dict[Expr, int]) -> tuple[float, float]:
 
 
 def compare(op: str, a: Any, b: Any) -> Expr:
-    """a < b, a <= b or a == b: "lt", "le", "eq". Between integers kv is brought to one side alone where it can be, and common
-    terms cancel."""
+    """The comparison a < b, a <= b or a == b: "lt", "le", "eq". Between integers kv is brought to one side alone where it can be,
+    and common terms cancel."""
     a, b = wrap(a), wrap(b)
     if has_float(a, b):
         return fold(op, "bool", as_type(a, "float"), as_type(b, "float"))
@@ -80,7 +80,7 @@ def logical(op: str, a: Any, b: Any) -> Expr:
 
 
 def parts(op: str, x: Expr) -> list[Expr]:
-    """The conditions that "and"s, or "or"s, join."""
+    """The conditions that x joins by "and"s, or by "or"s."""
     return [part for a in x.args for part in parts(op, a)] if x.op == op else [x]
 
 
@@ -105,14 +105,14 @@ def where(condition: Any, a: Any, b: Any) -> Expr:
     if a is b:
         return a
     if kind == "bool":
-        return _choice(c, a, b)
+        return _choose(c, a, b)
     if c.op == "le" and len({a, b, *c.args}) == 2 and kind != "float":
         return extreme("min" if c.args[0] is a else "max", a, b)
     return make("where", kind, (c, a, b))
 
 
-def _choice(c: Expr, a: Expr, b: Expr) -> Expr:
-    """``where(c, a, b)`` of three conditions, by and, or and not."""
+def _choose(c: Expr, a: Expr, b: Expr) -> Expr:
+    """Writes ``where(c, a, b)`` of three conditions by and, or and not."""
     a, b = const(True) if a is c else a, const(False) if b is c else b
     if a.op == "const":
         return logical("or", c, b) if a.args[0] else logical("and", invert(c), b)
@@ -129,7 +129,7 @@ _CONSTRUCTORS: dict[str, Callable[..., Expr]] = {
 
 
 def rebuild(node: Expr, done: dict[Expr, Expr]) -> Expr:
-    """The node over other operands."""
+    """The node over ``done``, its operands' new forms."""
     if node.op == "lin":
         parts = (combine(const(0), done[atom], c) for atom, c in node.args[1])
         return functools.reduce(lambda x, y: combine(x, y, 1), parts, const(node.args[0]))

@@ -65,7 +65,7 @@ _AHEAD = """
     }}"""
 
 
-def _place(text: str) -> str:
+def _find_pointer(text: str) -> str:
     """The pointer that a load reads at."""
     return text.removeprefix("function::read(").removesuffix(")")
 
@@ -74,8 +74,8 @@ def _declare(lines: Sequence[tuple[str, str, str]]) -> str:
     return "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in lines)
 
 
-def _lines_needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """The lines that some texts are made of, in order."""
+def _find_lines(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """The lines whose variables the texts use, and those that these lines use, in order."""
     wanted = {word for text in texts for word in re.findall(r"\w+", text)}
     lines_needed: list[tuple[str, str, str]] = []
     for line in reversed(lines):
@@ -86,7 +86,7 @@ def _lines_needed(texts: Sequence[str], lines: Sequence[tuple[str, str, str]]) -
 
 
 class Writer:
-    """The lines of a struct, each in its place."""
+    """A writer of the lines of a struct, each in its place."""
 
     def __init__(
         self, code: Code, number: str, prefix: str = "x", fields: dict[str, tuple[str, FieldContent]] | None = None,
@@ -106,12 +106,12 @@ class Writer:
         self._formulas = _MASK if self.role == "mask" else _SCORE
 
     def add(self, root: Expr, checked: Collection[tuple[Expr, int]]) -> str:
-        """Adds the lines of an expression, which is placed; its value's text."""
+        """Adds the lines of an expression, which is placed, and returns its value's text."""
         self.checked |= set(checked)
         return self.text(root)
 
     def inner(self, prefix: str) -> Writer:
-        """Another writer of elements, with the same head and rows."""
+        """A writer of other elements, with the same head and rows."""
         writer = copy.copy(self)
         writer.prefix, writer.lines = prefix, {**self.lines, "element": []}
         writer.neighbours, writer.pairwise = [], {}
@@ -119,14 +119,14 @@ class Writer:
         return writer
 
     def of_pairs(self, prefix: str) -> Writer:
-        """Another writer of lines about one query and one key, with the same head."""
+        """A writer of lines about one query and one key, with the same head."""
         writer = copy.copy(self)
         writer.prefix, writer.lines = prefix, {**self.lines, "row": [], "element": []}
         writer._names = {x: name for x, name in self._names.items() if self.place(x) < ROW}
         return writer
 
     def name(self, x: Expr, text: str) -> None:
-        """Says how a value that is known is called."""
+        """Gives a value that is known its text."""
         self._names[x] = text
 
     def ctype(self, kind: str) -> str:
@@ -137,7 +137,7 @@ class Writer:
         return f"args.{name}"
 
     def keep(self, at: str, ctype: str, text: str) -> str:
-        """A variable that holds the text, in this place."""
+        """The variable that holds a text in a place, made once."""
         for kind, name, known in self.lines[at]:
             if (kind, known) == (ctype, text):
                 return name
@@ -195,12 +195,12 @@ class Writer:
         return self._formulas[x.op].format(*args) if x.op in self._formulas else f"function::{x.op}({', '.join(args)})"
 
     def is_distance(self, x: Expr) -> bool:
-        """Says whether an element is asked for whether an integer is as near to 0 as a bound that is known before."""
+        """Says whether x asks of an element whether an integer is as near to 0 as a bound that is known before."""
         integers = x.op == "le" and x.args[0].op == "abs" and x.args[0].type == x.args[1].type == "int"
         return integers and self.place(x.args[1]) < ELEMENT == self.place(x)
 
     def sum(self, x: Expr, at: str) -> str:
-        """A sum of multiples: what an outer place can add is added there."""
+        """C++ for a sum of multiples: what an outer place can add is added there."""
         constant, terms = x.args[0], dict(x.args[1])
         outer = {atom: c for atom, c in terms.items() if PLACES[self.place(atom)] != at}
         if outer and len(outer) < len(terms) and (len(outer) > 1 or constant or list(outer.values()) != [1]):
@@ -221,7 +221,7 @@ class Writer:
         return f"function::{floor}({self.text(a)}, {divisor})"
 
     def made(self, word: str, ctype: str, what: HostValue) -> str:
-        """A field that the host makes of captured numbers, once."""
+        """The text of a field that the host makes of captured numbers, once."""
         alike = {name: known for name, (_, known) in self.fields.items() if isinstance(known, type(what))}
         name = next((name for name, known in alike.items() if known.of is what.of), f"{self.role}_{word}_{len(alike)}")
         return self.field(name, ctype, what)
@@ -235,7 +235,7 @@ class Writer:
         return self.field(f"{self.role}_{i}_size_{axis}", "i32", ArraySize(i, axis))
 
     def stride(self, i: int, axis: int) -> str:
-        """In elements; that of the last axis is 1."""
+        """The stride along an axis in elements; that of the last axis is 1."""
         return (
             "1" if axis == self.elements[i][1] - 1 else self.field(f"{self.role}_{i}_stride_{axis}", "i64", ArrayStride(i, axis))
         )
@@ -263,12 +263,12 @@ class Writer:
         return steps == {INSIDE: 1} and (x, len(x.args) - 3) not in self.checked and x.args[1] != "fp64"
 
     def pairs(self, result: str) -> str:
-        """Members that compute the values of two neighbouring keys, whose elements one load reads; nothing where none can."""
+        """The members that compute the values of two neighbouring keys, whose elements one load reads; nothing where none can."""
         if not self.neighbours:
             return ""
         lines, words = self.lines["element"], [f"w{i}" for i in range(len(self.neighbours))]
-        places = [_place(text) for text in self.neighbours]
-        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _lines_needed(places, lines))
+        places = [_find_pointer(text) for text in self.neighbours]
+        known = "".join(f"\n        const {ctype} {name} = {text};" for ctype, name, text in _find_lines(places, lines))
         loads = "".join(
             f"\n        const auto {word} = function::read_two({place});" for word, place in zip(words, places, strict=True)
         )
@@ -288,13 +288,13 @@ class Writer:
         return CTYPES[next(iter(self.pairwise.values()))][1] if len(self.pairwise) == 1 else 0
 
     def ahead(self, result: str) -> str:
-        """Members that say where those elements are, and compute values with them; nothing where there are none."""
+        """The members that find the elements for the next tile, and compute values with them; nothing where there are none."""
         if not self.ahead_bytes:
             return ""
         text = next(iter(self.pairwise))
-        place = _place(text)
+        place = _find_pointer(text)
         known = "".join(
-            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _lines_needed([place], self.lines["element"])
+            f"\n        const {ctype} {name} = {line};" for ctype, name, line in _find_lines([place], self.lines["element"])
         )
         return _AHEAD.format(known=known, place=place, body=self.body().replace(text, "function::get<n>(two)"), result=result)
 

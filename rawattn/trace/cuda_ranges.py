@@ -15,7 +15,7 @@ NAMES = {"and": "both", "or": "either", "not": "opposite", "xor": "differ", "whe
 
 
 def pyramids_of(code: Code) -> tuple[int, ...]:
-    """Over how many of its last axes each captured array of a mask has a pyramid."""
+    """The number of last axes, for each captured array of a mask, over which it has a pyramid."""
     axes_of = [0] * len(code.arrays)
     for x in nodes(strengthen(code)) if code.role == "mask" else ():
         if x.op == "load":
@@ -26,7 +26,7 @@ def pyramids_of(code: Code) -> tuple[int, ...]:
 
 
 class RangeWriter:
-    """The lines, one for each part of the expression."""
+    """A writer of the lines, one for each part of the expression."""
 
     def __init__(self, writer: Writer, pyramids: dict[int, int]) -> None:
         self.writer, self.pyramids = writer, pyramids
@@ -34,7 +34,7 @@ class RangeWriter:
         self._names: dict[Expr, str] = {}
 
     def add(self, root: Expr) -> str:
-        """Adds the lines of an expression; its range's name."""
+        """Adds the lines of an expression, and returns its range's name."""
         for node in nodes(root):
             self._names[node] = self.name(node)
         return self._names[root]

@@ -25,9 +25,9 @@ from .placement import LESS, Lowering, position
 
 
 class Written(NamedTuple):
-    """A struct, the fields that it adds to Args, as (name, C++ type, what it holds), over how many of its last axes each
-    captured array has a pyramid, the bytes of a mask's columns, of each key, those of an element of the one array that is
-    read for each pair, or 0, and whether pairs of a diagonal share part of a score."""
+    """A struct as text; the fields that it adds to Args, as (name, C++ type, what it holds); over how many of its last axes each
+    captured array has a pyramid; the bytes of a mask's columns for each key; the bytes of an element of the one array that is
+    read for each pair, or 0; and whether pairs of a diagonal share part of a score."""
 
     text: str
     fields: tuple[tuple[str, str, FieldContent], ...]
@@ -220,21 +220,21 @@ def write(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = Fals
     """The struct of a mask or a score. ``checked``: number of an element among the code's nodes, and axis, of each index that is
     brought into its array. ``q_below``: whether q may be below 0."""
     order = nodes(code.root)
-    return (_mask if code.role == "mask" else _score)(code, {(order[i], axis) for i, axis in checked}, q_below)
+    return (_write_mask if code.role == "mask" else _write_score)(code, {(order[i], axis) for i, axis in checked}, q_below)
 
 
-def _sorted(fields: dict[str, tuple[str, FieldContent]]) -> tuple[tuple[str, str, FieldContent], ...]:
-    """The widest first, so that struct Args has no gaps."""
+def _sort(fields: dict[str, tuple[str, FieldContent]]) -> tuple[tuple[str, str, FieldContent], ...]:
+    """The fields, the widest first, so that struct Args has no gaps."""
     narrow = {"i32", "float", "Number"}
     return tuple(sorted(((name, ctype, what) for name, (ctype, what) in fields.items()), key=lambda x: (x[1] in narrow, x[0])))
 
 
-def _inside(lines: Sequence[tuple[str, str, str]]) -> str:
+def _declare(lines: Sequence[tuple[str, str, str]]) -> str:
     used = any("inside" in text.replace("function::inside", "") for _, _, text in lines)
     return "\n        const i32 inside = min(offset, last);" if used else ""
 
 
-def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
+def _write_mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     w = Writer(code, "float", q_below=q_below)
     result = w.add(*position(code.root, checked))
     element, pyramids = w.lines["element"], pyramids_of(code)
@@ -242,8 +242,8 @@ def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     root = ranges.add(strengthen(code))
     of_heads = "h" in code.root.deps
     lines = "\n".join(f"{' ' * (12 if of_heads else 8)}{line}" for line in ranges.lines)
-    column, with_column, column_bytes = _columns(code.root, checked, w)
-    parts, of_pairs = ("", "") if _is_cheap(element) else _of_pairs(code.root, checked, w)
+    column, with_column, column_bytes = _write_columns(code.root, checked, w)
+    parts, of_pairs = ("", "") if _is_cheap(element) else _write_pairs(code.root, checked, w)
     of_boxes = (_CLASS_OF_HEADS if of_heads else _ONE_CLASS).format(ranges=lines, root=root)
     head = _HEAD.format(
         role="mask", code=code, name="FunctionMask", head_members=w.members("head"), head=w.assign("head"),
@@ -252,19 +252,19 @@ def _mask(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     body = _MASK_STRUCT.format(
         with_column=with_column, of_pairs=of_pairs, column_type=_COLUMN_TYPE if column else "",
         of_blocks=_BY_BLOCKS if by_blocks(code) else "", row_members=w.members("row"),
-        row=w.assign("row"), inside=_inside(element), element=w.body(), result=result,
+        row=w.assign("row"), inside=_declare(element), element=w.body(), result=result,
         cheap=str(_is_cheap(element)).lower(), classes=of_boxes,
     )  # fmt: skip
-    return Written(head + column + parts + body, _sorted(w.fields), pyramids, column_bytes=column_bytes)
+    return Written(head + column + parts + body, _sort(w.fields), pyramids, column_bytes=column_bytes)
 
 
 def _is_cheap(element: Sequence[tuple[str, str, str]]) -> bool:
-    """Says whether it is a few instructions without loads."""
+    """Says whether the lines of an element are a few instructions without loads."""
     texts = [text.replace("function::within", "") for _, _, text in element]
     return len(texts) <= 8 and not any("function::" in text or " / " in text for text in texts)
 
 
-def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str, int]:
+def _write_columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str, int]:
     """The struct of a mask's columns, the members of a row that make and use them, and the struct's bytes; nothing where there
     are none, or where what is left of an element is not cheap."""
     placed, moved = position(root, checked)
@@ -280,14 +280,14 @@ def _columns(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple
     if not _is_cheap(rest.lines["element"]):
         return "", "", 0
     with_column = _WITH_COLUMN.format(
-        inside=_inside(columns_writer.lines["element"]), lines=columns_writer.body(), values=", ".join(values),
-        rest_inside=_inside(rest.lines["element"]), rest=rest.body(), result=result, moved=whole.assign("row", after="first"),
+        inside=_declare(columns_writer.lines["element"]), lines=columns_writer.body(), values=", ".join(values),
+        rest_inside=_declare(rest.lines["element"]), rest=rest.body(), result=result, moved=whole.assign("row", after="first"),
     )  # fmt: skip
     members = "".join(f"\n    {kind} of_{i};" for i, kind in enumerate(kinds))
     return _COLUMN.format(members=members), with_column, column_bytes(values_of_keys)
 
 
-def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
+def _write_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tuple[str, str]:
     """The structs of what a mask makes of a query alone and of a key alone, and its members that make and use them; nothing
     where neither takes more than a few instructions, or what is left of a pair is not cheap."""
     placed, moved = position(root, checked)
@@ -310,7 +310,7 @@ def _of_pairs(root: Expr, checked: set[tuple[Expr, int]], whole: Writer) -> tupl
     )
 
 
-def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
+def _write_score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written:
     value = Writer(code, "Number", q_below=q_below)
     lowering = Lowering(value.place)
     root, moved = position(code.root, checked)
@@ -322,7 +322,7 @@ def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written
     power = lowering(add(mul(root, 1 / math.log(2)), LESS), moved)
     exponent = exponents.add(*power)
     shared = diagonal(value.place, logit[0], power[0])
-    on_diagonal, exponent_diagonal = _diagonal(value, shared, *logit), _on_diagonal(exponents, shared, *power)
+    on_diagonal, exponent_diagonal = _write_diagonal(value, shared, *logit), _write_on_diagonal(exponents, shared, *power)
     parts = (value, derivative, exponents)
     head = _HEAD.format(
         role="score", code=code, name="FunctionScore", includes=_include(*_INCLUDES),
@@ -330,42 +330,42 @@ def _score(code: Code, checked: set[tuple[Expr, int]], q_below: bool) -> Written
     )  # fmt: skip
     body = _SCORE_STRUCT.format(
         row_members="".join(w.members("row") for w in parts[:2]), row="".join(w.assign("row") for w in parts[:2]),
-        inside=_inside([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
+        inside=_declare([line for w in parts for line in w.lines["element"]]), element=value.body(), result=result,
         slope_element=derivative.body(), slope=slope_result, exponent_members=exponents.members("row"),
         exponent_row=exponents.assign("row"), exponent_element=exponents.body(), exponent=exponent,
         pairs=value.pairs(result), exponent_pairs=exponents.pairs(exponent), diagonal=on_diagonal,
         exponent_diagonal=exponent_diagonal,
     )  # fmt: skip
-    fields, pyramids = _sorted(value.fields), (0,) * len(code.arrays)
+    fields, pyramids = _sort(value.fields), (0,) * len(code.arrays)
     return Written(head + body, fields, pyramids, ahead_bytes=value.ahead_bytes, has_diagonals=shared is not None)
 
 
-def _diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
+def _write_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
     """The members of a row that make what a diagonal shares, and values with it; nothing where it shares nothing."""
     if x is None:
         return ""
     writer = whole.inner("g")
     value = writer.add(x, checked)
-    text = _DIAGONAL.format(inside=_inside(writer.lines["element"]), lines=writer.body(), value=value)
-    return text + _on_diagonal(whole, x, root, checked)
+    text = _DIAGONAL.format(inside=_declare(writer.lines["element"]), lines=writer.body(), value=value)
+    return text + _write_on_diagonal(whole, x, root, checked)
 
 
-def _on_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
+def _write_on_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[tuple[Expr, int]]) -> str:
     if x is None:
         return ""
     rest = whole.inner("k")
     rest.name(x, "diagonal")
     result = rest.add(root, checked)
-    return _ON_DIAGONAL.format(inside=_inside(rest.lines["element"]), lines=rest.body(), result=result)
+    return _ON_DIAGONAL.format(inside=_declare(rest.lines["element"]), lines=rest.body(), result=result)
 
 
 @functools.lru_cache(maxsize=256)
 def gradient(code: Code, checked: tuple[tuple[int, int], ...], node: int) -> Written:
-    """The struct of a score's derivative by the element that is the node of this number: its value, and the element's number in
-    its array. Fields that the score has, too, have the same names."""
+    """The struct of a score's derivative by the element whose number among the nodes is ``node``: its value, and the element's
+    number in its array. Fields that the score has, too, have the same names."""
     order = nodes(code.root)
     inside = {(order[i], axis) for i, axis in checked}
-    derivative = next(each.derivative for each in by_elements(code) if each.node == node)
+    derivative = next(read.derivative for read in by_elements(code) if read.node == node)
     value = Writer(code, "Number", fields={name: (ctype, what) for name, ctype, what in write(code, checked).fields})
     lowering = Lowering(value.place)
     result = value.add(*lowering(*position(derivative, inside)))
@@ -377,7 +377,7 @@ def gradient(code: Code, checked: tuple[tuple[int, int], ...], node: int) -> Wri
     )  # fmt: skip
     body = _GRADIENT_STRUCT.format(
         row_members="".join(w.members("row") for w in (value, writer)), row="".join(w.assign("row") for w in (value, writer)),
-        inside=_inside(value.lines["element"]), value_lines=value.body(), value=result,
-        element_inside=_inside(writer.lines["element"]), element_lines=writer.body(), element=element,
+        inside=_declare(value.lines["element"]), value_lines=value.body(), value=result,
+        element_inside=_declare(writer.lines["element"]), element_lines=writer.body(), element=element,
     )  # fmt: skip
-    return Written(head + body, _sorted(value.fields), (0,) * len(code.arrays))
+    return Written(head + body, _sort(value.fields), (0,) * len(code.arrays))

@@ -27,7 +27,7 @@ CHOICES = ("where", "min", "max", "band", "bor", "bxor", "shl", "shr")  # of raw
 
 
 class Tracer(Protocol):
-    """This is what runs a function on expressions, and is asked where Python needs a value."""
+    """The object that runs a function on expressions, and decides where Python needs a value."""
 
     def choose(self, condition: Expr) -> bool: ...
     def specialise(self, x: Expr) -> Any: ...
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Expr]] = {}  # what may be called on expressi
 
 
 def call(name: str, args: Any, kwargs: Any) -> Expr:
-    """Returns what a function of an array library makes of expressions."""
+    """The expression that a function of an array library makes of expressions."""
     name = name.removeprefix("special_")  # torch.special
     if name not in FUNCTIONS:
         raise ProblemError(f"{name}() is not known of single elements; there are {', '.join(sorted(FUNCTIONS))}.")
@@ -47,8 +47,8 @@ def call(name: str, args: Any, kwargs: Any) -> Expr:
     try:
         return FUNCTIONS[name](*operands, **words)
     except TypeError as error:
-        given = ", ".join(words) or f"{len(operands)} operands"
-        raise ProblemError(f"{name}() is given {given}, which is not known of single elements.") from error
+        arguments = ", ".join(words) or f"{len(operands)} operands"
+        raise ProblemError(f"{name}() is given {arguments}, which is not known of single elements.") from error
 
 
 _OPERANDS = ("input", "other", "exponent")  # torch's names of them, in their order
@@ -63,7 +63,7 @@ _TEXT = "made a string; a symbol has no value yet: print repr(x), and capture a 
 
 
 def _refuse_in_function(x: Expr, words: str) -> None:
-    """Raises ProblemError where a function that is traced, and not this library, asks for what a symbol has not."""
+    """Raises ProblemError where a function that is traced, and not this library, asks x for what a symbol does not have."""
     if tracer.get(None) is not None and not sys._getframe(2).f_globals.get("__name__", "").startswith("rawattn."):
         raise ProblemError(f"{repr(x) if x.deps else 'a captured number'} is {words}")
 
@@ -268,7 +268,7 @@ _lock = threading.Lock()
 
 
 def make(op: str, kind: str, args: tuple[Any, ...]) -> Expr:
-    """The expression of this form. It is not simplified."""
+    """The expression of this operation, type and arguments. It is not simplified."""
     words = [f"${x.digest}" if isinstance(x, Expr) else _word(x) for x in args]
     digest = hashlib.blake2b("\0".join((op, kind, *words)).encode(), digest_size=12).hexdigest()
     with _lock:
@@ -292,7 +292,7 @@ def _word(x: Any) -> str:
 
 
 def children(x: Expr) -> Iterator[Expr]:
-    """The expressions that it is computed from."""
+    """The expressions that x is computed from."""
     parts = (atom for atom, _ in x.args[1]) if x.op == "lin" else x.args
     return (part for part in parts if isinstance(part, Expr))
 
@@ -337,7 +337,7 @@ def _describe(x: Any) -> str:
 
 
 def is_const(x: Expr, value: float) -> bool:
-    """Says whether it is this constant."""
+    """Says whether x is the constant ``value``."""
     return x.op == "const" and x.args[0] == value
 
 

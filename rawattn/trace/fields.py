@@ -1,4 +1,4 @@
-"""This module has what the fields of struct Args hold that a function adds: where its arrays are, and what the host makes of its
+"""The contents of the fields that a function adds to struct Args: facts about its arrays, and values that the host makes of its
 numbers."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PyramidAddress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostValue:
-    """This is what the host makes of captured numbers; ``dtype`` is that of floats."""
+    """A value that the host makes of captured numbers; ``dtype`` is that of floats."""
 
     of: Expr
     dtype: Any = np.float64
@@ -54,11 +54,11 @@ class HostValue:
 
 
 class Number(HostValue):
-    """A number."""
+    """A number that the host makes of captured numbers."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> Any:
         """The number."""
-        if (exact := _exact(self.of, shapes, numbers)) is not None:
+        if (exact := _sum_exactly(self.of, shapes, numbers)) is not None:
             return exact
         with np.errstate(all="ignore"):
             value = evaluate(
@@ -67,8 +67,8 @@ class Number(HostValue):
         return int(value) if isinstance(value, bool) else value
 
 
-def _exact(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> int | None:
-    """An integer that is a sum of captured ones and of sizes, without NumPy, which takes longer; None for what is more."""
+def _sum_exactly(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> int | None:
+    """The value of x if it is a sum of captured integers and of sizes, without NumPy, which takes longer; else None."""
     if x.op == "param" and x.type == "int":
         return int(numbers[x.args[0]])
     if x.op == "dim":
@@ -79,7 +79,7 @@ def _exact(x: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -
         return None
     total: int = x.args[0]
     for atom, factor in x.args[1]:
-        if (term := _exact(atom, shapes, numbers)) is None:
+        if (term := _sum_exactly(atom, shapes, numbers)) is None:
             return None
         total += factor * term
     return total
@@ -89,7 +89,7 @@ class Divisor(HostValue):
     """A number that is divided by: itself, and the multiplier and shift that do it; see Hacker's Delight, 10-9."""
 
     def value(self, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any]) -> bytes:
-        """x // |d| is 2 x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; what 0 divides is 0."""
+        """The field's bytes: x // |d| is 2 x * multiplier >> 32 + shift for every x from 0 to 2^31 - 1; what 0 divides is 0."""
         d = Number(self.of).value(shapes, numbers)
         bits = max(0, abs(d) - 1).bit_length()
         return struct.pack("<iIi", d, -(-(1 << 31 + bits) // abs(d)) if d else 0, bits)

@@ -15,7 +15,7 @@ from .expressions import Expr, S, const, nodes
 _Rule = Callable[..., tuple["Expr | None", ...]]
 
 
-def _by_base(a: Expr, b: Expr) -> Expr:
+def _derive_by_base(a: Expr, b: Expr) -> Expr:
     return where(b == 0, 0.0, mul(b, fold("pow", "float", a, sub(b, 1.0))))
 
 
@@ -26,7 +26,7 @@ RULES: dict[str, _Rule] = {
     "mul": lambda a, b, y, g: (mul(g, b), mul(g, a)), "div": lambda a, b, y, g: (div(g, b), negative(div(mul(g, y), b))),
     "neg": lambda a, y, g: (negative(g),), "exp": lambda a, y, g: (mul(g, y),),
     "expm1": lambda a, y, g: (mul(g, add(y, 1.0)),), "log1p": lambda a, y, g: (div(g, add(a, 1.0)),),
-    "pow": lambda a, b, y, g: (mul(g, _by_base(a, b)), mul(g, where((a == 0) & (b >= 0), 0.0, mul(y, unary("log", a))))),
+    "pow": lambda a, b, y, g: (mul(g, _derive_by_base(a, b)), mul(g, where((a == 0) & (b >= 0), 0.0, mul(y, unary("log", a))))),
     "exp2": lambda a, y, g: (mul(g, mul(y, math.log(2))),), "log": lambda a, y, g: (div(g, a),),
     "log2": lambda a, y, g: (div(mul(g, 1 / math.log(2)), a),), "tanh": lambda a, y, g: (mul(g, sub(1.0, mul(y, y))),),
     "sqrt": lambda a, y, g: (div(mul(g, 0.5), y),), "sin": lambda a, y, g: (mul(g, unary("cos", a)),),
@@ -51,7 +51,7 @@ def gradients(root: Expr) -> dict[Expr, Expr]:
 
 
 def slope(root: Expr) -> Expr:
-    """The derivative by s."""
+    """The derivative of a score by s."""
     return gradients(root).get(S, const(0.0))
 
 
@@ -65,7 +65,7 @@ class ElementGradient(NamedTuple):
 
     @property
     def array(self) -> int:
-        """The number of the array."""
+        """The number of the array that the element is of."""
         number: int = self.load.args[0]
         return number
 
@@ -80,10 +80,10 @@ def by_elements(code: Code) -> tuple[ElementGradient, ...]:
 
 
 def gathering(load: Expr, checked: Collection[int] = ()) -> str:
-    """Returns how the gradient of a captured array is summed, from what the indices of its element depend on: in "tiles", where
+    """The kind of sum that makes a captured array's gradient, by what the indices of its element depend on: in "tiles", where
     they know no query and no key; in "rows" or in "columns" of a tile, where they know the query, or the key, alone; in "pairs",
     where one index is the query itself, one the key, and no other knows either, so that each element belongs to one pair of a
-    head; in "diagonals", where they know both in another way; and "scattered", where they know the dot product. ``checked`` are
+    head; in "diagonals", where they know both otherwise; and "scattered", where they know the dot product. ``checked`` are
     the axes whose index is brought into the array, and may so be that of several queries or keys."""
     indices = load.args[2:]
     deps = frozenset[str]().union(*(i.deps for i in indices)) & {"q", "kv", "s"}
@@ -96,5 +96,5 @@ def gathering(load: Expr, checked: Collection[int] = ()) -> str:
 
 
 def own_indices(load: Expr, checked: Collection[int] = ()) -> set[str]:
-    """The variables that are an index of an element themselves, and are not brought into the array."""
+    """The variables that are indices of the element ``load`` themselves, and are not brought into the array."""
     return {i.args[0] for axis, i in enumerate(load.args[2:]) if i.op == "var" and axis not in checked}

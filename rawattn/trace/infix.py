@@ -23,7 +23,7 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
     """An expression of a function, with captured arrays by name and numbers by value."""
 
     def words(x: Expr, alone: bool = False) -> str:
-        """``alone``: where nothing binds more tightly beside it."""
+        """The words of x; ``alone`` says that nothing beside it binds more tightly."""
         parts = [a for a in x.args if isinstance(a, Expr)]
         match x.op:
             case "var":
@@ -38,7 +38,7 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
                 indices = ", ".join(words(a, True) for a in parts)
                 return f"{labels[x.args[0]]}[{indices}]" if parts else labels[x.args[0]]
             case "lin":
-                text = _sum(x, words)
+                text = _write_sum(x, words)
                 return text if alone else f"({text})"
             case "saturate" | "cast":
                 return words(parts[0], alone)
@@ -55,14 +55,14 @@ def infix_of(root: Expr, labels: Sequence[str], numbers: Sequence[int | float]) 
     return text if len(text) <= MOST else f"{text[:MOST]} ..."
 
 
-def _sum(x: Expr, words: object) -> str:
-    """A sum of multiples, what is added before what is subtracted."""
+def _write_sum(x: Expr, words: object) -> str:
+    """The words of a sum of multiples, terms that are added before those that are subtracted."""
     constant, terms = x.args
     text = ""
     for atom, factor in sorted(terms, key=lambda term: term[1] < 0):
         sign = " - " if factor < 0 else " + "
-        each = words(atom) if abs(factor) == 1 else f"{abs(factor)} * {words(atom)}"  # type: ignore[operator]
-        text += f"{sign}{each}" if text else f"-{each}" if factor < 0 else each
+        product = words(atom) if abs(factor) == 1 else f"{abs(factor)} * {words(atom)}"  # type: ignore[operator]
+        text += f"{sign}{product}" if text else f"-{product}" if factor < 0 else product
     if constant:
         text += f" - {-constant}" if constant < 0 else f" + {constant}"
     return text

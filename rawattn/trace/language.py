@@ -58,7 +58,7 @@ def _to(x: Any, dtype: Any, *_: Any, **__: Any) -> Expr:
 
 
 def _make(value: Any) -> Any:
-    """zeros and ones, which functions of masks begin with."""
+    """A function such as zeros or ones, with which functions of masks begin."""
     return lambda x, *_, dtype=bool, **__: as_type(const(value), _kind(dtype))
 
 
@@ -67,7 +67,7 @@ def _sigmoid(x: Any) -> Expr:
 
 
 def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
-    """Without overflow: max(x, 0) + log1p(exp(-|x|)), by one condition, so that its derivative at 0 is right, too."""
+    """The softplus without overflow: max(x, 0) + log1p(exp(-|x|)), by one condition, so that its derivative at 0 is right."""
     x = as_type(x, "float")
     if not is_const(wrap(beta), 1):
         return div(_softplus(mul(x, beta), 1, threshold), beta)
@@ -77,7 +77,7 @@ def _softplus(x: Any, beta: Any = 1, threshold: Any = 20) -> Expr:
 
 
 def _logaddexp(a: Any, b: Any) -> Expr:
-    """max(a, b) + log1p(exp(-|a - b|)), without overflow; of one infinity twice it is that infinity."""
+    """The logaddexp without overflow: max(a, b) + log1p(exp(-|a - b|)); of one infinity twice it is that infinity."""
     a, b = as_type(a, "float"), as_type(b, "float")
     above = compare("lt", b, a)
     same = logical("and", compare("eq", a, b), compare("eq", absolute(b), math.inf))
@@ -105,7 +105,7 @@ def _ceil(x: Any) -> Expr:
 
 
 def _round(x: Any, decimals: int = 0) -> Expr:
-    """Half to even."""
+    """x rounded to an integer, half to even."""
     x = wrap(x)
     if not is_const(wrap(decimals), 0):
         raise ProblemError("a number is rounded to digits; write round(x * 100) / 100.")

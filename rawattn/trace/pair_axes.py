@@ -1,6 +1,6 @@
-"""Elements of which each query and key of a head has one of its own: where their array has the queries, and where the keys.
+"""The axes of an array that has an element for each query and key of a head.
 
-Of such an array TMA moves tiles of queries and keys (``tma.py``), if it lies as that needs."""
+TMA moves tiles of queries and keys of such an array (``tma.py``), if its address and strides allow."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class PairAxes(NamedTuple):
     def view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], queries: int | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides of the array as (batch, rows, heads, columns), up to the row of the last one of so many queries; one
-        row for no query, as a tensor map must be of something."""
+        """The shape and strides of the array as (batch, rows, heads, columns), up to the row of the last of ``queries`` queries;
+        one row for no query, as a tensor map must be of something."""
         sizes, steps = zip(*((1, 0) if i is None else (shape[i], strides[i]) for i in self[:4]), strict=True)
         rows = sizes[1] if queries is None else min(sizes[1], max(1, self.first_q + queries))
         return (sizes[0], rows, *sizes[2:]), steps
 
 
 def pair_axes(load: Expr, checked: Collection[int] = ()) -> PairAxes | None:
-    """The axes of an element; None where it is none of pairs, or its indices are not the variables themselves, in any order but
-    for the key, which is last. A constant may be added to the query and to the key, and other indices are 0. ``checked`` are the
-    axes whose index is brought into the array."""
+    """The axes of the element ``load``; None where pairs have no elements of their own, or its indices are not the variables
+    themselves, in any order but for the key, which is last. A constant may be added to the query and to the key, and other
+    indices are 0. ``checked`` are the axes whose index is brought into the array."""
     axes: dict[str, int] = {}
     first = {"q": 0, "kv": 0}
     indices = load.args[2:]
     for axis, index in enumerate(indices):
         if index.op == "const" and index.args[0] == 0:
             continue
-        name, more = _variable(index)
+        name, more = _find_variable(index)
         if name not in ("b", "h", "q", "kv") or name in axes or axis in checked or (more and name not in first):
             return None
         axes[name] = axis
@@ -55,7 +55,7 @@ def pair_axes(load: Expr, checked: Collection[int] = ()) -> PairAxes | None:
     return PairAxes(axes.get("b"), axes["q"], axes.get("h"), axes["kv"], first["q"], first["kv"])
 
 
-def _variable(index: Expr) -> tuple[str | None, int]:
+def _find_variable(index: Expr) -> tuple[str | None, int]:
     """The variable that an index is, and the constant that is added to it; None for any other index."""
     more, atom = 0, index
     if index.op == "lin" and len(index.args[1]) == 1 and index.args[1][0][1] == 1:

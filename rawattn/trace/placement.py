@@ -1,4 +1,4 @@
-"""This module says where a kernel computes each part of an expression: as seldom as it can.
+"""The place where a kernel computes each part of an expression: as seldom as it can.
 
 There are five places: constants; the host, for captured numbers and what is made of them alone; the head, once for each work;
 the row, once for a query and a run of keys; and the element, whose key is ``first + offset`` with an offset that is a constant
@@ -29,7 +29,7 @@ class Placement:
         self._known: dict[Expr, int] = {}
 
     def __call__(self, x: Expr) -> int:
-        """The number of the place where it is computed."""
+        """The number of the place where x is computed."""
         for node in nodes(x) if x not in self._known else ():
             own_place = _VARIABLES.get(node.args[0], "head") if node.op == "var" else _OWN.get(node.op, "const")
             self._known[node] = max([PLACES.index(own_place), *(self._known[a] for a in children(node))])
@@ -60,13 +60,13 @@ def position(root: Expr, checked: Collection[tuple[Expr, int]]) -> tuple[Expr, s
     return place(root, False), moved
 
 
-def _times(a: Expr, b: Expr) -> Expr:
+def _multiply(a: Expr, b: Expr) -> Expr:
     return const(0.0) if is_const(a, 0) or is_const(b, 0) else mul(a, b)
 
 
 class Lowering:
-    """Scores: s as the dot product times the scale, and floats of each element by what the hardware has, as chains of
-    multiply-adds. Other rounding follows from another order, so what an integer or a condition is made of stays as it is."""
+    """The lowering of scores: s as the dot product times the scale, and floats of each element by what the hardware has, as
+    chains of multiply-adds. Another order rounds otherwise, so what an integer or a condition is made of stays as it is."""
 
     def __init__(self, place: Placement) -> None:
         self.place = place
@@ -85,7 +85,7 @@ class Lowering:
         return done[root], {(done[load], axis) for load, axis in checked if load in done}
 
     def lowered(self, x: Expr) -> Expr:
-        """By functions that are one instruction; their factors can then meet others."""
+        """x by functions that are one instruction; their factors can then meet others."""
         match x.op:
             case "exp":
                 return unary("exp2", mul(x.args[0], 1 / math.log(2)))
@@ -101,7 +101,7 @@ class Lowering:
         return x
 
     def multiples(self, x: Expr) -> tuple[dict[Expr, Expr], Expr]:
-        """A float of each element as a sum of multiples of others, and the rest; factors and rest are of an outer place."""
+        """x, a float of each element, as a sum of multiples of others, and the rest; factors and rest are of an outer place."""
         if self.place(x) < ELEMENT:
             return {}, x
         match x.op:
@@ -115,7 +115,7 @@ class Lowering:
             case "mul" if min(map(self.place, x.args)) < ELEMENT:
                 factor, other = sorted(x.args, key=self.place)
                 a, rest = self.multiples(other)
-                return {y: _times(c, factor) for y, c in a.items()}, _times(rest, factor)
+                return {y: _multiply(c, factor) for y, c in a.items()}, _multiply(rest, factor)
             case "fma":
                 a, rest = self.multiples(x.args[2])
                 return {**a, x.args[1]: add(a.get(x.args[1], const(0.0)), x.args[0])}, rest
@@ -127,7 +127,7 @@ class Lowering:
         return {x: const(1.0)}, const(0.0)
 
     def straightened(self, x: Expr) -> Expr:
-        """As a chain of multiply-adds: first what depends on s, which is there last, so that nothing is computed before it and
+        """x as a chain of multiply-adds: first what depends on s, which comes last, so that nothing is computed before it and
         kept; the offset, a constant, at the end."""
         terms, result = self.multiples(x)
         for atom in sorted(terms, key=lambda y: ("s" not in y.deps, y.op == "cast", y.digest)):

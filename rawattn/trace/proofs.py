@@ -1,5 +1,5 @@
-"""This module has what is proved of a function before it runs, from sizes alone: that integers fit 32 bits, and which indices
-stay in their arrays.
+"""The proofs about a function before it runs, from sizes alone: that integers fit 32 bits, and which indices stay in their
+arrays.
 
 Nothing on the device is read: an element may be any number that its dtype holds.
 """
@@ -54,37 +54,37 @@ class Limits(NamedTuple):
 def checked_indices(
     code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    """``prove``. What holds of larger limits and of a range of numbers holds of these, so limits above are tried first, and
-    whatever numbers have as many bits: once for many lengths and numbers."""
-    above = _above(shapes, limits)
-    if _holds_for_all(code, shapes, tuple([_class_of(x) for x in numbers]), above):
+    """The indices that ``prove`` gives. What holds of larger limits and of a range of numbers holds of these, so limits above are
+    tried first, and whatever numbers have as many bits: once for many lengths and numbers."""
+    above = _round_up(shapes, limits)
+    if _holds_for_all(code, shapes, tuple([_classify(x) for x in numbers]), above):
         return ()
-    return _checked_indices(code, shapes, number_keys(numbers), limits)
+    return _find_checked(code, shapes, number_keys(numbers), limits)
 
 
 def holds_for(code: Code, shapes: tuple[tuple[int, ...], ...], numbers: tuple[int | float, ...], limits: Limits) -> bool:
-    """Says whether nothing must be checked. It is known at once for numbers of which some with as many bits were asked for."""
-    if _holds_below(code, shapes, tuple([_class_of(x) for x in numbers]), limits):
+    """Says whether no index must be checked. That is known at once for numbers with as many bits as some asked for before."""
+    if _holds_below(code, shapes, tuple([_classify(x) for x in numbers]), limits):
         return True
     try:
-        return not _checked_indices(code, shapes, number_keys(numbers), limits)
+        return not _find_checked(code, shapes, number_keys(numbers), limits)
     except ProblemError:
         return False
 
 
 @functools.lru_cache(maxsize=4096)
 def _holds_below(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tuple[Class, ...], limits: Limits) -> bool:
-    return _holds_for_all(code, shapes, classes, _above(shapes, limits))
+    return _holds_for_all(code, shapes, classes, _round_up(shapes, limits))
 
 
-def _above(shapes: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
-    """Limits that many share: the next size of a captured array, or the next power of two where that is nearer."""
+def _round_up(shapes: tuple[tuple[int, ...], ...], limits: Limits) -> Limits:
+    """The limits, rounded up to some that many share: the next size of a captured array, or the next power of two if nearer."""
     sizes = [n for shape in shapes for n in shape]
     return Limits(*[min([1 << (n - 1).bit_length() if n > 0 else 0, *[size for size in sizes if size >= n > 0]]) for n in limits])
 
 
-def _class_of(x: int | float) -> Class:
-    """The integers of this sign that have as many bits, the first and the last; None for any float that float32 holds."""
+def _classify(x: int | float) -> Class:
+    """The first and the last integer of the sign of x that have as many bits; None for any float that float32 holds."""
     if not isinstance(x, (int, np.integer)):
         return float(x) if _is_beyond(x) else None
     bits = int(x).bit_length()
@@ -102,13 +102,13 @@ def _holds_for_all(code: Code, shapes: tuple[tuple[int, ...], ...], classes: tup
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked_indices(
+def _find_checked(
     code: Code, shapes: tuple[tuple[int, ...], ...], keys: tuple[int | str, ...], limits: Limits
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
-    above = _above(shapes, limits)
+    above = _round_up(shapes, limits)
     if above != limits:
         try:
-            if not _checked_indices(code, shapes, keys, above):
+            if not _find_checked(code, shapes, keys, above):
                 return ()
         except ProblemError:
             pass  # these may be small enough
@@ -138,7 +138,7 @@ def prove(
             )
         return known(x, operands)
 
-    known = _leaf(shapes, numbers, limits)
+    known = _make_leaf(shapes, numbers, limits)
     ranges = bounds(code.root, leaf, _check)
     for x in order:
         _check_operands(x, ranges, any(isinstance(n, tuple) for n in numbers))
@@ -148,11 +148,11 @@ def prove(
 def intervals(
     root: Expr, shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits
 ) -> dict[Expr, Range]:  # fmt: skip
-    """Bounds of all that an expression is made of, over the whole problem."""
-    return bounds(root, _leaf(shapes, numbers, limits))
+    """The bounds of all that an expression is made of, over the whole problem."""
+    return bounds(root, _make_leaf(shapes, numbers, limits))
 
 
-def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits) -> Leaf:
+def _make_leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Limits) -> Leaf:
     box = limits.box()
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:
@@ -160,9 +160,9 @@ def _leaf(shapes: Sequence[tuple[int, ...]], numbers: Sequence[Any], limits: Lim
             case "var":
                 return box.get(x.args[0], anything("float"))
             case "param":
-                return _of_number(numbers[x.args[0]], x.type)
+                return _bound_number(numbers[x.args[0]], x.type)
             case "dim":
-                return _exact_int(shapes[x.args[0]][x.args[1]])
+                return _bound_int(shapes[x.args[0]][x.args[1]])
         lo, hi = ELEMENT_LIMITS.get(x.args[1], LIMITS[x.type])
         return anything("float") if x.type == "float" else Range(np.int64(lo), np.int64(hi))
 
@@ -181,16 +181,16 @@ def _check_float(x: float) -> None:
         )
 
 
-def _of_number(x: Any, kind: str) -> Range:
+def _bound_number(x: Any, kind: str) -> Range:
     if kind == "float":
         if x is None:
             return anything("float")
         _check_float(float(x))
         return rounded(x)
-    return hull(*map(_exact_int, x)) if isinstance(x, tuple) else _exact_int(x)
+    return hull(*map(_bound_int, x)) if isinstance(x, tuple) else _bound_int(x)
 
 
-def _exact_int(x: int) -> Range:
+def _bound_int(x: int) -> Range:
     lo, hi = LIMITS["int"]
     if not lo <= x <= hi:
         raise ProblemError(f"{brief(x)} was captured; an int must fit 32 bits.")
@@ -211,7 +211,7 @@ def _refuse(x: Expr, reached: int) -> None:
 
 
 def _check_operands(x: Expr, ranges: dict[Expr, Range], has_classes: bool) -> None:
-    """Raises ProblemError for operands that no kernel computes with; where numbers are classes, for what one of them may make."""
+    """Raises ProblemError if no kernel computes with the operands of x; where numbers are classes, if with some of a class."""
     if x.op == "const" and x.type == "float":
         _check_float(x.args[0])
     if x.op == "lin":  # the terms are added in any order
@@ -231,8 +231,8 @@ def _check_operands(x: Expr, ranges: dict[Expr, Range], has_classes: bool) -> No
 
 
 def is_nonnegative(root: Expr, q_below: bool) -> bool:
-    """Says whether an integer is never negative, whatever is captured: what is divided of such is divided as unsigned.
-    ``q_below`` says whether q may be below 0."""
+    """Says whether an integer is never negative, whatever is captured: then it is divided as unsigned. ``q_below`` says whether q
+    may be below 0."""
     high = LIMITS["int"][1]
 
     def leaf(x: Expr, operands: Sequence[Range]) -> Range:

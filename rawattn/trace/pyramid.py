@@ -15,23 +15,23 @@ BASE, MOST = 16, 12  # elements of a block along an axis, at the lowest level; b
 
 
 class Pyramid:
-    """Over blocks of 16 elements of the last axis, or of 16 x 16 of the last two, of 32, 64, and so on to one block. A block with
-    NaN has NaN for both."""
+    """The minima and maxima over blocks of 16 elements of the last axis, or of 16 x 16 of the last two, of 32, 64, and so on to
+    one block. A block with NaN has NaN for both."""
 
     def __init__(self, array: Any, axes: int) -> None:
         self.array, self.axes = np.asarray(array), axes
-        self.levels = [self._level(self.array, self.array, BASE)]
+        self.levels = [self._reduce(self.array, self.array, BASE)]
         while max(self.levels[-1][0].shape[-axes:]) > 1:
-            self.levels.append(self._level(*self.levels[-1], 2))
+            self.levels.append(self._reduce(*self.levels[-1], 2))
 
-    def _level(self, low: Any, high: Any, size: int) -> tuple[Any, Any]:
+    def _reduce(self, low: Any, high: Any, size: int) -> tuple[Any, Any]:
         for axis in range(-self.axes, 0):
             starts = np.arange(0, low.shape[axis], size)
             low, high = np.minimum.reduceat(low, starts, axis), np.maximum.reduceat(high, starts, axis)
         return low, high
 
     def query(self, prefix: tuple[Any, ...], box: Sequence[Range], kind: str) -> Range:
-        """Bounds of the elements in boxes of the last axes, for these indices of those before."""
+        """The bounds of the elements in boxes of the last axes, at the indices ``prefix`` of those before."""
         ends = np.broadcast_arrays(*(x for r in box for x in (r.lo, r.hi)), *prefix)
         first, last = [x // BASE for x in ends[0 : 2 * self.axes : 2]], [x // BASE for x in ends[1 : 2 * self.axes : 2]]
         level = np.zeros(ends[0].shape, np.int64)
@@ -50,15 +50,15 @@ class Pyramid:
             ]
             for out, side, f in ((low, 0, np.minimum), (high, 1, np.maximum)):
                 out[at] = functools.reduce(f, [self.levels[number][side][here + block] for block in blocks])
-        return _of_ends(low, high, kind)
+        return _join_ends(low, high, kind)
 
     def flat(self) -> Any:
-        """As a kernel reads it: of each row or matrix all minima, level after level, then all maxima."""
+        """The pyramid as a kernel reads it: of each row or matrix all minima, level after level, then all maxima."""
         rows = self.array.shape[: self.array.ndim - self.axes]
         return np.concatenate([level[side].reshape(*rows, -1) for side in (0, 1) for level in self.levels], -1)
 
 
-def _of_ends(low: Any, high: Any, kind: str) -> Range:
+def _join_ends(low: Any, high: Any, kind: str) -> Range:
     lo, hi = exactly(low, kind), exactly(high, kind)
     if kind != "float":
         return Range(lo.lo, hi.lo)
@@ -67,8 +67,8 @@ def _of_ends(low: Any, high: Any, kind: str) -> Range:
 
 
 def range_of_load(array: Any, kind: str, indices: Sequence[Range], pyramid: Callable[[int], Pyramid]) -> Range:
-    """Bounds of what is loaded: exact for single elements and small boxes, else by the pyramid of the last axes, else of
-    nothing."""
+    """The bounds of the elements at ``indices``: exact for single elements and small boxes, else by the pyramid of the last axes,
+    else those of any number."""
     array = np.asarray(array)
     clipped = [Range(np.clip(i.lo, 0, n - 1), np.clip(i.hi, 0, n - 1)) for i, n in zip(indices, array.shape, strict=True)]
     wide = [axis for axis, i in enumerate(clipped) if not np.all(i.point)]

@@ -22,7 +22,7 @@ FAR = 1 << 61  # beyond all integers that count; the sum of two such fits int64
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds, both inclusive, of the values over each box, and whether NaN may be among them besides. A bool's are 0 and 1: it is
+    """The bounds, both inclusive, of values over each box, and whether NaN may be among them besides. A bool's are 0 and 1: it is
     always true where lo is 1, and never where hi is 0."""
 
     lo: Any
@@ -31,24 +31,24 @@ class Range:
 
     @property
     def point(self) -> Any:
-        """Says where there is one value."""
+        """Says for each box whether there is one value."""
         return (self.lo == self.hi) & ~np.asarray(self.nan)
 
     def __str__(self) -> str:
-        """One box's, in words."""
+        """The bounds of one box, in words."""
         lo, hi = np.asarray(self.lo).item(), np.asarray(self.hi).item()
         ends = (lo, hi) in LIMITS.values()
         return "of any value" if ends else f"from {lo:g} to {hi:g}" if isinstance(lo, float) else f"from {lo} to {hi}"
 
 
 def anything(kind: str, nan: Any = True) -> Range:
-    """The range of which nothing is known."""
+    """The range of any value of a kind."""
     lo, hi = LIMITS[kind]
     return Range(np.float64(lo), np.float64(hi), nan) if kind == "float" else Range(np.int64(lo), np.int64(hi))
 
 
 def exactly(x: Any, kind: str) -> Range:
-    """The range of one value."""
+    """The range of the one value x."""
     x = np.asarray(x)
     if kind != "float":
         return Range(x.astype(np.int64), x.astype(np.int64))
@@ -62,8 +62,8 @@ def rounded(x: float) -> Range:
         return hull(exactly(x, "float"), exactly(np.float32(x), "float"))
 
 
-def _of_float32(r: Range) -> Range:
-    """A range whose bounds, where float32 does not hold them, are infinite, as in kernels: two such may meet, and make NaN."""
+def _round_to_float32(r: Range) -> Range:
+    """The range with infinite bounds where float32 does not hold them, as in kernels: two such may meet, and make NaN."""
     lo, hi = (
         np.where((np.abs(x) >= MOST) & ~np.isinf(x), np.where(x > 0, up, down), x)
         for x, up, down in ((r.lo, MOST, -np.inf), (r.hi, np.inf, -MOST))
@@ -72,20 +72,20 @@ def _of_float32(r: Range) -> Range:
 
 
 def hull(*parts: Range) -> Range:
-    """The range of the values of all."""
-    lo, hi = (functools.reduce(f, each) for f, each in ((np.minimum, [p.lo for p in parts]), (np.maximum, [p.hi for p in parts])))
+    """The range of the values of all parts."""
+    lo, hi = (functools.reduce(f, ends) for f, ends in ((np.minimum, [p.lo for p in parts]), (np.maximum, [p.hi for p in parts])))
     return Range(lo, hi, functools.reduce(np.logical_or, [p.nan for p in parts]))
 
 
-def _corners(f: Callable[[Any, Any], Any], a: Range, b: Range) -> Range:
+def _combine(f: Callable[[Any, Any], Any], a: Range, b: Range) -> Range:
     with np.errstate(all="ignore"):
         corners = [f(x, y) for x in (a.lo, a.hi) for y in (b.lo, b.hi)]
     return Range(functools.reduce(np.minimum, corners), functools.reduce(np.maximum, corners))
 
 
-def _floats(result: Range, *operands: Range) -> Range:
-    """The range of a function of floats that is made of NaN where an operand is, or where two infinities or an infinity and 0
-    meet."""
+def _add_nan(result: Range, *operands: Range) -> Range:
+    """The range ``result`` of a function of floats, with NaN where an operand is NaN, or where two infinities or an infinity and
+    0 meet."""
     nan = functools.reduce(np.logical_or, [x.nan for x in operands])
     far = functools.reduce(np.logical_or, [np.isinf(x.lo) | np.isinf(x.hi) for x in operands])
     lost = np.isnan(result.lo) | np.isnan(result.hi) | (nan & ~(result.lo <= result.hi))
@@ -93,20 +93,20 @@ def _floats(result: Range, *operands: Range) -> Range:
     return Range(np.where(lost, -np.inf, result.lo), np.where(lost, np.inf, result.hi), nan | lost)
 
 
-def _wider(r: Range, lo: float = -np.inf, hi: float = np.inf) -> Range:
-    """Some units in the last place of float32 wider, as kernels round elsewhere; the function itself stays within lo and hi.
-    What infinity is widened to is NaN, over which fmax and fmin pass."""
+def _widen(r: Range, lo: float = -np.inf, hi: float = np.inf) -> Range:
+    """The range, some units in the last place of float32 wider, as kernels round elsewhere; the function itself stays within lo
+    and hi. What infinity is widened to is NaN, over which fmax and fmin pass."""
     with np.errstate(all="ignore"):
         low, high = r.lo - np.abs(r.lo) * 2.0**-20 - 1e-37, r.hi + np.abs(r.hi) * 2.0**-20 + 1e-37
     return Range(np.fmax(low, lo), np.fmin(high, hi), r.nan)
 
 
-def _increasing(name: str, lo: float = -np.inf, hi: float = np.inf, domain: float = -np.inf) -> Callable[[Range], Range]:
+def _map_ends(name: str, lo: float = -np.inf, hi: float = np.inf, domain: float = -np.inf) -> Callable[[Range], Range]:
     f = functools.partial(FORMULAS[name], np)
 
     def bounds(a: Range) -> Range:
         with np.errstate(all="ignore"):
-            result = _wider(Range(f(np.maximum(a.lo, domain)), f(np.maximum(a.hi, domain))), lo, hi)
+            result = _widen(Range(f(np.maximum(a.lo, domain)), f(np.maximum(a.hi, domain))), lo, hi)
         return Range(result.lo, result.hi, a.nan | (a.lo < domain))
 
     return bounds
@@ -114,21 +114,21 @@ def _increasing(name: str, lo: float = -np.inf, hi: float = np.inf, domain: floa
 
 def _div(a: Range, b: Range) -> Range:
     zero = (b.lo <= 0) & (b.hi >= 0)
-    r = _floats(_wider(_corners(np.divide, a, Range(np.where(zero, 1, b.lo), np.where(zero, 1, b.hi)))), a, b)
+    r = _add_nan(_widen(_combine(np.divide, a, Range(np.where(zero, 1, b.lo), np.where(zero, 1, b.hi)))), a, b)
     return Range(np.where(zero, -np.inf, r.lo), np.where(zero, np.inf, r.hi), r.nan | zero)
 
 
 def _pow(a: Range, b: Range) -> Range:
-    """Of bases that are not negative; of others nothing is known."""
+    """The range of a power of bases that are not negative; of others nothing is known."""
     far = np.isinf(a.lo) | np.isinf(a.hi) | np.isinf(b.lo) | np.isinf(b.hi) | a.nan | b.nan
     known = ~far & ((a.lo > 0) | ((a.lo == 0) & (b.lo >= 0)))
-    r = _wider(_corners(np.power, Range(np.where(known, a.lo, 1), np.where(known, a.hi, 1)), b), 0.0)
+    r = _widen(_combine(np.power, Range(np.where(known, a.lo, 1), np.where(known, a.hi, 1)), b), 0.0)
     return Range(np.where(known, r.lo, -np.inf), np.where(known, r.hi, np.inf), ~known)
 
 
 def _floordiv(a: Range, b: Range) -> Range:
     zero = (b.lo <= 0) & (b.hi >= 0)
-    r = _corners(np.floor_divide, a, Range(np.where(zero, 1, b.lo), np.where(zero, 1, b.hi)))
+    r = _combine(np.floor_divide, a, Range(np.where(zero, 1, b.lo), np.where(zero, 1, b.hi)))
     most = np.maximum(np.abs(a.lo), np.abs(a.hi))
     return Range(np.where(zero, -most, r.lo), np.where(zero, most, r.hi))
 
@@ -145,16 +145,16 @@ def _mod(a: Range, b: Range) -> Range:
     return Range(lo, np.where(same, a.hi % d, np.where(inside, a.hi, np.where(positive, b.hi - 1, most))))
 
 
-def _ones(*parts: Any) -> Any:
-    """All bits up to the highest one that any of these, or its complement where it is negative, has."""
+def _fill_bits(*parts: Any) -> Any:
+    """All bits up to the highest one that any part, or its complement where it is negative, has."""
     bits = functools.reduce(np.bitwise_or, [np.where(x < 0, ~x, x) for x in parts])
     for shift in (1, 2, 4, 8, 16, 32):
         bits = bits | (bits >> shift)
     return bits
 
 
-def _low_bits(a: Range, mask: Any) -> Range:
-    """Of a & mask, whose bits are the lowest ones."""
+def _mask_bits(a: Range, mask: Any) -> Range:
+    """The range of a & mask, whose bits are the lowest ones."""
     same = (a.lo & ~mask) == (a.hi & ~mask)
     return Range(np.where(same, a.lo & mask, 0), np.where(same, a.hi & mask, mask))
 
@@ -162,20 +162,20 @@ def _low_bits(a: Range, mask: Any) -> Range:
 def _band(a: Range, b: Range) -> Range:
     both, some = a.point & b.point, (a.lo >= 0) | (b.lo >= 0)
     top = np.where(a.lo < 0, b.hi, np.where(b.lo < 0, a.hi, np.minimum(a.hi, b.hi)))
-    lo = np.where(both, a.lo & b.lo, np.where(some, 0, ~_ones(a.lo, a.hi, b.lo, b.hi)))
+    lo = np.where(both, a.lo & b.lo, np.where(some, 0, ~_fill_bits(a.lo, a.hi, b.lo, b.hi)))
     result = Range(lo, np.where(both, a.lo & b.lo, np.where(some, top, np.maximum(a.hi, b.hi))))
     for x, y in ((a, b), (b, a)):
         lowest = y.point & (y.lo >= 0) & (y.lo & (y.lo + 1) == 0)
-        bits = _low_bits(x, y.lo)
+        bits = _mask_bits(x, y.lo)
         result = Range(np.where(lowest, bits.lo, result.lo), np.where(lowest, bits.hi, result.hi))
     return result
 
 
-def _bits(f: Callable[[Any, Any], Any]) -> Callable[[Range, Range], Range]:
-    """Of | and ^."""
+def _join_bits(f: Callable[[Any, Any], Any]) -> Callable[[Range, Range], Range]:
+    """The rule of f, which is | or ^."""
 
     def bounds(a: Range, b: Range) -> Range:
-        both, bits = a.point & b.point, _ones(a.lo, a.hi, b.lo, b.hi)
+        both, bits = a.point & b.point, _fill_bits(a.lo, a.hi, b.lo, b.hi)
         lo = np.where(both, f(a.lo, b.lo), np.where((a.lo < 0) | (b.lo < 0), ~bits, 0))
         return Range(lo, np.where(both, f(a.lo, b.lo), bits))
 
@@ -183,13 +183,13 @@ def _bits(f: Callable[[Any, Any], Any]) -> Callable[[Range, Range], Range]:
 
 
 def _shr(a: Range, b: Range) -> Range:
-    return _corners(np.right_shift, a, Range(np.clip(b.lo, 0, 63), np.clip(b.hi, 0, 63)))
+    return _combine(np.right_shift, a, Range(np.clip(b.lo, 0, 63), np.clip(b.hi, 0, 63)))
 
 
 def _shl(a: Range, b: Range) -> Range:
     factors = Range(np.int64(1) << np.clip(b.lo, 0, 31), np.int64(1) << np.clip(b.hi, 0, 31))
     small = (np.abs(a.lo) <= 1 << 31) & (np.abs(a.hi) <= 1 << 31)
-    r = _corners(np.multiply, Range(np.where(small, a.lo, 0), np.where(small, a.hi, 0)), factors)
+    r = _combine(np.multiply, Range(np.where(small, a.lo, 0), np.where(small, a.hi, 0)), factors)
     lo, hi = LIMITS["long"]
     return Range(np.where(small, r.lo, lo), np.where(small, r.hi, hi))
 
@@ -199,8 +199,8 @@ def _abs(a: Range) -> Range:
     return Range(np.where((a.lo < 0) & (a.hi > 0), 0, np.minimum(x, y)), np.maximum(x, y), a.nan)
 
 
-def _extreme(f: Any) -> Callable[[Range, Range], Range]:
-    """Of min and max, which pass over NaN: where one may be NaN, the other one alone may be the result."""
+def _choose(f: Any) -> Callable[[Range, Range], Range]:
+    """The rule of f, min or max, which passes over NaN: where one may be NaN, the other one alone may be the result."""
 
     def bounds(a: Range, b: Range) -> Range:
         result = Range(f(a.lo, b.lo), f(a.hi, b.hi), np.logical_and(a.nan, b.nan))
@@ -220,17 +220,17 @@ def _where(c: Range, a: Range, b: Range) -> Range:
     return Range(lo, hi, np.where(c.lo == 1, a.nan, np.where(c.hi == 0, b.nan, both.nan)))
 
 
-def _truth(always: Any, ever: Any) -> Range:
+def _decide(always: Any, ever: Any) -> Range:
     return Range(np.asarray(always).astype(np.int64), np.asarray(ever).astype(np.int64))
 
 
-def _never_nan(a: Range, b: Range) -> Any:
+def _has_no_nan(a: Range, b: Range) -> Any:
     return ~(np.asarray(a.nan) | np.asarray(b.nan))
 
 
 def _xor(a: Range, b: Range) -> Range:
     known, differ = a.point & b.point, a.lo != b.lo
-    return _truth(known & differ, ~known | differ)
+    return _decide(known & differ, ~known | differ)
 
 
 def _trunc(a: Range) -> Range:
@@ -239,34 +239,34 @@ def _trunc(a: Range) -> Range:
     return Range(np.where(nan, np.minimum(lo, 0), lo).astype(np.int64), np.where(nan, np.maximum(hi, 0), hi).astype(np.int64))
 
 
-def _wave(a: Range) -> Range:
-    """Of sin and cos, which infinity has none of."""
+def _bound_wave(a: Range) -> Range:
+    """The range of sin and cos, which infinity has none of."""
     return Range(np.full_like(a.lo, -1.0), np.full_like(a.lo, 1.0), True)
 
 
 RULES: dict[str, Callable[..., Range]] = {
-    "add": lambda a, b: _floats(_wider(Range(a.lo + b.lo, a.hi + b.hi)), a, b),
-    "sub": lambda a, b: _floats(_wider(Range(a.lo - b.hi, a.hi - b.lo)), a, b),
-    "mul": lambda a, b: _floats(_wider(_corners(np.multiply, a, b)), a, b), "div": _div,
-    "neg": lambda a: Range(-a.hi, -a.lo, a.nan), "imul": functools.partial(_corners, np.multiply), "floordiv": _floordiv,
-    "mod": _mod, "band": _band, "bor": _bits(np.bitwise_or), "bxor": _bits(np.bitwise_xor), "shl": _shl, "shr": _shr,
-    "abs": _abs, "where": _where, "min": _extreme(np.minimum), "max": _extreme(np.maximum),
-    "lt": lambda a, b: _truth((a.hi < b.lo) & _never_nan(a, b), a.lo < b.hi),
-    "le": lambda a, b: _truth((a.hi <= b.lo) & _never_nan(a, b), a.lo <= b.hi),
-    "eq": lambda a, b: _truth(a.point & b.point & (a.lo == b.lo), (a.lo <= b.hi) & (b.lo <= a.hi)),
+    "add": lambda a, b: _add_nan(_widen(Range(a.lo + b.lo, a.hi + b.hi)), a, b),
+    "sub": lambda a, b: _add_nan(_widen(Range(a.lo - b.hi, a.hi - b.lo)), a, b),
+    "mul": lambda a, b: _add_nan(_widen(_combine(np.multiply, a, b)), a, b), "div": _div,
+    "neg": lambda a: Range(-a.hi, -a.lo, a.nan), "imul": functools.partial(_combine, np.multiply), "floordiv": _floordiv,
+    "mod": _mod, "band": _band, "bor": _join_bits(np.bitwise_or), "bxor": _join_bits(np.bitwise_xor), "shl": _shl, "shr": _shr,
+    "abs": _abs, "where": _where, "min": _choose(np.minimum), "max": _choose(np.maximum),
+    "lt": lambda a, b: _decide((a.hi < b.lo) & _has_no_nan(a, b), a.lo < b.hi),
+    "le": lambda a, b: _decide((a.hi <= b.lo) & _has_no_nan(a, b), a.lo <= b.hi),
+    "eq": lambda a, b: _decide(a.point & b.point & (a.lo == b.lo), (a.lo <= b.hi) & (b.lo <= a.hi)),
     "and": lambda a, b: Range(a.lo & b.lo, a.hi & b.hi), "or": lambda a, b: Range(a.lo | b.lo, a.hi | b.hi), "xor": _xor,
     "not": lambda a: Range(1 - a.hi, 1 - a.lo), "trunc": _trunc,
     "saturate": lambda a: Range(np.clip(a.lo, -LOADED, LOADED), np.clip(a.hi, -LOADED, LOADED)),
     "sign": lambda a: Range(np.sign(a.lo), np.sign(a.hi), a.nan),
-    "sin": _wave, "cos": _wave, "exp": _increasing("exp", 0.0), "expm1": _increasing("expm1", -1.0),
-    "log1p": _increasing("log1p", domain=-1.0), "pow": _pow,
-    "exp2": _increasing("exp2", 0.0), "log": _increasing("log", domain=0.0), "log2": _increasing("log2", domain=0.0),
-    "sqrt": _increasing("sqrt", 0.0, domain=0.0), "tanh": _increasing("tanh", -1.0, 1.0), "erf": _increasing("erf", -1.0, 1.0),
+    "sin": _bound_wave, "cos": _bound_wave, "exp": _map_ends("exp", 0.0), "expm1": _map_ends("expm1", -1.0),
+    "log1p": _map_ends("log1p", domain=-1.0), "pow": _pow,
+    "exp2": _map_ends("exp2", 0.0), "log": _map_ends("log", domain=0.0), "log2": _map_ends("log2", domain=0.0),
+    "sqrt": _map_ends("sqrt", 0.0, domain=0.0), "tanh": _map_ends("tanh", -1.0, 1.0), "erf": _map_ends("erf", -1.0, 1.0),
     "floor": lambda a: Range(np.floor(a.lo), np.floor(a.hi), a.nan),
 }  # fmt: skip
 
 
-def _sum(node: Expr, done: dict[Expr, Range]) -> Range:
+def _add_terms(node: Expr, done: dict[Expr, Range]) -> Range:
     lo = hi = np.int64(node.args[0])
     for atom, c in node.args[1]:
         ends = [np.clip(c * x, -FAR, FAR) for x in ((done[atom].lo, done[atom].hi) if c > 0 else (done[atom].hi, done[atom].lo))]
@@ -278,14 +278,14 @@ def _cast(node: Expr, a: Range) -> Range:
     if node.type != "float":
         return a
     lo, hi = (np.asarray(x).astype(np.float32).astype(np.float64) for x in (a.lo, a.hi))
-    return Range(lo, hi) if node.args[0].type == "bool" else _wider(Range(lo, hi))
+    return Range(lo, hi) if node.args[0].type == "bool" else _widen(Range(lo, hi))
 
 
 Leaf = Callable[[Expr, Sequence[Range]], Range]
 
 
 def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None = None) -> dict[Expr, Range]:
-    """Bounds of every expression that the root is computed from. ``leaf`` gives those of variables, of what was captured, and
+    """The bounds of every expression that the root is computed from. ``leaf`` gives those of variables, of what was captured, and
     of an element from the bounds of its indices; ``check`` sees the bounds of each integer before they are cut to what 32 bits
     hold."""
     done: dict[Expr, Range] = {}
@@ -296,7 +296,7 @@ def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None =
         elif node.op in ("var", "param", "dim", "load"):
             result = leaf(node, operands)
         elif node.op == "lin":
-            result = _sum(node, done)
+            result = _add_terms(node, done)
         else:
             result = _cast(node, *operands) if node.op == "cast" else RULES[node.op](*operands)
         if check is not None:
@@ -305,6 +305,6 @@ def bounds(root: Expr, leaf: Leaf, check: Callable[[Expr, Range], None] | None =
             lo, hi = LIMITS["int"]
             result = Range(np.clip(result.lo, lo, hi), np.clip(result.hi, lo, hi))
         elif node.type == "float" and operands:
-            result = _of_float32(result)
+            result = _round_to_float32(result)
         done[node] = result
     return done

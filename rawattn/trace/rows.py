@@ -20,18 +20,18 @@ def _fold(name: str, *start: Any) -> Callable[[tuple[Expr, ...]], Any]:
 REDUCTIONS: dict[str, Callable[[tuple[Expr, ...]], Any]] = {
     "sum": _fold("add", 0), "prod": _fold("mul", 1), "any": _fold("logical_or", False), "all": _fold("logical_and", True),
     "max": _fold("max"), "min": _fold("min"), "amax": _fold("max"), "amin": _fold("min"),
-    "mean": lambda found: FUNCTIONS["div"](_fold("add", 0)(found), len(found)),
+    "mean": lambda elements: FUNCTIONS["div"](_fold("add", 0)(elements), len(elements)),
 }  # fmt: skip
 
 
 class Row:
-    """Stands for several elements in order."""
+    """The symbol of several elements in order."""
 
     def __init__(self, elements: tuple[Expr, ...]) -> None:
         self._elements = elements
 
     def elements(self) -> tuple[Expr, ...]:
-        """Each of them. Raises ProblemError where they are too many."""
+        """The elements of the row. Raises ProblemError where they are too many."""
         return self._elements
 
     @property
@@ -52,32 +52,32 @@ class Row:
 
     def __getattr__(self, name: str) -> Any:
         if name in REDUCTIONS or (name in FUNCTIONS and not name.startswith("__")):
-            return lambda *args, **words: _called(name, (self, *args), words)
+            return lambda *args, **words: _apply(name, (self, *args), words)
         raise AttributeError(f"{name} is not known of a row")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _called(function.__name__, args, kwargs or {})
+        return _apply(function.__name__, args, kwargs or {})
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _called(function.__name__, args, kwargs)
+        return _apply(function.__name__, args, kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        return _called(ufunc.__name__, args, kwargs)
+        return _apply(ufunc.__name__, args, kwargs)
 
 
-def _operator(name: str, *, is_reflected: bool = False) -> Any:
-    return (lambda a, b: FUNCTIONS[name](b, a)) if is_reflected else lambda *given: FUNCTIONS[name](*given)
+def _make_operator(name: str, *, is_reflected: bool = False) -> Any:
+    return (lambda a, b: FUNCTIONS[name](b, a)) if is_reflected else lambda *operands: FUNCTIONS[name](*operands)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"):
-    setattr(Row, f"__{_name}__", _operator(_name))
-    setattr(Row, f"__r{_name}__", _operator(_name, is_reflected=True))
+    setattr(Row, f"__{_name}__", _make_operator(_name))
+    setattr(Row, f"__r{_name}__", _make_operator(_name, is_reflected=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
-    setattr(Row, f"__{_name}__", _operator(_name))
+    setattr(Row, f"__{_name}__", _make_operator(_name))
 
 
-def _called(name: str, args: Any, words: dict[str, Any]) -> Any:
+def _apply(name: str, args: Any, words: dict[str, Any]) -> Any:
     """Applies a function of an array library to rows."""
     name = name.strip("_")
     first: Any = args[0] if args else words.get("input")
@@ -95,14 +95,14 @@ def _called(name: str, args: Any, words: dict[str, Any]) -> Any:
 
 
 def of_each(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of elements that works on rows, too, one element after the other."""
+    """f, a function of elements, made to work on rows, too, one element after the other."""
 
     @functools.wraps(f)
     def function_of_rows(*operands: Any, **words: Any) -> Any:
         rows = {i: x.elements() for i, x in enumerate(operands) if isinstance(x, Row)}
         if not rows:
             return f(*operands, **words)
-        if len({len(each) for each in rows.values()}) > 1:
+        if len({len(row) for row in rows.values()}) > 1:
             raise ProblemError(
                 f"rows of {' and '.join(str(len(x)) for x in rows.values())} elements meet; they must have as many."
             )

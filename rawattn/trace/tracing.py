@@ -47,7 +47,7 @@ class Bound(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A mask or a score, and where its inputs come from. ``labels`` are the names of the captured arrays in the function."""
+    """A mask or a score, and the slots that its inputs come from. ``labels`` are the names of captured arrays in the function."""
 
     code: Code
     labels: tuple[str, ...] = ()
@@ -59,11 +59,11 @@ class Traced:
 
     @property
     def role(self) -> str:
-        """Returns "mask" or "score"."""
+        """The role, "mask" or "score"."""
         return self.code.role
 
     def bind(self, function: Any) -> tuple[tuple[Any, ...], tuple[int | float, ...]] | None:
-        """The arrays and numbers that a function captured, where it is the traced one up to their values; else None."""
+        """The arrays and numbers that ``function`` captured, if it is the traced one up to their values; else None."""
         try:
             captured = self._find(function)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -71,7 +71,7 @@ class Traced:
         if captured is None:
             return None
         for x, known in self.specialised:
-            if number_keys([_value_of(x, captured[2])]) != number_keys([known]):
+            if number_keys([_evaluate(x, captured[2])]) != number_keys([known]):
                 return None
         return captured[:2]
 
@@ -90,7 +90,7 @@ class Traced:
         return cls.from_json(json.loads(text))
 
     def to_json(self) -> list[str]:
-        """Its code, and the names of captured arrays, as JSON can hold them."""
+        """The code, and the names of captured arrays, as JSON can hold them."""
         return [str(self.code), *self.labels]
 
     @classmethod
@@ -112,11 +112,11 @@ class Traced:
         return str(self.code)
 
 
-def _number(x: Any) -> int | float:
+def _unwrap(x: Any) -> int | float:
     return x if type(x) in (int, float) else x.item() if isinstance(x, np.generic) else x
 
 
-def _value_of(x: Expr, values: Sequence[Any]) -> Any:
+def _evaluate(x: Expr, values: Sequence[Any]) -> Any:
     return evaluate(x, {}, values, values).item()
 
 
@@ -127,7 +127,7 @@ _LOOP = (
 
 
 class _Paths:
-    """Runs a function for every outcome of the conditions that it asks for."""
+    """The paths through a function: runs it for every outcome of the conditions that it asks for."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values, self.runs = values, 0
@@ -152,11 +152,11 @@ class _Paths:
 
     def specialise(self, x: Expr) -> Any:
         if x not in self.specialised:
-            self.specialised[x] = _value_of(x, self.values)
+            self.specialised[x] = _evaluate(x, self.values)
         return self.specialised[x]
 
     def explore(self, function: Callable[[], Any], prefix: tuple[bool, ...] = ()) -> Expr:
-        """The function's value, where the first conditions that it asks for have these outcomes."""
+        """The function's value, where the first conditions that it asks for have the outcomes ``prefix``."""
         self.runs += 1
         self._check(self.runs)
         self.asked, self.fixed = 0, len(prefix)
@@ -170,7 +170,7 @@ class _Paths:
         return result
 
 
-def _arguments(function: Any, role: str) -> tuple[list[Expr], dict[str, Expr]]:
+def _make_arguments(function: Any, role: str) -> tuple[list[Expr], dict[str, Expr]]:
     """The symbols that a function is called with, by position and by name."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -192,7 +192,7 @@ def _arguments(function: Any, role: str) -> tuple[list[Expr], dict[str, Expr]]:
     return symbols[: len(by_position)], dict(zip(names[len(by_position) :], symbols[len(by_position) :], strict=True))
 
 
-def _result(root: Expr, role: str) -> Expr:
+def _check_result(root: Expr, role: str) -> Expr:
     if role == "mask":
         if root.type == "float":
             raise ProblemError("it gives a float; a mask gives a bool: compare, as in x > 0, or give the function as score=.")
@@ -204,7 +204,7 @@ def _result(root: Expr, role: str) -> Expr:
     return as_type(root, "float")
 
 
-def _named(function: Any) -> str:
+def _name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
@@ -215,8 +215,8 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
     token = tracer.set(paths)
     try:
         call = callee_of(replaced) if isinstance(replaced, Owner) else replaced
-        args, words = _arguments(call, role)
-        root = _result(paths.explore(lambda: call(*args, **words)), role)
+        args, words = _make_arguments(call, role)
+        root = _check_result(paths.explore(lambda: call(*args, **words)), role)
     finally:
         tracer.reset(token)
     code, arrays, numbers = canonical(root, role)
@@ -231,44 +231,44 @@ def _run(function: Any, role: str) -> tuple[Traced, tuple[Any, ...], tuple[int |
         (*capture.notes, *unread), specialised,
     )  # fmt: skip
     values = capture.values
-    return traced, tuple(values[i] for i in arrays), tuple(_number(values[i]) for i in numbers)
+    return traced, tuple(values[i] for i in arrays), tuple(_unwrap(values[i]) for i in numbers)
 
 
-def _traced_anew(function: Any, role: str) -> Bound:
+def _trace_anew(function: Any, role: str) -> Bound:
     try:
         return Bound(*_run(function, role))
     except ProblemError as error:
-        raise ProblemError(f"{role} {_named(function)}: {error}") from error.__cause__
+        raise ProblemError(f"{role} {_name(function)}: {error}") from error.__cause__
     except RawattnError:
         raise
     except Exception as error:
         if str(error).startswith("called match pattern"):  # a symbol stands for the class
-            raise ProblemError(f"{role} {_named(function)}: a class of yours is no pattern; write isinstance(x, C).") from error
+            raise ProblemError(f"{role} {_name(function)}: a class of yours is no pattern; write isinstance(x, C).") from error
         raise ProblemError(
-            f"{role} {_named(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that "
+            f"{role} {_name(function)} cannot be traced: {type(error).__name__}: {error}. It is called with symbols that "
             "stand for one query and one key; it may use operators, comparisons, if, where(), functions of torch and NumPy, and "
             "elements of arrays."
         ) from error
 
 
 class _Cache:
-    """This is what was traced, by code and role. It is bounded, and holds no arrays."""
+    """The cache of traced functions, by code and role. It is bounded, and holds no arrays."""
 
     codes, variants = 1024, 32
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Any, tuple[Traced, ...]] = OrderedDict()
+        self._traced: OrderedDict[Any, tuple[Traced, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> tuple[Traced, ...]:
-        return self._found.get(key, ())
+        return self._traced.get(key, ())
 
     def put(self, key: Any, traced: Traced) -> None:
         with self._lock:
-            self._found[key] = (traced, *self._found.get(key, ()))[: self.variants]
-            self._found.move_to_end(key)
-            while len(self._found) > self.codes:
-                self._found.popitem(last=False)
+            self._traced[key] = (traced, *self._traced.get(key, ()))[: self.variants]
+            self._traced.move_to_end(key)
+            while len(self._traced) > self.codes:
+                self._traced.popitem(last=False)
 
 
 _cache = _Cache()
@@ -289,7 +289,7 @@ def bind(function: Any, role: str) -> Bound:
     for traced in _cache.get((code, role)):
         if (captured := traced.bind(function)) is not None:
             return Bound(traced, *captured)
-    bound = _traced_anew(function, role)
+    bound = _trace_anew(function, role)
     _cache.put((code, role), bound.traced)
     return bound
 

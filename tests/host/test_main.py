@@ -118,7 +118,7 @@ def test_options_describe_a_problem() -> None:
         "choose --dtype fp16 --batch 3 --length 10 --kv-length 20 --heads 8 --kv-heads 2 --head-dim 64 --head-dim-v 32 --causal "
         "--window none,5 --softcap 30 --varlen --lse"
     )
-    op = command_line._operation(command_line._parser().parse_args(text.split()))
+    op = command_line._make_operation(command_line._make_parser().parse_args(text.split()))
     assert str(op) == (
         "Forward fp16 batch 3, length 10x20, varlen, 30 and 60 rows, heads 8/2, head_dim 64/32, "
         "And(a=Causal(align='bottom_right'), b=Window(left=None, right=5, align='bottom_right')), Softcap(cap=30.0), return_lse"
@@ -127,7 +127,7 @@ def test_options_describe_a_problem() -> None:
 
 def test_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def target(arch: str | None) -> Device:
-        return command_line._device(argparse.Namespace(arch=arch))
+        return command_line._choose_device(argparse.Namespace(arch=arch))
 
     monkeypatch.setattr(context, "device_count", lambda: 0)
     assert target(None) is target("sm_90a") is TYPICAL["sm_90a"]
@@ -161,8 +161,8 @@ def test_a_board_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is of one board; an architecture is whatever of it is here."""
     monkeypatch.setattr(context, "device_count", lambda: 1)
     monkeypatch.setattr(context, "device", lambda index: RTX4090)
-    assert command_line._device(argparse.Namespace(arch="sm_89")) is RTX4090
-    assert command_line._device(argparse.Namespace(arch="l4")) is TYPICAL["sm_89"]
+    assert command_line._choose_device(argparse.Namespace(arch="sm_89")) is RTX4090
+    assert command_line._choose_device(argparse.Namespace(arch="l4")) is TYPICAL["sm_89"]
 
 
 @pytest.mark.parametrize("command", [["choose"], ["show", *SMALL]])

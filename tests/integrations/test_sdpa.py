@@ -483,8 +483,8 @@ def test_no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """F.scaled_dot_product_attention gives rawattn's bits, forward and backward, eager and compiled."""
     names: list[str] = []
-    original = sdpa._forward
-    monkeypatch.setattr(sdpa, "_forward", lambda *given, **options: names.append("") or original(*given, **options))
+    original = sdpa._compute_forward
+    monkeypatch.setattr(sdpa, "_compute_forward", lambda *given, **options: names.append("") or original(*given, **options))
     given = [x.detach().requires_grad_() for x in make(300, 300, device="cuda")]
     wanted = sdpa.scaled_dot_product_attention(*given, is_causal=True)
     dwanted = torch.autograd.grad((wanted.float() ** 2).sum(), given)
@@ -502,8 +502,8 @@ def test_torch_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept() -> None:
-    assert sdpa.kept(None, False, (1, 1, 5, 5)) == {} and sdpa.kept(None, True, (1, 1, 5, 5)) == {"causal": True}
-    assert sdpa.kept(None, True, (1, 1, 5, 6)) == {"mask": mask.Causal("top_left")}
+    assert sdpa.read_mask(None, False, (1, 1, 5, 5)) == {} and sdpa.read_mask(None, True, (1, 1, 5, 5)) == {"causal": True}
+    assert sdpa.read_mask(None, True, (1, 1, 5, 6)) == {"mask": mask.Causal("top_left")}
 
 
 def test_a_mask_that_requires_grad() -> None:

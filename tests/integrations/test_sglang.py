@@ -233,7 +233,7 @@ def test_no_more_of_the_table_is_gathered_than_is_used(make: Any) -> None:
 
     run.req_to_token_pool.req_to_token = Table()
     given = types.SimpleNamespace(seq_lens_cpu=torch.tensor([3, 1]), req_pool_indices=torch.tensor([0, 2]))
-    backend._tokens(given, 2)
+    backend._find_tokens(given, 2)
     assert asked[0] == (slice(None), slice(None, 3, 1)) and asked[1].tolist() == [0, 2]
 
 

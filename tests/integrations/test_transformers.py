@@ -61,14 +61,14 @@ def enabled() -> None:
 def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
     """Counts how often each way to compute was taken."""
     counted: collections.Counter[str] = collections.Counter()
-    for name in ("_over_cache", "_end_to_end"):
-        original = getattr(adapter.Kept, name)
+    for name in ("_attend_over_cache", "_attend_end_to_end"):
+        original = getattr(adapter.LayerMask, name)
 
         def call(self: Any, *given: Any, name: str = name, original: Any = original) -> Any:
             counted[name] += 1
             return original(self, *given)
 
-        monkeypatch.setattr(adapter.Kept, name, call)
+        monkeypatch.setattr(adapter.LayerMask, name, call)
     yield counted
 
 
@@ -106,7 +106,7 @@ def test_logits_and_gradients(model: Any, ways: Any) -> None:
         assert (found["eager"] - found["rawattn"]).abs().max() < 2e-6, name
         wanted = gradients["eager"]
         assert len(wanted) and (wanted - gradients["rawattn"]).abs().max() < 3e-6 * wanted.abs().max(), name
-    assert ways["_end_to_end"]
+    assert ways["_attend_end_to_end"]
 
 
 def generate(model: Any, ids: Any, **given: Any) -> Any:
@@ -330,11 +330,11 @@ def test_layers_share_what_is_made(ways: Any) -> None:
     made: list[Any] = []
     model = make("Llama")
     model.set_attn_implementation("rawattn")
-    original = adapter._starts
+    original = adapter._find_starts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter, "_starts", lambda *given: made.append(1) or original(*given))
+        patch.setattr(adapter, "_find_starts", lambda *given: made.append(1) or original(*given))
         model.generate(IDS, attention_mask=LEFT, max_new_tokens=3, do_sample=False)
-    assert len(made) == 3 and ways == {"_end_to_end": 12}
+    assert len(made) == 3 and ways == {"_attend_end_to_end": 12}
 
 
 def test_nothing_is_read_from_the_device() -> None:
@@ -417,18 +417,18 @@ def test_bands() -> None:
     packed, positions = torch.zeros(2, 4), torch.arange(4).expand(2, -1)
     both = masking_utils.packed_sequence_compatibility_function
     window = masking_utils.sliding_window_causal_mask_function(5)
-    assert adapter._band(CAUSAL) == ((None, 0), None)
-    assert adapter._band(window) == ((4, 0), None)
-    assert adapter._band(masking_utils.bidirectional_mask_function) == ((None, None), None)
-    assert adapter._band(masking_utils.sliding_window_bidirectional_mask_function(5)) == ((5, 5), None)
-    band, found = adapter._band(both(window, positions, packed))
+    assert adapter._recognise(CAUSAL) == ((None, 0), None)
+    assert adapter._recognise(window) == ((4, 0), None)
+    assert adapter._recognise(masking_utils.bidirectional_mask_function) == ((None, None), None)
+    assert adapter._recognise(masking_utils.sliding_window_bidirectional_mask_function(5)) == ((5, 5), None)
+    band, found = adapter._recognise(both(window, positions, packed))
     assert band == (4, 0) and found is packed
     for function in (
         masking_utils.chunked_causal_mask_function(4, torch.zeros(2)), masking_utils.or_masks(CAUSAL, CAUSAL),
         masking_utils.and_masks(CAUSAL, lambda b, h, q, kv: q != kv), lambda b, h, q, kv: kv <= q,
         both(both(CAUSAL, positions, packed), positions, packed),
     ):  # fmt: skip
-        assert adapter._band(function) is None
+        assert adapter._recognise(function) is None
 
 
 def test_masks_in_pieces() -> None:
@@ -454,14 +454,14 @@ def test_masks_in_pieces() -> None:
 def test_parts() -> None:
     padding = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool).numpy()
     causal, full = adapter.Band(right=0), adapter.Band()
-    assert adapter._parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
-    assert adapter._parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
-    assert adapter._parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
-    assert adapter._parts(padding & False, full, 3) == [[(3, 4)]] * 3
+    assert adapter._read_parts(padding, causal, 4) == [[(2, 2), (2, 2)], [(4, 4)], [(1, 1), (3, 3)]]
+    assert adapter._read_parts(padding, causal, 1) == [[(0, 2), (1, 2)], [(1, 4)], [(0, 1), (1, 3)]]
+    assert adapter._read_parts(padding, full, 4) == [[(0, 2), (4, 2)], [(4, 4)], [(4, 1), (0, 3)]]
+    assert adapter._read_parts(padding & False, full, 3) == [[(3, 4)]] * 3
     packed = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]).numpy()
-    assert adapter._runs(packed, 4) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
-    assert adapter._runs(packed, 2) == [[(0, 2), (2, 2)], [(1, 3), (1, 1)]]
-    starts = adapter._starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
+    assert adapter._read_runs(packed, 4) == [[(2, 2), (2, 2)], [(3, 3), (1, 1)]]
+    assert adapter._read_runs(packed, 2) == [[(0, 2), (2, 2)], [(1, 3), (1, 1)]]
+    starts = adapter._find_starts([[(0, 2), (1, 2)], [(1, 4)]], 10, "cpu")
     assert [x.tolist() for x in starts[:2]] == [[0, 0, 1, 1, 2], [0, 2, 4, 10, 14]] and starts[2:] == (1, 4)
 
 
@@ -535,7 +535,7 @@ def test_last_queries(function: Any, padding: Any, count: int) -> None:
     kept = adapter.make_mask(2, 10, 10, mask_function=function, attention_mask=padding)
     wanted = kept.attend(q, k, v, {})[:, -count:]
     last = kept[:, :, slice(-count, None), :]
-    assert isinstance(last, adapter.Kept) and last.shape == (2, 1, count, 10) and last.band == kept.band
+    assert isinstance(last, adapter.LayerMask) and last.shape == (2, 1, count, 10) and last.band == kept.band
     rows = torch.ones(2, 10, dtype=torch.bool) if padding is None else padding
     found = last.attend(q[:, -count:], k, v, {})
     torch.testing.assert_close(found[rows[:, -count:]], wanted[rows[:, -count:]], rtol=1e-5, atol=1e-5)

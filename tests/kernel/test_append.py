@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from rawattn.variant.element import ELEMENTS
 from tests.caches import Cached
 
@@ -64,17 +64,17 @@ def test_append(name: str) -> None:
         "k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2),
         "q": case.rows(case.heads, case.head_dim, 3),
     }  # fmt: skip
-    given = {x: _moved(rows[x], "torch", device) for x in rows if (x != "v" or case.pool != "shared") and (x != "q" or call.q)}
+    given = {x: _move(rows[x], "torch", device) for x in rows if (x != "v" or case.pool != "shared") and (x != "q" or call.q)}
     count, cache, step, options = len(rows["k"]), case.made(*case.pools(), "torch"), case.step("torch"), {}
     rng = np.random.default_rng(0)
     if call.half:
         angles = (case.normal(800, call.half, seed=seed).astype(ELEMENTS[call.angles].dtype) for seed in (5, 6))
-        positions = _moved(rng.integers(0, 800, count), "torch", device) if call.positions else None
-        options["rotary"] = rawattn.Rotary(*(_moved(x, "torch", device) for x in angles), call.interleaved, positions)
+        positions = _move(rng.integers(0, 800, count), "torch", device) if call.positions else None
+        options["rotary"] = rawattn.Rotary(*(_move(x, "torch", device) for x in angles), call.interleaved, positions)
     if call.slots:
         slots = rng.permutation(cache.pages * cache.page_size)[:count]
         slots[::4] = -1 - slots[::4]
-        options["slots"] = _moved(slots, "torch", device)
+        options["slots"] = _move(slots, "torch", device)
     k, v, q = given["k"], given.get("v"), given.get("q")
     wanted = list(rawattn.reference.append(cache, step, k, v, q=q, **options))
     if call.in_place:  # where rows of no sequence stay as they are
@@ -91,9 +91,9 @@ def test_append(name: str) -> None:
 def test_queries_alone(name: str) -> None:
     """By a step of their own, whose lengths place them; the cache stays as it was."""
     call, case = CALLS[name], CALLS[name].case
-    q = _moved(case.rows(case.heads, case.head_dim, 3), "torch", case.device)
+    q = _move(case.rows(case.heads, case.head_dim, 3), "torch", case.device)
     angles = (case.normal(800, call.half, seed=seed).astype(ELEMENTS[call.angles].dtype) for seed in (5, 6))
-    rotary = rawattn.Rotary(*(_moved(x, "torch", case.device) for x in angles), call.interleaved)
+    rotary = rawattn.Rotary(*(_move(x, "torch", case.device) for x in angles), call.interleaved)
     cache, step = case.made(*case.pools(), "torch"), case.step("torch")
     *_, wanted = rawattn.reference.append(cache, step, None, None, rotary=rotary, q=q)
     found = rawattn.append(cache, step, None, None, rotary=rotary, q=q, q_out=q.new_full(q.shape, float("nan")))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import rawattn
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from tests.kernel.test_kvcache import STEP
 
 torch = pytest.importorskip("torch")
@@ -24,7 +24,7 @@ class Decoding:
     def __init__(self, seed: int) -> None:
         case = dataclasses.replace(STEP, seed=seed, lengths=((1, 9000), (1, 7), (1, 300), (1, 0)), heads=16, kv_heads=4)
         self.layers = [case.cache("torch") for _ in range(3)]
-        self.rows = [_moved(case.rows(heads, 128, i), "torch", "cuda") for i, heads in enumerate((16, 4, 4))]
+        self.rows = [_move(case.rows(heads, 128, i), "torch", "cuda") for i, heads in enumerate((16, 4, 4))]
         angles = torch.outer(torch.arange(9000, device="cuda"), 0.9 ** torch.arange(64, device="cuda"))
         self.rotary, self.step = rawattn.Rotary(angles.cos(), angles.sin()), case.step("torch")
         self.run()
@@ -82,7 +82,7 @@ def test_any_number_of_live_sequences(batch: int) -> None:
     kernel, rng = cupy.RawKernel(WRITE, "write"), np.random.default_rng(0)
     lengths = tuple((1, int(n)) for n in rng.choice((1, 5, 63, 64, 65, 255, 256, 257, 700, 1500), batch))
     case = dataclasses.replace(STEP, lengths=lengths, head_dim=64, head_dim_v=64)
-    q, cache, wanted_step = _moved(case.rows(8, 64, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
+    q, cache, wanted_step = _move(case.rows(8, 64, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
     wanted = rawattn.attention_kvcache(q, cache, wanted_step, return_lse=True)
     given, live = wanted_step.kv_lens, torch.zeros(1, dtype=torch.int32, device="cuda")
     step = rawattn.Step(torch.zeros_like(given), wanted_step.page_table)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from tests.caches import Cached
 from tests.kernel.test_kvcache import CHUNK, DRAFT, STEP, attend, check
 
@@ -72,7 +72,7 @@ def alone(case: Cached, i: int, **more: Any) -> tuple[Any, Any]:
     one = rawattn.Step(step.kv_lens[i : i + 1].clone(), step.page_table[i : i + 1].clone(), starts, max_q_len=max(1, len(rows)))
 
     options = {"window": case.window, "return_lse": True, "invariant": True} | more
-    return rawattn.attention_kvcache(_moved(rows, "torch", "cuda"), case.cache("torch"), one, **options)  # type: ignore[no-any-return]
+    return rawattn.attention_kvcache(_move(rows, "torch", "cuda"), case.cache("torch"), one, **options)  # type: ignore[no-any-return]
 
 
 def same_as_alone(case: Cached, found: tuple[Any, Any], **more: Any) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.kernel.attn_fwd import AttnFwdConfig
-from rawattn.testing import _float64, _moved, expect
+from rawattn.testing import _move, _to_float64, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Causal
 from tests.caches import NONSENSE, Cached
@@ -142,18 +142,18 @@ def attend(case: Cached, library: str = "torch", step: Any = None, cache: Any = 
     """o and lse, whose memory was NaN."""
     q, sinks = case.rows(case.heads, case.head_dim, 1), case.sink_logits()
     options = {"window": case.window, "softcap": case.softcap, "return_lse": True} | more
-    options |= {} if sinks is None else {"sinks": _moved(sinks, library, case.device)}
+    options |= {} if sinks is None else {"sinks": _move(sinks, library, case.device)}
     longest = max(q_len for q_len, _ in case.lengths)
     step = step or case.step(library, nonsense_before=True, max_q_len=longest)
     cache = cache or case.cache(library)
     with poisoned_memory():
-        o, lse = rawattn.attention_kvcache(_moved(q, library, case.device), cache, step, **options)
+        o, lse = rawattn.attention_kvcache(_move(q, library, case.device), cache, step, **options)
     return o, lse
 
 
 def check(case: Cached, found: tuple[Any, Any]) -> None:
     """Compares each sequence with attention of its keys, gathered."""
-    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
+    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_to_float64(x) for x in found)
     for i in range(len(case.lengths)):
         k, v = case.keys(i)
         wanted = expect(case.of(q, i)[None], k[None], v[None], mask=case.mask(i), softcap=case.softcap, sinks=case.sink_logits())
@@ -232,8 +232,8 @@ def test_append_in_eight_bits(kv_dtype: str) -> None:
     k, v = (case.rows(case.kv_heads, 128, seed) for seed in (2, 3))
     k.flat[:5] = [np.inf, -np.inf, np.nan, 3e38, -1e-30]
     cache, step = case.made(*case.pools(), "torch"), case.step("torch")
-    wanted = rawattn.reference.append(cache, step, _moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
-    rawattn.append(cache, step, _moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
+    wanted = rawattn.reference.append(cache, step, _move(k, "torch", "cuda"), _move(v, "torch", "cuda"))
+    rawattn.append(cache, step, _move(k, "torch", "cuda"), _move(v, "torch", "cuda"))
     for pool, exact in zip((cache.k, cache.v), wanted, strict=True):
         np.testing.assert_array_equal(pool.double().cpu().numpy(), exact)
     assert rawattn.violations() == ()
@@ -264,11 +264,11 @@ def test_decoding_beside_chunks(name: str, kernel: str) -> None:
     few = 256 // (case.heads // case.kv_heads)
     fewer = of(case, lengths=tuple((n if n <= few else 0, kv) for n, kv in case.lengths))
     kept = torch.tensor([n <= few for n, _ in case.lengths for _ in range(n)])
-    q, sinks = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")[kept].to(case.device), case.sink_logits()
+    q, sinks = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")[kept].to(case.device), case.sink_logits()
     options = {
         "window": case.window,
         "softcap": case.softcap,
-        "sinks": _moved(sinks, "torch", case.device) if case.sinks else None,
+        "sinks": _move(sinks, "torch", case.device) if case.sinks else None,
     }
     options |= {"kernel": "attn_decode", "return_lse": True}
     wanted = rawattn.attention_kvcache(q, case.cache("torch"), fewer.step("torch", max_q_len=few), **options)
@@ -282,7 +282,7 @@ def test_graphs_of_decoding_beside_chunks() -> None:
     torch, case = pytest.importorskip("torch"), CHUNK
     other = of(case, lengths=tuple((n, max(kv, 9)) for (n, _), (_, kv) in zip(case.lengths[::-1], case.lengths, strict=True)))
     case = of(case, lengths=tuple((n, kv) for (n, _), (_, kv) in zip(case.lengths, other.lengths, strict=True)))
-    q, cache, longest = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), max(n for n, _ in case.lengths)
+    q, cache, longest = _move(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), max(n for n, _ in case.lengths)
     options: dict[str, Any] = {"kernel": "attn_decode+attn_fwd", "return_lse": True}
     steps = [each.step("torch", max_q_len=longest) for each in (case, other)]
     wanted = [rawattn.attention_kvcache(q, cache, step, **options) for step in steps]
@@ -364,12 +364,12 @@ def functions_of(mask: str, score: str, captured: Any) -> dict[str, Any]:
 def captured(first: int, last: int, device: str = "") -> list[Any]:
     """Returns what functions capture, for some of the sequences."""
     found = [*(x[first:last] for x in (IDS, WORDS, ANCESTORS)), SLOPES, PAIRS]
-    return [_moved(x, "torch", device) for x in found] if device else found
+    return [_move(x, "torch", device) for x in found] if device else found
 
 
 def check_functions(case: Cached, found: tuple[Any, Any], mask: str, score: str) -> None:
     """Compares each sequence by itself; rows that stand before the first key have positions below 0."""
-    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_float64(x) for x in found)
+    q, (o, lse) = case.rows(case.heads, case.head_dim, 1), (_to_float64(x) for x in found)
     for i, (q_len, kv_len) in enumerate(case.lengths):
         own_o, own_lse = case.of(o, i), case.of(lse.T, i).T if case.ragged else lse[i]
         if kv_len == 0:
@@ -453,7 +453,7 @@ def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
     """Values that ranges are made of are read there, too."""
     torch, arrays = pytest.importorskip("torch"), captured(0, len(case.lengths), "cuda")
     functions, other = functions_of("documents", "slopes", arrays), arrays[0].roll(37, 1)
-    q, cache, step = _moved(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
+    q, cache, step = _move(case.rows(8, 128, 1), "torch", "cuda"), case.cache("torch"), case.step("torch")
     ids, wanted = arrays[0].clone(), []
     for x in (ids, other):
         arrays[0].copy_(x)
@@ -469,7 +469,7 @@ def test_graphs_read_what_functions_captured_anew(case: Cached) -> None:
 
 
 def test_alibi() -> None:
-    slopes = _moved(SLOPES[:8], "torch", "cuda")
+    slopes = _move(SLOPES[:8], "torch", "cuda")
     for case in (STEP, SAME):
         check_functions(case, attend(case, alibi=slopes, softcap=2.0), "", "alibi")
 
@@ -545,7 +545,7 @@ def test_any_chunks(data: Any) -> None:
 
 
 def rows_of(case: Cached, found: tuple[Any, Any], i: int) -> tuple[bytes, bytes]:
-    o, lse = (_float64(x[i]) for x in found)  # which holds each number exactly
+    o, lse = (_to_float64(x[i]) for x in found)  # which holds each number exactly
     return o.tobytes(), lse.tobytes()
 
 
@@ -553,10 +553,10 @@ def one_of(case: Cached, i: int) -> tuple[Any, Any, Any]:
     """Sequence i by itself: its query, a dense cache, and its step."""
     q = case.rows(case.heads, case.head_dim, 1)[i : i + 1]
     k, v = (x[None] if len(x) else np.zeros((1, 1, *x.shape[1:]), x.dtype) for x in case.keys(i))
-    cache = rawattn.KVCache(_moved(k, "torch", "cuda"), _moved(v, "torch", "cuda"))
+    cache = rawattn.KVCache(_move(k, "torch", "cuda"), _move(v, "torch", "cuda"))
     arrays = {"kv_lens": case.lengths[i][1]} | ({} if case.begins is None else {"kv_begin": case.begins[i], "causal": SOME[i]})
-    step = rawattn.Step(**{name: _moved(np.array([x], np.int32), "torch", "cuda") for name, x in arrays.items()})
-    return _moved(q, "torch", "cuda"), cache, step
+    step = rawattn.Step(**{name: _move(np.array([x], np.int32), "torch", "cuda") for name, x in arrays.items()})
+    return _move(q, "torch", "cuda"), cache, step
 
 
 BEGUN = of(DRAFT, causal=SOME, begins=BEGINS, whole=False)
@@ -586,8 +586,8 @@ def test_graphs_read_the_lengths_anew() -> None:
     torch = pytest.importorskip("torch")
     case = CASES["long splits"]
     wanted = attend(case)
-    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
-    arrays = {name: _moved(x, "torch", "cuda") for name, x in case.step_arrays().items()}
+    q, cache = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
+    arrays = {name: _move(x, "torch", "cuda") for name, x in case.step_arrays().items()}
     lengths, live = arrays["kv_lens"].clone(), arrays["kv_lens"]
     step = rawattn.Step(**arrays)
     rawattn.attention_kvcache(q, cache, step, return_lse=True)
@@ -623,8 +623,8 @@ def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) ->
     """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
     case, late = of(CASES["long splits"], page_size=page_size), cupy.RawKernel(LATE, "late")
-    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
-    arrays = {name: _moved(x, "torch", "cuda") for name, x in case.step_arrays().items()}
+    q, cache = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
+    arrays = {name: _move(x, "torch", "cuda") for name, x in case.step_arrays().items()}
     fewer, live = arrays["kv_lens"] // 3, {name: x.clone() for name, x in arrays.items()}
     wanted = [rawattn.attention_kvcache(q, cache, rawattn.Step(**arrays | {"kv_lens": x})) for x in (arrays["kv_lens"], fewer)]
     step = rawattn.Step(**live)
@@ -643,8 +643,8 @@ def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) ->
 def test_graphs_of_chunks_read_the_lengths_anew() -> None:
     """Lengths of q and of the caches: from none to those of another step."""
     torch = pytest.importorskip("torch")
-    wanted, q = attend(CHUNK), _moved(CHUNK.rows(CHUNK.heads, CHUNK.head_dim, 1), "torch", "cuda")
-    cache, arrays = CHUNK.cache("torch"), {name: _moved(x, "torch", "cuda") for name, x in CHUNK.step_arrays().items()}
+    wanted, q = attend(CHUNK), _move(CHUNK.rows(CHUNK.heads, CHUNK.head_dim, 1), "torch", "cuda")
+    cache, arrays = CHUNK.cache("torch"), {name: _move(x, "torch", "cuda") for name, x in CHUNK.step_arrays().items()}
     full = {name: arrays[name].clone() for name in ("kv_lens", "cu_seqlens_q")}
     step = rawattn.Step(**arrays)
     rawattn.attention_kvcache(q, cache, step, return_lse=True)
@@ -672,13 +672,13 @@ def test_graphs_of_chunks_read_the_lengths_anew() -> None:
 def test_what_is_wrong_with_chunks_is_said() -> None:
     plain, arrays = attend(CHUNK), CHUNK.step_arrays()
     arrays["page_table"][0, 3], arrays["kv_lens"][3], arrays["cu_seqlens_q"][-1] = NONSENSE, -4, 1 << 30
-    step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
+    step = rawattn.Step(**{name: _move(x, "torch", "cuda") for name, x in arrays.items()})
     rawattn.violations()
     found = attend(CHUNK, step=step)
     assert [said.partition(":")[0] for said in rawattn.violations()] == ["kv_len", "q_len", "page"]
     for i in (1, 2, 4, 5, 6):
-        assert np.array_equal(CHUNK.of(_float64(found[0]), i), CHUNK.of(_float64(plain[0]), i))
-    assert np.isfinite(CHUNK.of(_float64(found[0]), 0)).all()
+        assert np.array_equal(CHUNK.of(_to_float64(found[0]), i), CHUNK.of(_to_float64(plain[0]), i))
+    assert np.isfinite(CHUNK.of(_to_float64(found[0]), 0)).all()
 
 
 @pytest.mark.parametrize("q_len", [1, pytest.param(200, marks=pytest.mark.gpu)])
@@ -690,15 +690,15 @@ def test_pools_of_more_than_two_to_the_31_elements(q_len: int) -> None:
     pool, rng = torch.full((pages, 64, 1, 128), torch.nan, dtype=torch.bfloat16, device="cuda"), np.random.default_rng(0)
     table = np.array([[pages - 1, 3, pages - 5, pages - 2]], np.int32)
     keys = rng.standard_normal((4, 64, 1, 128)).astype(ELEMENTS["bf16"].dtype)
-    pool[table[0].tolist()] = _moved(keys, "torch", "cuda")
+    pool[table[0].tolist()] = _move(keys, "torch", "cuda")
     q = rng.standard_normal((1, q_len, 2, 128)).astype(keys.dtype)
-    step = rawattn.Step(*(_moved(x, "torch", "cuda") for x in (np.array([240], np.int32), table)))
+    step = rawattn.Step(*(_move(x, "torch", "cuda") for x in (np.array([240], np.int32), table)))
     kernel = "attn_fwd" if q_len > 128 else "attn_decode"
     found = rawattn.attention_kvcache(
-        _moved(q, "torch", "cuda"), rawattn.KVCache(pool, pool), step, return_lse=True, kernel=kernel
+        _move(q, "torch", "cuda"), rawattn.KVCache(pool, pool), step, return_lse=True, kernel=kernel
     )
     k = keys.reshape(1, 256, 1, 128)[:, :240]
-    expect(q, k, k, mask=Causal()).check(*map(_float64, found))
+    expect(q, k, k, mask=Causal()).check(*map(_to_float64, found))
     assert rawattn.violations() == ()
 
 
@@ -709,14 +709,14 @@ def test_what_is_wrong_on_the_device_is_said() -> None:
     arrays["page_table"][0, 3] = NONSENSE
     arrays["kv_lens"][3] = 1 << 29
     arrays["kv_begin"] = np.array([0, -1, 0, -5, 0, 0, 0], np.int32)
-    step = rawattn.Step(**{name: _moved(x, "torch", "cuda") for name, x in arrays.items()})
+    step = rawattn.Step(**{name: _move(x, "torch", "cuda") for name, x in arrays.items()})
     rawattn.violations()
     found = attend(STEP, step=step)
     assert [said.partition(":")[0] for said in rawattn.violations("cuda")] == ["kv_len", "page", "kv_begin"]
     assert rawattn.violations(step.kv_lens.device) == rawattn.violations("cpu") == ()
     for i in (1, 2, 4, 5, 6):
         assert rows_of(STEP, found, i) == rows_of(STEP, plain, i)
-    assert np.isfinite(_float64(found[0])[0]).all()
+    assert np.isfinite(_to_float64(found[0])[0]).all()
 
 
 def test_out_and_what_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import rawattn
 from rawattn.compile import compiler
 from rawattn.runtime import call_cache, loaded_kernel
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from tests.caches import Cached
 from tests.kernel.test_kvcache import CHUNK, E4M3, PACKED, STEP
 
@@ -23,7 +23,7 @@ CASES = {"decode": STEP, "packed": PACKED, "chunks": CHUNK, "e4m3": E4M3}
 def inputs(case: Cached, seed: int) -> tuple[Any, rawattn.KVCache, rawattn.Step]:
     own = dataclasses.replace(case, seed=seed)
     longest = max(q_len for q_len, _ in case.lengths)
-    return _moved(own.rows(8, 128, 1), "torch", "cuda"), own.cache("torch"), own.step("torch", max_q_len=longest)
+    return _move(own.rows(8, 128, 1), "torch", "cuda"), own.cache("torch"), own.step("torch", max_q_len=longest)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,7 +61,7 @@ def test_nothing_compiles_after_a_warm_up(tmp_path: pathlib.Path, monkeypatch: p
 
     def serve(case: Cached) -> None:
         q, cache, step = inputs(case, 0)
-        k, v = (_moved(case.rows(2, 128, i), "torch", "cuda") for i in (2, 3))
+        k, v = (_move(case.rows(2, 128, i), "torch", "cuda") for i in (2, 3))
         part = rawattn.attention_append(q, k, v, cache, step, return_lse=True)
         rawattn.merge_states([part, part])
 

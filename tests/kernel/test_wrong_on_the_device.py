@@ -11,7 +11,7 @@ import pytest
 import rawattn
 from rawattn.driver.counters import Counters
 from rawattn.kernel import attn_decode
-from rawattn.testing import Case, _moved
+from rawattn.testing import Case, _move
 from tests.caches import Cached
 
 torch = pytest.importorskip("torch")
@@ -25,7 +25,7 @@ def said() -> list[str]:
 
 def decoding() -> tuple[Any, Any]:
     """A call of attn_decode with many splits, and its step."""
-    q = _moved(LONG.rows(8, 128, 1), "torch", "cuda")
+    q = _move(LONG.rows(8, 128, 1), "torch", "cuda")
     cache, step = LONG.cache("torch"), LONG.step("torch")
     return lambda: rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel="attn_decode"), step
 

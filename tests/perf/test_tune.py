@@ -255,7 +255,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     """Puts records into the place of the installed ones."""
 
     def forget() -> None:
-        records._installed.cache_clear()
+        records._read_installed.cache_clear()
         select.forget()
 
     def put(*lines: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ def test_a_record_is_chosen(recorded: Any) -> None:
     long, short = (sets.dense(batch, length, heads, 128, True).op for batch, length, heads in ((4, 4096, 16), (1, 512, 8)))
     before = {op: select.select(op, DEVICE) for op in (long, short)}
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(ATTN_FWD, group.member.shape, OTHER, DEVICE)
     assert before[long].config != OTHER != before[short].config and "by the cost model" in before[long].why
     recorded(made_record(group.kind, OTHER, code_hash=current))
     found = select.select(long, DEVICE)
@@ -303,7 +303,7 @@ def test_a_stale_record_is_ignored(recorded: Any, change: dict[str, Any]) -> Non
     op = sets.dense(4, 4096, 16, 128, True).op
     before = select.select(op, DEVICE)
     (group,) = tune.groups([sets.dense(4, 4096, 16, 128, True)], DEVICE)
-    current = records.code_hash(ATTN_FWD, group.member.like, OTHER, DEVICE)
+    current = records.code_hash(ATTN_FWD, group.member.shape, OTHER, DEVICE)
     recorded({**made_record(group.kind, OTHER, code_hash=current), **change})
     assert select.select(op, DEVICE) == before
 
@@ -312,7 +312,7 @@ def test_what_has_a_record_is_not_searched_again(recorded: Any, tmp_path: pathli
     options = argparse.Namespace(set="paper", cases=None, kernel=None, again=False, dry=False)
     todo = [*tune.pending(options, DEVICE, {})]
     lines = [
-        made_record(g.kind, g.member.config, code_hash=records.code_hash(g.kernel, g.member.like, g.member.config, DEVICE))
+        made_record(g.kind, g.member.config, code_hash=records.code_hash(g.kernel, g.member.shape, g.member.config, DEVICE))
         for g in todo
     ]
     lines[2]["code_hash"] = "stale"
@@ -329,9 +329,9 @@ def test_records_are_read_once_and_fast(recorded: Any) -> None:
     recorded(*(made_record(kind, OTHER, cases=["4x4096 h16 d128 causal"] * 6) for kind in kinds))
     seconds = []
     for _ in range(10):
-        records._installed.cache_clear()
+        records._read_installed.cache_clear()
         begin = time.perf_counter()
-        assert len(records._installed("h200")) == 30
+        assert len(records._read_installed("h200")) == 30
         seconds.append(time.perf_counter() - begin)
     assert min(seconds) < 1e-3
-    assert records._installed("h200") is records._installed("h200")
+    assert records._read_installed("h200") is records._read_installed("h200")

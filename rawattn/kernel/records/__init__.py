@@ -5,7 +5,7 @@
     kernel       name of the kernel, such as "attn_fwd"
     kind         the fields of ``Kind``: what the operations have in common that the configuration serves
     config       the fields of its configuration
-    code_hash    of what was measured: ``Source.code_key`` of the kernel in this configuration, its first 16 digits
+    code_hash    the first 16 digits of ``Source.code_key`` of the kernel in this configuration, as it was measured
     ratio        time with the cost model's config over this one's, geometric mean over ``cases``, and [low, high] as ``interval``
     worst        the least such ratio of a case
     us           microseconds, geometric mean over ``cases``
@@ -40,7 +40,7 @@ class Kind:
     head_dim: int
     head_dim_v: int
     mask: str  # the C++ type
-    score: str  # likewise
+    score: str  # the C++ type
     size: str  # of the tuning shape, such as "8x2048 h16"
 
     @classmethod
@@ -63,8 +63,8 @@ class Record:
 
 
 def code_hash(kernel: Any, shape: Forward, config: Any, device: Device) -> str:
-    """Of the code that NVRTC is given for a configuration; lse, the scale's sign, constant time, offsets and packed sequences
-    make no difference to a kind."""
+    """The hash of the code that NVRTC is given for a configuration; lse, the scale's sign, constant time, offsets and packed
+    sequences make no difference to a kind."""
     spec = dataclasses.replace(shape.spec, return_lse=False, scale=None, constant_time=False, invariant=False).at(None)
     plain = dataclasses.replace(shape, spec=spec, varlen=False, sinks=False)
     key: str = kernel.render(plain, config, device.arch).code_key
@@ -78,18 +78,18 @@ def read(path: pathlib.Path) -> dict[Kind, dict[str, Any]]:
 
 
 @functools.cache
-def _installed(slug: str) -> dict[Kind, dict[str, Any]]:
+def _read_installed(slug: str) -> dict[Kind, dict[str, Any]]:
     return read(FOLDER / f"{slug}.jsonl")
 
 
 def find(kernel: Any, shape: Forward, device: Device) -> Record | None:
-    """Returns what was measured for a kernel's tuning shape on a device; None where nothing was, or where it counts no more."""
-    found = _installed(device.slug).get(Kind.of(kernel, shape)) if not device.is_cpu else None
-    return None if found is None else current(found, kernel, shape, device)
+    """The record of a kernel's tuning shape on a device; None where nothing was measured, or where it counts no more."""
+    record = _read_installed(device.slug).get(Kind.of(kernel, shape)) if not device.is_cpu else None
+    return None if record is None else current(record, kernel, shape, device)
 
 
 def current(record: dict[str, Any], kernel: Any, shape: Forward, device: Device) -> Record | None:
-    """A line of a file, if its configuration still is what was measured."""
+    """The record in a line of a file, if its configuration still is what was measured."""
     if {field.name for field in dataclasses.fields(kernel.config_type)} != set(record["config"]):
         return None
     config = kernel.config_type(**record["config"])

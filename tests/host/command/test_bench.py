@@ -158,8 +158,8 @@ def test_contenders_compute_the_same(torch: Any, layer: Layer) -> None:
     """And what the layer is, by the reference."""
     found = bench.Bench(this_cpu(), "torch")
     op = bench.operation(layer, 2, 40)
-    arrays = found._arrays(op)
-    calls, reasons = found._calls(op, arrays)
+    arrays = found._make_inputs(op)
+    calls, reasons = found._make_calls(op, arrays)
     assert set(calls) >= {"rawattn", "math"} and "rawattn" not in reasons
     left = None if layer.window is None else layer.window - 1
     window = None if left is None else (left, 0 if layer.causal else left)

@@ -123,7 +123,7 @@ def test_cubin_is_a_whole_elf_file(folder: pathlib.Path, tmp_path: pathlib.Path)
 def test_missing_last_byte() -> None:
     cubin = compiler.compile(SOURCE).cubin
     assert cubin[-1:] == b"\0"
-    assert compiler._whole(cubin) == compiler._whole(cubin[:-1]) == cubin
+    assert compiler._complete(cubin) == compiler._complete(cubin[:-1]) == cubin
 
 
 @pytest.mark.parametrize(
@@ -246,11 +246,11 @@ def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib
     shutil.copytree(render.FOLDER, tmp_path / "elsewhere")
     monkeypatch.setattr(render, "FOLDER", tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
-    render._text.cache_clear()
+    render._read.cache_clear()
     try:
         there = source()
     finally:
-        render._text.cache_clear()
+        render._read.cache_clear()
     assert (there.key, there.code_key) == (here.key, here.code_key)
     texts = [there.name, there.text, *there.options, *(part for header in there.headers for part in header)]
     assert not [text for text in texts if str(tmp_path) in text or str(render.FOLDER) in text]

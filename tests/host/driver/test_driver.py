@@ -197,7 +197,7 @@ def others() -> None:
 
 
 def forget() -> None:
-    for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._pdl, of_device,
+    for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._make_pdl, of_device,
                    tensor_map.tensor_maps):  # fmt: skip
         cached.cache_clear()
     graph._kept.clear()

@@ -53,7 +53,7 @@ def test_a_kept_call(name: str, options: dict[str, Any]) -> None:
         """Returns the launches, but for places of what is made, and how results lie."""
         STATE["stream"] = stream
         LAUNCHED.clear()
-        o, lse = sdpa.attended(*given, dict(options))
+        o, lse = sdpa.attend(*given, dict(options))
         launched, call = [(bytearray(args), on) for args, on in LAUNCHED], list(call_cache._calls.values())[-1]
         for (args, _), places in zip(launched, call._places, strict=True):
             for _, offset in [each for each in places if each[0] >= len(call.inputs)]:
@@ -84,7 +84,7 @@ def test_a_kept_call_is_for_these_tensors() -> None:
         with pytest.raises(ProblemError, match="scale is"):
             call(scale=wrong)
     with pytest.raises(ProblemError, match="causal"):
-        sdpa.attended(q, k, v, {"causal": 1, "scale": None})
+        sdpa.attend(q, k, v, {"causal": 1, "scale": None})
     q.requires_grad_()
     assert call(scale=1.0).requires_grad
     q = q.detach()
@@ -107,12 +107,12 @@ def test_a_kept_call_is_for_these_tensors() -> None:
 def test_freed_memory_at_a_small_address() -> None:
     """In a storage that was freed the address is the offset, which is no alignment of a kept call."""
     views = [torch.zeros(66)[2:].view(1, 1, 1, 64) for _ in range(3)]
-    sdpa.attended(*views, {})
+    sdpa.attend(*views, {})
     count = len(LAUNCHED)
     for x in views:
         x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
-        sdpa.attended(*views, {})
+        sdpa.attend(*views, {})
     assert len(LAUNCHED) == count
 
 
@@ -120,10 +120,10 @@ def test_a_mode_sees_the_operator() -> None:
     """A call under autocast is cast, and one that a mode sees goes through the operator."""
     given = [x.float() for x in GIVEN["rows"][0]]
     before = len(LAUNCHED)
-    sdpa.attended(*GIVEN["rows"][0], {"causal": True})
+    sdpa.attend(*GIVEN["rows"][0], {"causal": True})
     assert len(LAUNCHED) == before + 1
     with torch.autocast("cpu", torch.bfloat16):
-        assert sdpa.attended(*given, {"causal": True})[0].dtype is torch.bfloat16
+        assert sdpa.attend(*given, {"causal": True})[0].dtype is torch.bfloat16
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        sdpa.attended(*given, {"causal": True})
+        sdpa.attend(*given, {"causal": True})
     assert counter.get_total_flops() > 0

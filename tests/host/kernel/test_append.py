@@ -19,7 +19,7 @@ from rawattn.kernel.append import APPEND, AppendConfig
 from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.runtime import call_cache
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
@@ -298,7 +298,7 @@ def test_compiles(arch: str) -> None:
 def test_queries_alone(positions: bool, case: Cached, way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries are rotated by a step of their own, or by positions, and the cache stays as it was."""
     torch = pytest.importorskip("torch")
-    q = _moved(case.rows(4, 16, 3), "torch", "cpu")
+    q = _move(case.rows(4, 16, 3), "torch", "cpu")
     cos, sin = (torch.from_numpy(case.normal(40, 4, seed=seed).astype(np.float32)) for seed in (5, 6))
     at = torch.from_numpy(np.random.default_rng(0).integers(-2, 40, q.shape[:-2])) if positions else None
     cache, step, rotary = (

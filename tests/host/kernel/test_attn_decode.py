@@ -24,7 +24,7 @@ from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.operation.spec import Spec
 from rawattn.runtime import call_cache
 from rawattn.runtime.select import select
-from rawattn.testing import _moved, expect
+from rawattn.testing import _move, expect
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import Causal, Full, Window
 from rawattn.variant.score import Softcap
@@ -603,7 +603,7 @@ SLOWEST = ("begins, copied", "begins, e4m3", "causal for some", "begins")
 def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tensors on the CPU stand for those on a GPU: from the call to the bytes that the kernel gets, and its results."""
     torch, word, case = pytest.importorskip("torch"), stand_in(monkeypatch, tmp_path), CALLS[name]
-    q, sinks = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.sink_logits()
+    q, sinks = _move(case.rows(4, 32, 1), "torch", "cpu"), case.sink_logits()
     cache, step = case.cache("torch"), case.step("torch", nonsense_before=True, max_q_len=4)
     options = {"window": case.window, "sinks": None if sinks is None else torch.from_numpy(sinks)}
     o, lse = rawattn.attention_kvcache(q, cache, step, return_lse=True, **options)

@@ -20,7 +20,7 @@ from rawattn.kernel.paging import over_tensors
 from rawattn.operation.operand import Layout
 from rawattn.runtime import call_cache
 from rawattn.runtime.select import select
-from rawattn.testing import _moved, expect
+from rawattn.testing import _move, expect
 from rawattn.variant import kv
 from rawattn.variant.element import E4M3, E5M2, FP16, FP32, Element
 from rawattn.variant.mask import And, Causal, Mask, Window
@@ -75,7 +75,7 @@ EIGHT_BITS = {
 def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, rawattn.KVCache, rawattn.Step]:
     """o and lse."""
     torch, sinks = pytest.importorskip("torch"), case.sink_logits()
-    q = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")
+    q = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cpu")
     given = case.step_arrays(nonsense_before=True)
     if edit is not None:
         edit(given)
@@ -136,7 +136,7 @@ def test_decoding_beside_a_chunk(many: str, tmp_path: pathlib.Path, monkeypatch:
     word, (n, _) = stand_in(monkeypatch, tmp_path, sm_count=3), BESIDE.lengths[0]
     o, lse, cache, step = attend(BESIDE, kernel=f"attn_decode+{many}", config=BESIDE_BY[many])
     check(BESIDE, o, lse)
-    q = _moved(BESIDE.rows(8, 16, 1), "torch", "cpu")
+    q = _move(BESIDE.rows(8, 16, 1), "torch", "cpu")
     starts = step.cu_seqlens_q[1:] - n
     alone = rawattn.Step(step.kv_lens[1:], step.page_table[1:], starts, max_q_len=64)
     found = rawattn.attention_kvcache(q[n:].clone(), cache, alone, kernel="attn_decode", return_lse=True)
@@ -261,7 +261,7 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
     """The bound on the rows of a sequence decides, before anything is known of the lengths."""
     stand_in(monkeypatch, tmp_path)
     torch, case = pytest.importorskip("torch"), of(CHUNKS, heads=8)
-    q, cache = _moved(case.rows(case.heads, case.head_dim, 1), "torch", "cpu"), case.cache("torch")
+    q, cache = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cpu"), case.cache("torch")
 
     def chosen(rows: Any, **changes: Any) -> str:
         return str(rawattn.explain_kvcache(rows, cache, case.step("torch", **changes)))

@@ -222,7 +222,7 @@ def test_kernels_are_compiled_at_once() -> None:
         return compiler.Binary(b"", "", "13.5", 0.1, "compiled", source.key)
 
     sources = [compiler.Source("a.cu", text, (), "sm_90a") for text in ("one", "two", "three", "none")]
-    with mock.patch.object(compiler, "_run_nvrtc", run), mock.patch.object(compiler, "_folder", lambda: None):
+    with mock.patch.object(compiler, "_run_nvrtc", run), mock.patch.object(compiler, "_find_folder", lambda: None):
         for _ in range(2):
             found = compiler.compile_all(sources)
             assert {*found} == {source.key for source in sources[:3]}

@@ -18,7 +18,7 @@ from rawattn.errors import ProblemError
 from rawattn.kernel import attn_fwd, attn_fwd_mma
 from rawattn.operation import AttentionKVCache, from_json
 from rawattn.runtime.select import select
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from tests.caches import Cached
 from tests.emulator.gpu import stand_in
 
@@ -196,7 +196,7 @@ def test_on_a_gpu(kernel: str, name: str, tmp_path: pathlib.Path, monkeypatch: p
     }
     if (name, kernel) == ("copied", "attn_fwd"):
         case = dataclasses.replace(case, page_size=256)
-    q, functions = _moved(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)
+    q, functions = _move(case.rows(4, 32, 1), "torch", "cpu"), functions_of(mask, score, torch.from_numpy)
     more: dict[str, Any] = {"kernel": kernel, "config": configs.get(kernel), "return_lse": True}
     o, lse = rawattn.attention_kvcache(
         q, case.cache("torch"), case.step("torch", max_q_len=max(q for q, _ in case.lengths)), **functions, **more
@@ -214,7 +214,7 @@ def test_arrays_that_change_and_sequences_alone(tmp_path: pathlib.Path, monkeypa
     rows, cache, step = case.rows(4, 32, 1), case.cache("torch"), case.step("torch", max_q_len=7)
     ids, other = torch.from_numpy(DOCUMENTS.copy()), torch.from_numpy(np.roll(DOCUMENTS, 11, 1).copy())
 
-    rows = _moved(rows, "torch", "cpu")
+    rows = _move(rows, "torch", "cpu")
 
     def call(ids: Any, q: Any = rows, cache: Any = cache, step: Any = step) -> Any:
         return rawattn.attention_kvcache(q, cache, step, mask=lambda b, q, kv: ids[b, q] == ids[b, kv], return_lse=True)
@@ -224,7 +224,7 @@ def test_arrays_that_change_and_sequences_alone(tmp_path: pathlib.Path, monkeypa
     ids.copy_(other)
     assert torch.equal(call(ids)[0], o)
     for i in (0, 1, 2, 4):
-        alone = rawattn.KVCache(*(_moved(x[None], "torch", "cpu") for x in case.keys(i)))
+        alone = rawattn.KVCache(*(_move(x[None], "torch", "cpu") for x in case.keys(i)))
         lengths = (torch.tensor([x], dtype=torch.int32) for x in (case.lengths[i][1], begins[i], causal[i]))
         own = rawattn.Step(next(lengths), kv_begin=next(lengths), causal=next(lengths))
         found = call(other[i : i + 1].contiguous(), case.of(rows, i)[None], alone, own)

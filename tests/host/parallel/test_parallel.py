@@ -247,7 +247,7 @@ def check_faults() -> None:
     """A fault that is planted in all processes is noticed in one of them at least."""
     no_mask = mock.patch.object(context.ContextCall, "options", lambda self, task, captured: {"scale": self.spec.scale})
     no_gradients = mock.patch.object(context, "_add_returned", lambda found, dk, dv: list(found))
-    one_part = mock.patch.object(context.PartialResults, "make_room", lambda self, task: self._found.clear())
+    one_part = mock.patch.object(context.PartialResults, "make_room", lambda self, task: self._results.clear())
     for fault in (no_mask, no_gradients, one_part):
         noticed = torch.zeros(1)
         with fault:
@@ -263,7 +263,7 @@ def check_timing() -> None:
     """A process that is slow changes no bit, and the ring's buffers are at most 1.2 of one process's k and v."""
     (q, k, v, _), do, _ = inputs(CASES[-1], dist.get_world_size())
     parts, do = [parallel.split(x) for x in (q, k, v)], parallel.split(do)
-    made, attend, buffers = [0], context._attend, context._Transfers._buffers
+    made, attend, buffers = [0], context._attend, context._Transfers._make_buffers
 
     def compute(*given: Any) -> Any:
         given = [x.detach().clone().requires_grad_() for x in given]
@@ -280,7 +280,7 @@ def check_timing() -> None:
         return found
 
     want = compute(*parts)
-    with mock.patch.object(context, "_attend", slow), mock.patch.object(context._Transfers, "_buffers", counted):
+    with mock.patch.object(context, "_attend", slow), mock.patch.object(context._Transfers, "_make_buffers", counted):
         o = parallel.context_attention(*parts, causal=True, method="ring")
         assert 0 < made[0] <= 1.2 * (parts[1].nbytes + parts[2].nbytes)
         found = compute(*parts)
@@ -296,7 +296,7 @@ def check_failure() -> None:
     want = parallel.context_attention(*parts, method="ring")
     wanted = torch.autograd.grad(want, parts, do)
     fails, again = dist.get_rank() == 0, True
-    for owner, name in ((context, "_attend"), (context._Gradients, "of")):
+    for owner, name in ((context, "_attend"), (context._Gradients, "compute")):
         made, real = itertools.count(), getattr(owner, name)
 
         def planted(*given: Any, real: Any = real, made: Any = made, **options: Any) -> Any:
@@ -432,7 +432,7 @@ def count_pairs(whole: Any, rank: int, plan: Any) -> Any:
     steps = [(plan.local, own)]
     for step in plan.steps:
         keys = np.full(step.rows, -1)
-        for piece in (*step.recvs, *step.own):
+        for piece in (*step.recvs, *step.copies):
             theirs = places(whole.spans(piece.peer, whole.kv_len))
             keys[piece.at : piece.at + piece.end - piece.begin] = theirs[piece.begin : piece.end]
         assert (keys >= 0).all()
@@ -507,13 +507,13 @@ def test_partial_results(limit: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
         whole.append((o, lse))
         found.make_room(task)
         found.add(task, (o[:, a:b].clone(), lse[..., a:b].clone()))
-        having = found._found + [found._sum] * (found._sum is not None)
+        having = found._results + [found._sum] * (found._sum is not None)
         held.append(sum(x.o.nbytes for x in having) / (2 * q.nbytes))
         assert len(having) <= 16
     assert max(held) <= 4 if limit == 0 else len(having) == 1 + 41 % 15
     for sinks in (None, torch.tensor([0.5, -torch.inf, 3.0])):
         wanted = rawattn.reference.merge_states(whole, sinks=sinks)
-        o, lse = (x.double().numpy() for x in found.merged(sinks))
+        o, lse = (x.double().numpy() for x in found.merge(sinks))
         np.testing.assert_allclose(o, wanted[0], rtol=2.0**-7.95 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
         np.testing.assert_allclose(lse, wanted[1], rtol=1e-5)
         assert not o[:, 22:].any()
@@ -562,7 +562,7 @@ def test_gradient_of_sinks() -> None:
     options = {"mask": masks.Causal("top_left"), "sinks": sinks}
     o, lse = rawattn.attention(q, q[:, :3], q[:, :3], return_lse=True, **options)
     *_, want = rawattn.attention_backward(do, q, q[:, :3], q[:, :3], o, lse, dlse=dlse, **options)
-    torch.testing.assert_close(context._sinks_gradient(do, dlse, o, lse, sinks), want)
+    torch.testing.assert_close(context._compute_sinks_gradient(do, dlse, o, lse, sinks), want)
 
 
 def refused(words: str, compute: Any, *given: Any, **options: Any) -> None:
@@ -652,7 +652,7 @@ def test_what_is_kept_for_calls_of_one_shape(among_four: None, monkeypatch: pyte
     plain = {"causal": True, "window": None, "scale": None}
 
     def found(x: Any = q, layout: str = "zigzag", method: str = "ring", among: Any = group, **options: Any) -> Any:
-        return context._prepared(x, x, x, None, plain | options, (), among, layout, method)
+        return context._prepare(x, x, x, None, plain | options, (), among, layout, method)
 
     found()  # a library's first call of all is not kept
     made = found()

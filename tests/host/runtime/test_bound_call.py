@@ -536,7 +536,7 @@ def test_what_is_kept_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(80, 86), *[80] * 6):
         rawattn.attention(**tensors(length))
         assert 0 < len(call_cache._calls) <= 4
-    assert request._request.cache_info().maxsize == request.KEPT_REQUESTS
+    assert request._make_request.cache_info().maxsize == request.KEPT_REQUESTS
 
 
 def test_an_array_among_the_options_is_not_kept() -> None:

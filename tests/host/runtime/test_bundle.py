@@ -148,7 +148,7 @@ def test_the_cache_folder_is_not_looked_at(made: pathlib.Path, monkeypatch: pyte
         raise AssertionError("the cache folder")
 
     rawattn.load_bundle(made)
-    monkeypatch.setattr(compiler, "_folder", refused)
+    monkeypatch.setattr(compiler, "_find_folder", refused)
     first, *others = sources(OP, HOPPER[0])
     assert others and compiler.compile_together(first, others).origin == "bundle"
 
@@ -241,7 +241,7 @@ def test_sources_are_the_kernels_and_the_package(tmp_path: pathlib.Path, monkeyp
             (tmp_path / name).write_text("x" if name == f"{folder}/{file}" else f"# {len(folder)}" if name.endswith("md") else "")
         monkeypatch.setattr(bundle.package, "FOLDER", tmp_path / "package")
         monkeypatch.setattr(bundle.render, "FOLDER", tmp_path / "cuda_src")
-        hashes.add(bundle._maker.__wrapped__()["sources"])
+        hashes.add(bundle._identify.__wrapped__()["sources"])
     assert len(hashes) == 4
 
 
@@ -347,8 +347,8 @@ def test_gpus_that_are_here_are_prepared_for(tmp_path: pathlib.Path, monkeypatch
     other = dataclasses.replace(TYPICAL["sm_80"], name="other")
     monkeypatch.setattr(context, "device_count", lambda: 2)
     monkeypatch.setattr(context, "device", lambda index: (odd, other)[index])
-    assert bundle._devices("sm_89") == [*ADA, odd] and bundle._devices("sm_90a") == HOPPER
-    assert bundle._devices("4090") == [*ADA, odd] and bundle._devices("H100") == HOPPER
+    assert bundle._find_devices("sm_89") == [*ADA, odd] and bundle._find_devices("sm_90a") == HOPPER
+    assert bundle._find_devices("4090") == [*ADA, odd] and bundle._find_devices("H100") == HOPPER
 
 
 def test_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,14 +25,14 @@ from tests.host.serving.test_cache import CACHE, EIGHT, INT, LENS, OTHERS, SCALE
 
 def check(case: Cached, library: str = "numpy") -> None:
     """Compares o and lse of each sequence with attention of its keys, gathered."""
-    from rawattn.testing import _moved
+    from rawattn.testing import _move
 
     q = case.rows(case.heads, case.head_dim, 1)
     cache, step = case.cache(library), case.step(library, nonsense_before=True)
     sinks = case.sink_logits()
     options: dict[str, Any] = {"window": case.window, "softcap": case.softcap}
-    given_sinks = None if sinks is None else _moved(sinks, library, "cpu")
-    found = rawattn.attention_kvcache(_moved(q, library, "cpu"), cache, step, sinks=given_sinks, return_lse=True, **options)
+    given_sinks = None if sinks is None else _move(sinks, library, "cpu")
+    found = rawattn.attention_kvcache(_move(q, library, "cpu"), cache, step, sinks=given_sinks, return_lse=True, **options)
     o, lse = (np.asarray(x.double() if library == "torch" else x.astype(np.float64)) for x in found)
     exact = reference.attention_kvcache(q, cache, step, sinks=sinks, return_lse=True, **options)
     assert o.shape == exact[0].shape and lse.shape == exact[1].shape

@@ -29,12 +29,12 @@ def test_copies(library: str, form: str, way: str) -> None:
     """A copy knows what is true of its own arrays; its v is a view of its own k, where that was so."""
     if library == "torch":
         pytest.importorskip("torch")
-    from rawattn.testing import _moved
+    from rawattn.testing import _move
 
     for pool in ("shared", "apart"):
         case = Cached(((3, 20), (1, 7)), kv_heads=2, pool=pool, layout="HND", form=form, dtype="bf16")
-        q, k, v = (_moved(case.rows(2, 16, seed), library, "cpu") for seed in (1, 2, 3))
-        angles = _moved(np.ones((30, 4), np.float32), library, "cpu")
+        q, k, v = (_move(case.rows(2, 16, seed), library, "cpu") for seed in (1, 2, 3))
+        angles = _move(np.ones((30, 4), np.float32), library, "cpu")
         given = case.cache(library), case.step(library), Rotary(angles, angles, interleaved=True)
         cache, step, rotary = COPIES[way](given)
         assert cache.v_in_k == given[0].v_in_k == (pool == "shared")

@@ -378,7 +378,7 @@ def appended() -> dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any]]]:
 def test_a_kept_call_of_an_adapter(calls_of: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """It launches what a new one does, with neither a ``KVCache`` nor a ``Step``, and tells autograd of caches that it writes."""
     flash_attn, make, made = pytest.importorskip("rawattn.integrations.flash_attn"), making.maker, list[Any]()
-    kvcache = "rawattn.integrations.flash_attn_kvcache._counted"
+    kvcache = "rawattn.integrations.flash_attn_kvcache._count_new_rows"
     monkeypatch.setattr(kvcache, lambda lens, k, starts: lens)  # whose sum lies anywhere
     monkeypatch.setattr(making, "maker", lambda *given: lambda like: (made.append(x := make(*given)(like)), x)[1])
 

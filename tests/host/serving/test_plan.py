@@ -22,7 +22,7 @@ from rawattn.runtime.record import operations_of
 from rawattn.runtime.select import select
 from rawattn.serving import call as cache_call
 from rawattn.serving import plan as planning
-from rawattn.testing import _moved
+from rawattn.testing import _move
 from tests.caches import Cached
 from tests.decode import Decode
 from tests.emulator.gpu import Launch, stand_in
@@ -49,9 +49,9 @@ def test_on_the_cpu(library: str) -> None:
     plan: Any = None
     for case in (CASE, other, CASE):
         q, cache, sinks = (
-            _moved(case.rows(4, 16, 1), library, "cpu"),
+            _move(case.rows(4, 16, 1), library, "cpu"),
             case.cache(library),
-            _moved(case.sink_logits(), library, "cpu"),
+            _move(case.sink_logits(), library, "cpu"),
         )
         step = case.step(library)
         if plan is None:
@@ -144,7 +144,7 @@ def test_on_a_gpu(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     torch, launched = pytest.importorskip("torch"), list[Any]()
     compiled, scratch = compilations(monkeypatch, tmp_path, launched), torch.zeros(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
-    q, cache, step = _moved(SMALL.rows(4, 32, 1), "torch", "cpu"), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4)
+    q, cache, step = _move(SMALL.rows(4, 32, 1), "torch", "cpu"), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4)
     plan = rawattn.plan_kvcache(q, cache, step, return_lse=True)
     results = plan.run(q, cache, step)
     given = [(q, cache, step), (q.clone(), SMALL.cache("torch"), SMALL.step("torch", max_q_len=4))]
@@ -183,7 +183,7 @@ def test_functions_on_a_gpu(causal: Any, tmp_path: pathlib.Path, monkeypatch: py
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     monkeypatch.setattr(compiler, "compile", lambda source: compiler.Binary(b"", "", "", 0.0, "memory", source.key))
     case = dataclasses.replace(SMALL, causal=causal)
-    q, cache, step = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.cache("torch"), case.step("torch", max_q_len=4)
+    q, cache, step = _move(case.rows(4, 32, 1), "torch", "cpu"), case.cache("torch"), case.step("torch", max_q_len=4)
     ids, slopes, out = torch.zeros(4, 512, dtype=torch.int32), torch.zeros(4), torch.empty_like(q)
 
     def options(ids: Any, slopes: Any) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def test_a_cache_that_requires_grad(tmp_path: pathlib.Path, monkeypatch: pytest.
     compilations(monkeypatch, tmp_path, [])
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
-    q, new = (_moved(SMALL.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2))
+    q, new = (_move(SMALL.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2))
     eight, step = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("each", "each")), SMALL.step("torch", max_q_len=4)
     rotary = rawattn.Rotary(torch.zeros(4096, 16), torch.ones(4096, 16))
     for cache, names in ((SMALL.cache("torch"), ("k", "v")), (eight.cache("torch"), ("k_scale", "v_scale"))):
@@ -237,7 +237,7 @@ def test_arrays_for_other_kernels(tmp_path: pathlib.Path, monkeypatch: pytest.Mo
     compiled, scratch = compilations(monkeypatch, tmp_path, []), torch.zeros(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"), lengths=((150, 200), (1, 20)))
-    q, step = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch", max_q_len=150)
+    q, step = _move(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch", max_q_len=150)
     caches = [dataclasses.replace(case, seed=seed).cache("torch") for seed in (0, 1)]
     spread = q[:1].expand_as(q)  # TMA does not read rows that lie in one place
     of_spread, out = rawattn.plan_kvcache(spread, caches[0], step, invariant=True), torch.empty_like(q)
@@ -260,7 +260,7 @@ def test_scales_of_a_layer(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     scratch = torch.zeros(1 << 22, dtype=torch.uint8)
     monkeypatch.setattr(making, "scratch_maker", lambda like, size: lambda beside: scratch)
     case = dataclasses.replace(SMALL, kv_dtype="e4m3", scales=("number", "number"))
-    q, step, caches = _moved(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch"), []
+    q, step, caches = _move(case.rows(4, 32, 1), "torch", "cpu"), case.step("torch"), []
     for seed in (0, 1, 2):
         caches.append(dataclasses.replace(case, seed=seed).cache("torch"))
     plan, out = rawattn.plan_kvcache(q, caches[0], step), torch.empty_like(q)
@@ -276,7 +276,7 @@ def serve(cases: list[Cached]) -> None:
     torch = pytest.importorskip("torch")
     for case in cases:
         cos = torch.zeros(4096, 16)
-        q, k, v = (_moved(case.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2, 2))
+        q, k, v = (_move(case.rows(heads, 32, 1), "torch", "cpu") for heads in (4, 2, 2))
         step = case.step("torch", max_q_len=max(n for n, _ in case.lengths))
         cache, rotary = case.cache("torch"), rawattn.Rotary(cos, cos)
         part = rawattn.attention_append(q, k, v, cache, step, rotary=rotary, return_lse=True)

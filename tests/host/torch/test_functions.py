@@ -204,9 +204,9 @@ def test_the_operator() -> None:
     torch.library.opcheck(torch.ops.rawattn.attention.default, given)
     assert torch.equal(torch.ops.rawattn.attention(*given)[0], attention(q, k, v, mask, score))
     with pytest.raises(ProblemError, match="captured has 1 tensors; the functions in spec captured 2"):
-        operators._fake(*given[:-1], [SLOPES])
+        operators._fake_attention(*given[:-1], [SLOPES])
     with pytest.raises(ProblemError, match=r"doc, which mask captured, is a torch torch\.complex64 array"):
-        operators._fake(*given[:-1], [ids(50).to(torch.complex64), SLOPES])
+        operators._fake_attention(*given[:-1], [ids(50).to(torch.complex64), SLOPES])
 
 
 def test_export() -> None:

@@ -275,13 +275,13 @@ HANDLED = {"negative bit": -1.0, "functional": 1.0, "grad's, ended": 1.0}  # by 
 def pointers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that reach a kernel."""
     found: list[int] = []
-    real = bound_call.CpuCall._inputs_at
+    real = bound_call.CpuCall._place_inputs
 
     def inputs(self: Any, addresses: Any) -> Any:
         found.extend(addresses)
         return real(self, addresses)
 
-    monkeypatch.setattr(bound_call.CpuCall, "_inputs_at", inputs)
+    monkeypatch.setattr(bound_call.CpuCall, "_place_inputs", inputs)
     return found
 
 

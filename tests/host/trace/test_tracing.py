@@ -537,10 +537,10 @@ def test_a_number_is_proved_whatever_came_before() -> None:
             else:
                 with pytest.raises(ProblemError, match="may reach"):
                     option(product(n))
-    assert proofs._class_of(0) == (0, 0) and proofs._class_of(5) == (4, 7) and proofs._class_of(-5) == (-7, -4)
-    assert proofs._class_of(1) == (1, 1) and proofs._class_of(0.0) is None
-    assert proofs._above(((70,), (3, 900)), proofs.Limits(0, 3, 8, 800)) == (0, 3, 8, 900, 0, 0, 0)
-    assert proofs._above((), proofs.Limits(1, 3, 9, 64)) == (1, 4, 16, 64, 0, 0, 0)
+    assert proofs._classify(0) == (0, 0) and proofs._classify(5) == (4, 7) and proofs._classify(-5) == (-7, -4)
+    assert proofs._classify(1) == (1, 1) and proofs._classify(0.0) is None
+    assert proofs._round_up(((70,), (3, 900)), proofs.Limits(0, 3, 8, 800)) == (0, 3, 8, 900, 0, 0, 0)
+    assert proofs._round_up((), proofs.Limits(1, 3, 9, 64)) == (1, 4, 16, 64, 0, 0, 0)
 
 
 def test_what_is_known_of_conditions() -> None:
@@ -717,7 +717,7 @@ def test_the_same_code_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda q, kv: (doc[q] == doc[kv]) & (q - kv <= reach)
 
     first = trace.bind(make(DOC, 1), "mask")
-    monkeypatch.setattr(tracing, "_traced_anew", lambda *given: pytest.fail("it is traced again"))
+    monkeypatch.setattr(tracing, "_trace_anew", lambda *given: pytest.fail("it is traced again"))
     new = DOC.copy()
     traced, arrays, numbers = trace.bind(make(new, 2), "mask")
     assert traced is first.traced and arrays[0] is new and numbers == (2,)
@@ -803,11 +803,11 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing._Cache, "variants", 3)
     for i in range(20):
         trace.bind(eval(f"lambda q, kv: q % {i + 2} == kv"), "mask")
-    assert len(cache._found) == 8
+    assert len(cache._traced) == 8
     f = (lambda: lambda n: lambda q, kv: any(q == i for i in range(n)))()
     for i in range(10):
         trace.bind(f(i + 1), "mask")
-    assert max(len(found) for found in cache._found.values()) == 3
+    assert max(len(found) for found in cache._traced.values()) == 3
 
 
 def test_many_threads() -> None:
