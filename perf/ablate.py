@@ -29,7 +29,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig
 from rawattn.kernel.program import Launch
 from rawattn.kernel.tiling import QueryTiles
 from rawattn.operation import Backward, Forward
-from rawattn.operation.functions import taken
+from rawattn.operation.captures import take
 from rawattn.runtime.select import select
 from rawattn.variant import Option, scheduler, softmax
 
@@ -132,7 +132,7 @@ def inputs_of(task: Task) -> tuple[Any, ...]:
     """Returns the arrays that a plan of the task's operation is given."""
     inputs = (task.q, task.k, task.v, *task.packed[:2])
     if not sets.is_backward(task.case):
-        return (*inputs, *taken({"mask": None, "score": None} | task.functions)[1])
+        return (*inputs, *take({"mask": None, "score": None} | task.functions)[1])
     o, lse = rawattn.attention(*inputs, return_lse=True, **task.case.options)
     return (backward.gradient(task), *inputs, o, lse)
 

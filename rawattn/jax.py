@@ -26,7 +26,7 @@ from .array import reading
 from .array.array import CPU, DTYPES, Array, contiguous_strides
 from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
-from .operation import Backward, Forward, arguments, functions
+from .operation import Backward, Forward, arguments, captures, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
 from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
@@ -82,8 +82,8 @@ def attention(
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
         invariant=invariant,
     )  # fmt: skip
-    options, captured = functions.taken(named(all_options))
-    for words, x in zip(functions.labels(options).values(), captured, strict=True):
+    options, captured = captures.take(named(all_options))
+    for words, x in zip(captures.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
     operands = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
@@ -93,7 +93,7 @@ def attention(
         if seed_words is None:
             raise ProblemError(f"seed is None, and dropout is {dropout}; give an int, an array of one integer, or a key.")
         operands["seed"] = seed_words
-    operands |= dict(zip(functions.names(options), captured, strict=True))
+    operands |= dict(zip(captures.names(options), captured, strict=True))
     described = {name: _SEED if name == "seed" else _describe(x) for name, x in operands.items()}
     Forward.of_call(described, options, (None, None))
     o, lse = _attend(tuple(options.items()), _vary(operands, _find_axes(operands)))
@@ -225,10 +225,10 @@ def _attend(options: Items, operands: dict[str, Any]) -> tuple[Any, Any]:
 def _attend_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
     """Computes (o, lse), and keeps them for the backward."""
     operands = {name: x.value for name, x in primals.items()}
-    wrt = {name: () for name in functions.names(dict(options)) if primals[name].perturbed}
+    wrt = {name: () for name in captures.names(dict(options)) if primals[name].perturbed}
     for name in wrt:
         if name.startswith("mask"):
-            words = functions.labels(dict(options))[name]
+            words = captures.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
@@ -240,7 +240,7 @@ def _attend_bwd(options: Items, kept: tuple[Any, ...], cotangents: tuple[Any, An
     """Computes the gradients of q, k, v, the sinks, and of captured arrays."""
     operands, o, lse, followed = kept
     do, dlse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    wrt = tuple(name for name in functions.names(dict(options)) if name in followed)
+    wrt = tuple(name for name in captures.names(dict(options)) if name in followed)
     shapes = {f"d{name}": (operands[name].shape, operands[name].dtype) for name in (*"qkv", "sinks", *wrt) if name in operands}
     gradients = _compute_gradients(options, wrt, tuple(shapes.items()), {**operands, "do": do, "o": o, "lse": lse, "dlse": dlse})
     return ({name: gradients.get(f"d{name}") for name in operands},)
@@ -299,7 +299,7 @@ def _make_forward(options: Items) -> Callable[..., None]:
         """Computes attention into XLA's buffers."""
         for element in _split_elements(context, {**operands, **out}, options):
             inputs = ForwardInputs(*map(element.get, Forward.names))
-            captured = [element[name] for name in functions.names(dict(options))]
+            captured = [element[name] for name in captures.names(dict(options))]
             calls.run(inputs, request_for(Forward, dict(options)), (element["o"], element["lse"]), tuple(captured))
 
     return compute
@@ -316,7 +316,7 @@ def _make_backward(options: Items, wrt: tuple[str, ...]) -> Callable[..., None]:
             names = ("dq", "dk", "dv", "dsinks", *(f"d{name}" for name in wrt))
             results = tuple(element[name] for name in names if name in element)
             inputs = BackwardInputs(*map(element.get, Backward.names))
-            captured = [element[name] for name in functions.names(dict(options))]
+            captured = [element[name] for name in captures.names(dict(options))]
             calls.run(inputs, request_for(Backward, dict(options)), results, tuple(captured))
 
     return compute

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from rawattn.operation import functions
+from rawattn.operation import captures
 from rawattn.operation.spec import Options
 from rawattn.reference.formula import INF, Formula, Tile, cast, make_formula, to_numpy
 from rawattn.trace.formulas import FORMULAS
@@ -90,8 +90,8 @@ def expect(
     starts = cu_seqlens_q, cu_seqlens_kv
     seed = options.pop("seed", None)
     formula = make_formula(q, k, Options(**options, score=score), seed, starts=starts)
-    own, captured = functions.taken({"score": score})
-    numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(own, captured, tuple(wrt))]
+    own, captured = captures.take({"score": score})
+    numbers = [int(name.rpartition("_")[2]) for name in captures.named_in(own, captured, tuple(wrt))]
     exact, size, reach, of_tanh = ({i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)} for _ in range(4))
     fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
     given = do, q, k, v, o, lse, dlse, starts, (q_lens, kv_lens)
@@ -119,7 +119,7 @@ def _add(
     product = (abs(numbers[0] * numbers[1]) if abs_delta else numbers[0] * numbers[1]).sum(-1)
     delta = product.swapaxes(-1, -2) + (abs(own_dlse) if abs_delta else -own_dlse)
     with np.errstate(all="ignore"):
-        for batch, rows, keys in formula._sequences(q, *starts):
+        for batch, rows, keys in formula._find_sequences(q, *starts):
             at = rows if isinstance(rows, int) else (slice(None), rows)
             n, m = (slice(None if each is None else int(each[batch])) for each in lens)
             inputs = do[rows][n], q[rows][n], k[keys][m], v[keys][m], own_dlse[at][:, n], [-INF] * q.shape[-2]
@@ -129,6 +129,6 @@ def _add(
 
 def floats(function: Any) -> tuple[Any, ...]:
     """The float arrays that a function captured, those of the functions that it calls with them."""
-    own, captured = functions.taken({"score": function})
+    own, captured = captures.take({"score": function})
     elements = [element for element, _ in own["score"].traced.code.arrays]
-    return tuple(x for element, x in zip(elements, captured, strict=True) if element in functions.FLOATS)
+    return tuple(x for element, x in zip(elements, captured, strict=True) if element in captures.FLOATS)

@@ -17,7 +17,7 @@ import numpy as np
 import rawattn
 import rawattn.reference
 from rawattn.command.timing import Call
-from rawattn.operation.functions import taken
+from rawattn.operation.captures import take
 
 from . import peers
 from .checking import part_of
@@ -43,7 +43,7 @@ def ours(task: Task, kernel: str | None = None) -> Call:
 def captured(task: Task) -> tuple[Any, ...]:
     """The tensors of floats that the task's score captured."""
     options = {"mask": None, "score": None} | task.functions
-    return tuple(x for x in taken(options)[1] if x.is_floating_point()) if options["score"] is not None else ()
+    return tuple(x for x in take(options)[1] if x.is_floating_point()) if options["score"] is not None else ()
 
 
 def flex(task: Task) -> Call:

@@ -15,7 +15,7 @@ from rawattn.driver import context
 from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 from rawattn.kernel.base import Kernel
-from rawattn.operation import Forward, functions
+from rawattn.operation import Forward, captures
 from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import KERNELS, Selection, select
 from rawattn.testing import Case
@@ -116,7 +116,7 @@ def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], A
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
     inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
     plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks | task.functions)
-    captured = functions.taken(task.functions)[1]
+    captured = captures.take(task.functions)[1]
     return lambda: plan.run(*inputs, *captured, **task.sinks, out=out)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rawattn.array.array import contiguous
 from rawattn.operation import Backward, Forward
-from rawattn.operation.functions import FLOATS, with_captured
+from rawattn.operation.captures import FLOATS, with_captured
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
 

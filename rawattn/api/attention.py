@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ProblemError
-from ..operation import Backward, Forward, Operation, arguments, functions
+from ..operation import Backward, Forward, Operation, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import MaskLike, Options, ScoreLike, Window, named
@@ -186,7 +186,7 @@ def backward(
 ) -> tuple[Any, ...]:
     """Computes ``attention_backward``, by way of torch's operator where torch must see one. Dynamo passes over it where a graph
     broke."""
-    options, captured = functions.taken(options, wrt)
+    options, captured = captures.take(options, wrt)
     gradients: tuple[Any, ...]
     if front_end.load_torch() and front_end.torch.dispatch(inputs, casts=False) is front_end.torch.attention:
         gradients = front_end.torch.attention_backward(inputs, options, lengths, kernel, config, out, captured)
@@ -208,8 +208,8 @@ def plan_backward(
     """
     seed = stand_in_seed(q, options, seed)
     inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
-    found, options = arrays_and_options(plan_backward, Backward, inputs, options, wrt)
-    return call_on(request_for(Backward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
+    arrays, options = arrays_and_options(plan_backward, Backward, inputs, options, wrt)
+    return call_on(request_for(Backward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), arrays, on_compile).plan
 
 
 @OPTIONS
@@ -222,9 +222,9 @@ def explain_backward(
     seed = stand_in_seed(q, options, seed)
     inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
     dense = Backward.dense(inputs)
-    found = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
+    explanation = _explain(Backward, dense, options, (max_seqlen_q, max_seqlen_kv), kernel, config, wrt)
     copied = tuple(name for name, x, y in zip(Backward.names, inputs, dense, strict=True) if x is not y)
-    return dataclasses.replace(found, copied=copied)
+    return dataclasses.replace(explanation, copied=copied)
 
 
 @OPTIONS
@@ -245,8 +245,8 @@ def plan(
     """
     seed = stand_in_seed(q, options, seed)
     inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
-    found, options = arrays_and_options(plan, Forward, inputs, options)
-    return call_on(request_for(Forward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), found, on_compile).plan
+    arrays, options = arrays_and_options(plan, Forward, inputs, options)
+    return call_on(request_for(Forward, options, (max_seqlen_q, max_seqlen_kv), kernel, config), arrays, on_compile).plan
 
 
 @OPTIONS
@@ -270,10 +270,11 @@ def _explain(
     kernel: str | None, config: Any, wrt: Any = (),
 ) -> Explanation:  # fmt: skip
     caller = explain if operation is Forward else explain_backward
-    found, options = arrays_and_options(caller, operation, inputs, dict(options), wrt)
-    op = operation.of_call(found, options, lengths)
-    made = explain_operation(op, device_of(next(iter(found.values()))), kernel, config)
-    if next(iter(found.values())).is_cpu and made.has_list:
-        names = Forward.names + functions.names(options)
-        return dataclasses.replace(made, tiles=made.count_tiles(**{name: x.object for name, x in found.items() if name in names}))
-    return made
+    arrays, options = arrays_and_options(caller, operation, inputs, dict(options), wrt)
+    op = operation.of_call(arrays, options, lengths)
+    explanation = explain_operation(op, device_of(next(iter(arrays.values()))), kernel, config)
+    if next(iter(arrays.values())).is_cpu and explanation.has_list:
+        names = Forward.names + captures.names(options)
+        lengths_by_name = {name: x.object for name, x in arrays.items() if name in names}
+        return dataclasses.replace(explanation, tiles=explanation.count_tiles(**lengths_by_name))
+    return explanation

@@ -19,9 +19,9 @@ def naming(raised: type[ProblemError] | None = None, /, **names: str) -> Callabl
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def named(*given: Any, **options: Any) -> Any:
+        def named(*arguments: Any, **options: Any) -> Any:
             try:
-                return function(*given, **options)
+                return function(*arguments, **options)
             except (ProblemError, UnsupportedError) as error:
                 if torch_state.is_compiling():  # torch.compile cannot trace what follows
                     raise
@@ -38,8 +38,8 @@ def naming(raised: type[ProblemError] | None = None, /, **names: str) -> Callabl
 def renamed(text: str, names: dict[str, str]) -> str:
     """The text of an error with these names: at its beginning, and those that are no words alone everywhere. q, k and v are
     arguments where the text begins with one."""
-    text = _BIAS.sub(lambda found: "alibi" if found[1] == "slopes" else "bias", text)
+    text = _BIAS.sub(lambda match: "alibi" if match[1] == "slopes" else "bias", text)
     letters = re.match("[qkv] ", text) is not None
     everywhere = [name for name in names if not name.isalpha() or (letters and len(name) == 1)]
     pattern = rf"^(?:{'|'.join(names)})(?!\w)|(?<![\w.])(?:{'|'.join(everywhere) or '(?!)'})(?![\w,])"
-    return re.sub(pattern, lambda found: names[found[0]], text)
+    return re.sub(pattern, lambda match: names[match[0]], text)

@@ -99,24 +99,24 @@ def run_backward(
     if is_dense:
         spots = [(i, 0, q.shape[1], 0, k.shape[1]) for i in range(len(q))]
     else:
-        spots = _spots(q, k, cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
+        spots = _find_spots(q, k, cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
     if cap is None or dsinks is not None:
         sink_parts = np.zeros((len(spots), q.shape[-2]), element.lse_dtype)
-        rows = _rows(work, spots, sink_logits_of(sinks, q.shape[-2], element.lse_dtype), sink_parts)
-        in_threads((threads or this_cpu().sm_count) if o.size >= DELTA_IN_THREADS else 1, rows, _delta)
+        rows = _make_rows(work, spots, sink_logits_of(sinks, q.shape[-2], element.lse_dtype), sink_parts)
+        in_threads((threads or this_cpu().sm_count) if o.size >= DELTA_IN_THREADS else 1, rows, _compute_delta)
         if dsinks is not None:
             dsinks[...] = sink_parts.sum(0)
     if cap is None:
-        _backward_by_formula(rows, formula_of(element, mask, score, scale, dropped), captured or {}, threads)
+        _run_by_formula(rows, formula_of(element, mask, score, scale, dropped), captured or {}, threads)
     else:
         factors = scale / cap if cap else scale, cap, scale
-        _backward_by_loops(work, spots, is_dense, mask, factors, dropped, threads)
+        _run_by_loops(work, spots, is_dense, mask, factors, dropped, threads)
 
 
 _Spot = tuple[int, int, int, int, int]  # of a sequence: its number in the batch, the first row and the rows of q, and those of k
 
 
-def _spots(
+def _find_spots(
     q: Array, k: Array, cu_seqlens_q: Array | None, cu_seqlens_kv: Array | None, q_lens: Array | None, kv_lens: Array | None
 ) -> list[_Spot]:
     """Says where each sequence has its used rows."""
@@ -127,7 +127,7 @@ def _spots(
     return spots
 
 
-def _rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array) -> list[_Rows]:
+def _make_rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array) -> list[_Rows]:
     """The arrays of each sequence, with a delta that is to be computed."""
     delta, rows = np.empty(x.lse.shape, x.lse.dtype), []
     for i, (batch, row, n, key, m) in enumerate(spots):
@@ -141,7 +141,7 @@ def _rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: Array)
     return rows
 
 
-def _backward_by_formula(
+def _run_by_formula(
     rows: list[_Rows], formula: Formula, captured: dict[int, Array], threads: int | None
 ) -> None:  # fmt: skip
     """Computes the gradients of sequences whose delta is known."""
@@ -166,12 +166,12 @@ def _backward_by_formula(
         gradient[...] = sums[i]
 
 
-def _backward_by_loops(
+def _run_by_loops(
     whole: _BackwardWork, spots: list[_Spot], is_dense: bool, mask: Pairs, factors: tuple[float, ...], dropped: Dropped | None,
     threads: int | None,
 ) -> None:  # fmt: skip
     """Computes the gradients of sequences."""
-    works, parts = _backward_works(whole, spots, is_dense, mask)
+    works, parts = _make_works(whole, spots, is_dense, mask)
     if threads is None:
         pairs = sum(int(work.units.costs.sum()) for work in works)
         threads = threads_for(backward_seconds(pairs, whole.q.shape[-1] + whole.v.shape[-1]), this_cpu())
@@ -183,7 +183,7 @@ def _backward_by_loops(
         in_threads(threads, parts, _add_parts)
 
 
-def _backward_works(
+def _make_works(
     whole: _BackwardWork, spots: list[_Spot], is_dense: bool, mask: Pairs
 ) -> tuple[list[_BackwardWork], list[tuple[Array, Array]]]:
     """The units of a backward; and, of each head of sequences whose keys are in several units, dq and what they add to it."""
@@ -211,7 +211,7 @@ def _backward_works(
     return works, sums
 
 
-def _delta(x: _Rows) -> None:
+def _compute_delta(x: _Rows) -> None:
     """Computes delta, and the gradients of the sinks from it."""
     number = x.delta.dtype
     x.delta[...] = np.einsum("qhd,qhd->hq", x.do.astype(number, copy=False), x.o.astype(number, copy=False))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError
-from ..operation import Append, AttentionKVCache, Combine, functions
+from ..operation import Append, AttentionKVCache, Combine, host_functions
 from ..variant.element import FP8
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
@@ -36,14 +36,14 @@ class _Place(NamedTuple):
     pages: Array
 
 
-def _places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Iterator[_Place]:
+def _find_places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Iterator[_Place]:
     """The sequences of a step, of ``q_len`` rows where they are not ragged. Raises ProblemError where a length is wrong."""
     starts = views.get("cu_seqlens_q")
     if starts is not None:
         total = op.total_q if isinstance(op, AttentionKVCache) else op.total
         if starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > total:
-            found = np.array2string(starts, threshold=8)
-            raise ProblemError(f"cu_seqlens_q is {found}; it must begin with 0, never fall, and end with at most {total}.")
+            text = np.array2string(starts, threshold=8)
+            raise ProblemError(f"cu_seqlens_q is {text}; it must begin with 0, never fall, and end with at most {total}.")
     kv_lens, batch = kv_lens_of(op, views), op.batch
     most = op.kv_len
     if ((kv_lens < 0) | (kv_lens > most)).any():
@@ -51,7 +51,7 @@ def _places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Iterator
         need = f"from 0 to {most}, what max_kv_len and the pages of a sequence allow"
         raise ProblemError(f"kv_lens[{i}] is {kv_lens[i]}; it must be {need}.")
     for i in range(batch):
-        kv_len, pages = int(kv_lens[i]), _pages_of(op, views, i)
+        kv_len, pages = int(kv_lens[i]), _find_pages(op, views, i)
         if starts is None:
             yield _Place(i, i, q_len, kv_len, pages)
             continue
@@ -67,8 +67,8 @@ def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
         return views["kv_lens"]
     indptr, last, size = views["indptr"], views["last_page_len"], op.page_size
     if indptr[0] < 0 or (np.diff(indptr) < 0).any() or indptr[-1] > len(views["indices"]):
-        found = np.array2string(indptr, threshold=8)
-        raise ProblemError(f"indptr is {found}; it must never fall, and lie within the {len(views['indices'])} indices.")
+        text = np.array2string(indptr, threshold=8)
+        raise ProblemError(f"indptr is {text}; it must never fall, and lie within the {len(views['indices'])} indices.")
     counts = np.diff(indptr)
     wrong = (counts > 0) & ((last < 1) | (last > size))
     if wrong.any():
@@ -77,7 +77,7 @@ def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
     return np.where(counts > 0, (counts - 1) * np.int64(size) + last, 0)
 
 
-def _pages_of(op: AttentionKVCache | Append, views: Views, i: int) -> Array:
+def _find_pages(op: AttentionKVCache | Append, views: Views, i: int) -> Array:
     if "indptr" in views:
         return views["indices"][views["indptr"][i] : views["indptr"][i + 1]]
     return views["page_table"][i] if "page_table" in views else np.array([i], np.int32)
@@ -98,11 +98,11 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
     causal_each, first = views.get("causal"), views.get("kv_begin")
-    spec = functions.on_host(op.spec, views)
+    spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
     interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
     sequences, seconds = [], 0.0
-    for i, (rows, at, q_len, kv_len, pages) in enumerate(_places(op, views, op.q_len)):
+    for i, (rows, at, q_len, kv_len, pages) in enumerate(_find_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
         if spec is not op.spec:  # functions see positions
             mask = OffsetMask(mask, kv_len - q_len, 0) if mask.is_function else mask
@@ -117,17 +117,17 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
-        found = Sequence(i, *places, mask, score, begin, end)
-        sequences.append(_widened(op, views, found) if is_fp8 else found)
+        sequence = Sequence(i, *places, mask, score, begin, end)
+        sequences.append(_widen(op, views, sequence) if is_fp8 else sequence)
     threads = min(most_threads, threads_for(seconds, this_cpu()))
     loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
     if is_fp8:
-        for sequence, place in zip(sequences, _places(op, views, op.q_len), strict=True):
+        for sequence, place in zip(sequences, _find_places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
 
 
-def _widened(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
+def _widen(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
     """The sequence with keys and values in the format that is computed in, times their scales, and in one page; of those that no
     query keeps nothing is read."""
     number, some = op.element.lse_dtype, sequence.begin < sequence.end
@@ -149,18 +149,18 @@ def append(op: Append, views: Views) -> None:
     last = op.batch - 1 if op.lengths else 0  # whose rows of no sequence are
     owners = np.full(rows, last) if op.ragged else np.arange(rows[0])[:, None].repeat(rows[1], 1)  # the sequence of each row
     if op.lengths:
-        for i, place in enumerate(_places(op, views, 0 if op.ragged else rows[1])):
+        for i, place in enumerate(_find_places(op, views, 0 if op.ragged else rows[1])):
             owners[place.rows] = i
             if place.kv_len == 0:  # it takes no part
                 continue
             if place.kv_len < place.q_len:
                 need = "kv_lens count the new rows too, or are 0 for a sequence that takes no part"
                 raise ProblemError(f"kv_lens[{i}] is {place.kv_len} but {place.q_len} rows are new; {need}.")
-            own = np.arange(place.kv_len - place.q_len, place.kv_len)
-            positions[place.rows] = own
+            key_positions = np.arange(place.kv_len - place.q_len, place.kv_len)
+            positions[place.rows] = key_positions
             if op.form != "slots" and place.q_len:
-                _check_pages(op, views, i, place.pages, int(own[0]), place.kv_len)
-                slots[place.rows] = place.pages[own // size].astype(np.int64) * size + own % size
+                _check_pages(op, views, i, place.pages, int(key_positions[0]), place.kv_len)
+                slots[place.rows] = place.pages[key_positions // size].astype(np.int64) * size + key_positions % size
     if "slots" in views:
         slots = views["slots"]
         if (slots >= op.pages * size).any():
@@ -170,21 +170,21 @@ def append(op: Append, views: Views) -> None:
         positions = views.get("positions", positions)
         written &= positions >= 0
         if op.positions and (slots >= 0)[positions < 0].any():
-            found = positions[(slots >= 0) & (positions < 0)][0]
-            raise ProblemError(f"positions has {found} for a row that goes into the cache; it must be from 0 up.")
+            position = positions[(slots >= 0) & (positions < 0)][0]
+            raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
-        k = None if k is None else _rotated(op, views, k, positions)
+        k = None if k is None else _rotate(op, views, k, positions)
         if q_out is not None:
-            q_out[positions >= 0] = _rotated(op, views, views["q"], positions)[positions >= 0]
+            q_out[positions >= 0] = _rotate(op, views, views["q"], positions)[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
     for name, x in (("k", k), ("v", views.get("v"))):
         if x is None:
             continue
-        views[f"{name}_cache"][pages, at] = _stored(op, views, name, x[written], owners[written])
+        views[f"{name}_cache"][pages, at] = _store(op, views, name, x[written], owners[written])
 
 
-def _stored(op: Append, views: Views, name: str, x: Array, owners: Array) -> Array:
+def _store(op: Append, views: Views, name: str, x: Array, owners: Array) -> Array:
     """Returns what the cache holds for rows of k or v, (rows, kv_heads, columns)."""
     assert op.kv_element is not None
     if op.kv_element == op.element:
@@ -195,16 +195,16 @@ def _stored(op: Append, views: Views, name: str, x: Array, owners: Array) -> Arr
         return np.clip(x.astype(np.float32) / scale, -largest, largest).astype(op.kv_element.dtype)
 
 
-def _rotated(op: Append, views: Views, x: Array, positions: Array) -> Array:
+def _rotate(op: Append, views: Views, x: Array, positions: Array) -> Array:
     """x, (..., heads, head_dim), rotated by its rows' positions in float32, or float64."""
     number, half = op.element.lse_dtype, op.rotary_dim // 2
     cos, sin = (views[name][np.maximum(positions, 0)][..., None, :].astype(number) for name in ("cos", "sin"))
     pairs = (slice(half), slice(half, 2 * half)) if op.rotary == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    found = x.copy()
+    result = x.copy()
     a, b = (x[..., columns].astype(number) for columns in pairs)
     with np.errstate(all="ignore"):
-        found[..., pairs[0]], found[..., pairs[1]] = a * cos - b * sin, b * cos + a * sin
-    return found
+        result[..., pairs[0]], result[..., pairs[1]] = a * cos - b * sin, b * cos + a * sin
+    return result
 
 
 def combine(op: Combine, views: Views) -> None:
@@ -216,10 +216,10 @@ def combine(op: Combine, views: Views) -> None:
         top = functools.reduce(np.maximum, logits)
         weights = [np.where(x == top, np.where(x == -np.inf, 0, 1), np.exp(x - top)).astype(number) for x in logits]
         total = functools.reduce(np.add, weights)
-        found = np.zeros(o.shape, number)
+        weighted = np.zeros(o.shape, number)
         for (part, lse), weight in zip(parts, weights, strict=False):
             rows = np.swapaxes(lse, -1, -2)[..., None] != -np.inf
-            found += np.where(rows, part * np.swapaxes(weight, -1, -2)[..., None], 0)
+            weighted += np.where(rows, part * np.swapaxes(weight, -1, -2)[..., None], 0)
         divisor = np.swapaxes(np.where(total == 0, 1, total), -1, -2)[..., None]
         views["lse"][...] = np.where(total == 0, -np.inf, top + np.log(total))
-    o[...] = found / divisor
+    o[...] = weighted / divisor

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from ..driver.device import Device
-from ..operation import Backward, Forward, functions
+from ..operation import Backward, Forward, host_functions
 from ..operation.operand import Layout
 from ..reference.formula import Dropped
 from ..variant.mask import kept_pairs
@@ -18,7 +18,7 @@ from .forward import CpuConfig, run_forward, undefined_reason
 from .units import Array
 
 
-def _queries(config: CpuConfig, op: Forward) -> int:
+def _count_queries(config: CpuConfig, op: Forward) -> int:
     """Queries of a unit."""
     return max(1, config.tile_q // op.heads_per_kv)
 
@@ -84,7 +84,7 @@ class Cpu:
 
     def cost(self, config: CpuConfig, op: Forward, device: Device) -> float:
         """Estimated seconds: the units that fall to one thread, and the start of the threads."""
-        queries, batch = _queries(config, op), max(1, op.batch)
+        queries, batch = _count_queries(config, op), max(1, op.batch)
         kept = kept_pairs(op.spec.placed_mask, op.q_len, op.kv_len) / max(1, op.q_len)
         fetched, used = (min(op.kv_len, kept + (rows + config.tile_kv) / 2) for rows in (queries, 16))
         rows = math.ceil(min(queries, op.q_len) * op.heads_per_kv / 16) * 16
@@ -101,7 +101,7 @@ class Cpu:
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``captured`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
-        spec, dropped = functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
+        spec, dropped = host_functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
         options = spec.placed_mask, spec.placed_score, op.scale, sinks
         run_forward(q, k, v, o, lse, *options, *lengths, dropped, config=config, invariant=op.invariant)
 
@@ -129,7 +129,7 @@ class CpuBackward(Cpu):
         return reasons
 
     def candidates(self, op: Any, device: Device) -> list[Any]:
-        """As many threads as pay."""
+        """The configuration with as many threads as pay."""
         return [CpuBackwardConfig(threads_for(self.cost(CpuBackwardConfig(), op, device), device))]
 
     def cost(self, config: Any, op: Any, device: Device) -> float:
@@ -142,7 +142,7 @@ class CpuBackward(Cpu):
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         inputs = {each.name: arrays.pop(each.name) for each in op.captured}
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
-        spec, scale = functions.on_host(op.forward.spec, inputs, starts), op.forward.scale
+        spec, scale = host_functions.on_host(op.forward.spec, inputs, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
         captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
         run_backward(**arrays, **options, captured=captured, threads=config.threads)
@@ -165,7 +165,7 @@ class CpuCache(Cpu):
         return [] if device.is_cpu else [f"it runs on the CPU, and the arrays are on {device.name}"]
 
     def candidates(self, op: Any, device: Device) -> list[Any]:
-        """One thread."""
+        """The configuration of one thread."""
         return [CpuCacheConfig()]
 
     def cost(self, config: Any, op: Any, device: Device) -> float:
@@ -178,17 +178,17 @@ class CpuAttentionKVCache(CpuCache):
 
     def supports(self, op: Any, device: Device) -> list[str]:
         """The reasons why the CPU path does not compute the operation on the device; none where it does."""
-        found = super().supports(op, device)
+        reasons = super().supports(op, device)
         if op.widest > 1024:
-            found.append(f"head_dim is {op.widest}; it takes up to 1024")
+            reasons.append(f"head_dim is {op.widest}; it takes up to 1024")
         if op.score.logit is None:
-            found.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
+            reasons.append(f"it takes scores with a definition in Python, logit(...), and {type(op.score).__name__} has none")
         if (reason := undefined_reason(op.mask)) is not None:
-            found.append(reason)
-        return found
+            reasons.append(reason)
+        return reasons
 
     def candidates(self, op: Any, device: Device) -> list[Any]:
-        """All threads."""
+        """The configuration of all threads."""
         return [CpuCacheConfig(device.sm_count)]
 
     def run(self, op: Any, config: Any, **views: Any) -> None:  # type: ignore[override]

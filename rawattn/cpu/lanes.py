@@ -306,9 +306,9 @@ def _unowned(context, builder, kind, x):
         return context.make_tuple(builder, kind, each)
     if not isinstance(kind, types.Array):
         return x
-    found = context.make_array(kind)(context, builder, x)
-    found.meminfo, found.parent = ir.Constant(found.meminfo.type, None), ir.Constant(found.parent.type, None)
-    return found._getvalue()
+    array = context.make_array(kind)(context, builder, x)
+    array.meminfo, array.parent = ir.Constant(array.meminfo.type, None), ir.Constant(array.parent.type, None)
+    return array._getvalue()
 
 
 @intrinsic

@@ -77,7 +77,7 @@ class Units(NamedTuple):
 CHUNKS_PER_THREAD = 8  # of units, which one call of the loops computes
 
 
-def _flat(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int]:
+def _flatten(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int]:
     """First and last keys of (queries, heads) in the order of the loops' rows, one head of k and v after the other; and how many
     there are of each such head, 0 where all have the same."""
     queries, heads = bounds[0].shape
@@ -90,7 +90,7 @@ def _flat(bounds: tuple[Array, Array], kv_heads: int) -> tuple[Array, Array, int
 
 def sequence_units(bounds: tuple[Array, Array], kv_heads: int, step: int, kv_len: int) -> Units:
     """The units of a forward of one sequence, of which each has ``step`` queries, for a sequence of number 0 in its arrays."""
-    (q_len, heads), (begin, end, of_head) = bounds[0].shape, _flat(bounds, kv_heads)
+    (q_len, heads), (begin, end, of_head) = bounds[0].shape, _flatten(bounds, kv_heads)
     first, head = (x.ravel() for x in np.meshgrid(np.arange(0, q_len, step), np.arange(kv_heads), indexing="ij"))
     table, last, group = np.zeros((len(first), FIELDS), np.int64), np.minimum(first + step, q_len), heads // max(1, kv_heads)
     table[:, ROW], table[:, QUERY], table[:, QUERIES], table[:, KEYS] = first, first, last - first, kv_len
@@ -177,7 +177,7 @@ def dense_key_units(mask: Pairs, heads: int, kv_heads: int, batch: int, q_len: i
 
 def key_units(mask: Pairs, heads: int, kv_heads: int, cuts: int, q_len: int, kv_len: int) -> list[Units]:
     """The units of a backward of one sequence, for each run of its keys; what they cost are the pairs that count."""
-    begin, end, of_head = _flat(key_bounds(mask, heads, q_len, kv_len), kv_heads)
+    begin, end, of_head = _flatten(key_bounds(mask, heads, q_len, kv_len), kv_heads)
     group, units = heads // max(1, kv_heads), []
     for span in spans_of(kv_len, cuts):
         keys = span.stop - span.start

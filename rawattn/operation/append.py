@@ -130,20 +130,20 @@ class Append(Operation):
         assert self.kv_element is not None
         pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
-        found = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))] * self.k
-        found += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        found += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")] * self.k
-        found += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")] * self.k
+        operands = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))] * self.k
+        operands += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
+        operands += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")] * self.k
+        operands += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")] * self.k
         if self.lengths:
-            found += kvcache.length_operands(self.lengths, self.batch, self.table)
-            found += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
-        found += [Operand("slots", "int64", rows)] * (self.form == "slots" and self.k)
+            operands += kvcache.length_operands(self.lengths, self.batch, self.table)
+            operands += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
+        operands += [Operand("slots", "int64", rows)] * (self.form == "slots" and self.k)
         if self.angles is not None:
-            found += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
-        found += [Operand("positions", "int64", rows)] * self.positions
+            operands += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
+        operands += [Operand("positions", "int64", rows)] * self.positions
         q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
-        found += kvcache.scale_operands(self, self.batch if self.lengths or not self.ragged else 1)
-        return (*found, *[q] * (self.heads > 0))
+        operands += kvcache.scale_operands(self, self.batch if self.lengths or not self.ragged else 1)
+        return (*operands, *[q] * (self.heads > 0))
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -156,10 +156,10 @@ class Append(Operation):
     def kind(self) -> tuple[Any, ...]:
         """Returns what a compiled kernel depends on."""
         assert self.kv_element is not None
-        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0, self.k
+        sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0, self.k
         angles = None if self.angles is None else self.angles.name
         rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
-        return (type(self), *own, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
+        return (type(self), *sizes, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
 
     @property
     def flops(self) -> int:
@@ -172,8 +172,8 @@ class Append(Operation):
         assert self.kv_element is not None
         columns = self.head_dim * self.k + self.head_dim_v * self.v
         rows = self.total * self.kv_heads * columns * self.kv_element.itemsize
-        read = [each for each in self.inputs if each.name not in ("k_cache", "v_cache", "cos", "sin")]
-        return rows + kvcache.bytes_of([*read, *[each for each in read if each.name == "q"]])
+        read = [operand for operand in self.inputs if operand.name not in ("k_cache", "v_cache", "cos", "sin")]
+        return rows + kvcache.bytes_of([*read, *[operand for operand in read if operand.name == "q"]])
 
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"

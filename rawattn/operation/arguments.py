@@ -76,13 +76,13 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
+def _guess(name: str, known: Sequence[str]) -> str:
     """Says what an unknown name most likely means among the known ones; empty where nobody can say."""
-    own, remark = FOREIGN.get(name, ("", ""))
-    if not own and not remark:
-        own = next(iter(difflib.get_close_matches(name, known, 1, 0.7)), "")
-    first = f"Did you mean {own!r}?" if own in known else _meant(own, known) if own in FOREIGN else ""
-    return " ".join(filter(None, (first, remark))) if first or not own else ""
+    meant, remark = FOREIGN.get(name, ("", ""))
+    if not meant and not remark:
+        meant = next(iter(difflib.get_close_matches(name, known, 1, 0.7)), "")
+    first = f"Did you mean {meant!r}?" if meant in known else _guess(meant, known) if meant in FOREIGN else ""
+    return " ".join(filter(None, (first, remark))) if first or not meant else ""
 
 
 def refuse(
@@ -96,7 +96,7 @@ def refuse(
     called, known = function.__qualname__.removesuffix(".__init__"), [*first, *own, *options]
     for name in unknown:
         listed = f"Its options are {', '.join(options)}." if options else f"Its arguments are {', '.join(known)}."
-        raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {_meant(name, known) or listed}")
+        raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {_guess(name, known) or listed}")
     names = f" Give what follows {first[-1]} by name, as in {own[0]}=..." if own else ""
     given = f"takes {len(first)} positional arguments but {len(first) + len(beyond)} were given"
     raise TypeError(f"{called}() {given}.{names}")

@@ -11,7 +11,7 @@ from ..array.array import Array, contiguous_strides
 from ..array.making import dense
 from ..array.tma import readable
 from ..errors import ProblemError
-from . import functions
+from . import captures, functions
 from .base import Operation
 from .forward import Forward, check_arrays, limits
 from .inputs import BackwardInputs
@@ -47,10 +47,10 @@ class Backward(Operation):
         return cls.names
 
     @classmethod
-    def dense(cls, given: Any) -> Any:
+    def dense(cls, inputs: Any) -> Any:
         """Copies do and dlse, of which autograd gives expanded ones: see ``making.dense``."""
-        do, dlse = dense(given.do), None if given.dlse is None else dense(given.dlse, whole=True)
-        return given if do is given.do and dlse is given.dlse else given._replace(do=do, dlse=dlse)
+        do, dlse = dense(inputs.do), None if inputs.dlse is None else dense(inputs.dlse, whole=True)
+        return inputs if do is inputs.do and dlse is inputs.dlse else inputs._replace(do=do, dlse=dlse)
 
     @classmethod
     def of_call(cls, arrays: dict[str, Array], options: Mapping[str, Any], lengths: tuple[Any, ...]) -> Backward:
@@ -59,22 +59,22 @@ class Backward(Operation):
         wrt: tuple[str, ...] = options.pop("wrt", ())
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = functions.resolved(options, arrays, limits(arrays, options))
+            options = captures.resolve(options, arrays, limits(arrays, options))
         spec = Spec.of(**{**options, "invariant": False})  # that is of the forward alone
-        found = cls.of(arrays, spec, *lengths)
-        return dataclasses.replace(found, wrt=wrt) if wrt else found
+        op = cls.of(arrays, spec, *lengths)
+        return dataclasses.replace(op, wrt=wrt) if wrt else op
 
     @classmethod
     def of(cls, arrays: dict[str, Array], spec: Spec, max_q_len: Any = None, max_kv_len: Any = None) -> Backward:
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
         forward = Forward.of({name: arrays[name] for name in Forward.names if name in arrays}, spec, max_q_len, max_kv_len)
         q = arrays["q"]
-        found = cls(forward, "dlse" in arrays)
-        for operand in found.inputs:
+        op = cls(forward, "dlse" in arrays)
+        for operand in op.inputs:
             if operand.name not in arrays:
                 raise ProblemError(f"{operand.name} is None; it must be an array.")
             operand.check(arrays[operand.name], q.library, q.device)
-        return found if q.is_cpu else dataclasses.replace(found, layout=found.layout_of(arrays))
+        return op if q.is_cpu else dataclasses.replace(op, layout=op.layout_of(arrays))
 
     def resized(self, batch: int, q_len: int, kv_len: int) -> Backward:
         """The operation with other lengths, which are not checked again; for dense sequences."""
@@ -87,38 +87,38 @@ class Backward(Operation):
         """The arrays that it reads, in order."""
         q, k, v, *rest = self.forward.inputs
         o = dataclasses.replace(self.forward, spec=dataclasses.replace(self.forward.spec, return_lse=True)).outputs
-        out, lse = (each._replace(role="in") for each in o)
+        out, lse = (operand._replace(role="in") for operand in o)
         dlse = [lse._replace(name="dlse")] * self.dlse
         return (out._replace(name="do"), q, k, v, out, lse, *dlse, *rest)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it writes, in order."""
-        read = {each.name: each for each in self.forward.inputs}
+        read = {operand.name: operand for operand in self.forward.inputs}
         names = ("q", "k", "v", *["sinks"] * self.forward.sinks, *self.wrt)
-        own = {*self.wrt, "sinks"}
-        return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name in own, label="") for name in names)
+        contiguous = {*self.wrt, "sinks"}
+        return tuple(read[name]._replace(name=f"d{name}", role="out", contiguous=name in contiguous, label="") for name in names)
 
     @property
     def captured(self) -> tuple[Operand, ...]:
-        """Those of the forward."""
+        """The arrays that functions captured: those of the forward."""
         return self.forward.captured
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of do, q, k, v and o, and of what the score captured, with gradients of that."""
-        found = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
-        return functions.with_captured(found, self.forward.spec, arrays, self._alone)
+        layout = layout_of((name, arrays[name]) for name in ("do", "q", "k", "v", "o"))
+        return captures.with_captured(layout, self.forward.spec, arrays, self._alone)
 
     @property
     def _alone(self) -> tuple[bool, bool]:
         return self.forward.batch == 1, self.forward.heads == 1
 
     def lying(self) -> tuple[Backward, ...]:
-        """As of the forward."""
-        return tuple(dataclasses.replace(self, layout=x) for x in functions.lying(self.layout, self.forward.spec, self._alone))
+        """The operation on arrays that the score captured, whatever may matter of how they lie, as ``Forward.lying``."""
+        return tuple(dataclasses.replace(self, layout=x) for x in captures.lying(self.layout, self.forward.spec, self._alone))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
-        """As the forward does."""
+        """Raises ProblemError where ``Forward.check_numbers`` does."""
         self.forward.check_numbers(arrays)
 
     # ---- what compiled kernels depend on, and its size
@@ -152,7 +152,7 @@ class Backward(Operation):
 
     @classmethod
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """As ``Forward.coarse``."""
+        """The options that calls of one family share: those of ``Forward.coarse``."""
         return Forward.coarse(options)
 
     @classmethod

@@ -15,7 +15,7 @@ from ..array.array import DTYPES, Array
 from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score
-from . import functions
+from . import captures
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
 
@@ -38,8 +38,8 @@ FEW_QUERIES = 64  # of all heads that share a key head: up to so many, kernels m
 def in_steps(kv_len: int) -> int:
     """A number of keys from ``kv_len`` up, for whose like one kernel in one configuration is selected, and which are split alike:
     each other one of a decode loop's 256 steps has the same."""
-    found = min(three_bits(kv_len), -(-kv_len // KEYS_STEP) * KEYS_STEP)
-    return found if kv_len >= SPLIT_FROM else min(found, SPLIT_FROM - 1)
+    rounded = min(three_bits(kv_len), -(-kv_len // KEYS_STEP) * KEYS_STEP)
+    return rounded if kv_len >= SPLIT_FROM else min(rounded, SPLIT_FROM - 1)
 
 
 def queries_in_steps(batch: int, q_len: int, heads: int, kv_heads: int) -> int:
@@ -101,7 +101,7 @@ class Operation(abc.ABC):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each input read once, each output written once."""
-        return sum(math.prod(each.shape) * DTYPES[each.element].itemsize for each in (*self.inputs, *self.outputs))
+        return sum(math.prod(operand.shape) * DTYPES[operand.element].itemsize for operand in (*self.inputs, *self.outputs))
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of those inputs whose strides are free and matter."""
@@ -121,9 +121,9 @@ class Operation(abc.ABC):
         return
 
     @classmethod
-    def dense(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def dense(cls, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arrays of a call, in order, where some that do not lie as is needed are copied; ``given`` itself where none are."""
-        return given
+        return arrays
 
     # ---- operations of nearly the same size
 
@@ -190,8 +190,8 @@ class Operation(abc.ABC):
         """The fields that are not the defaults, and all that have a ``to_json`` of their own, as JSON can hold them; "operation"
         is the class's name."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        own = {name: _as_json(x) for name, (x, default) in values.items() if hasattr(x, "to_json") or x != default}
-        return {"operation": type(self).__name__, **own}
+        fields = {name: _to_json(x) for name, (x, default) in values.items() if hasattr(x, "to_json") or x != default}
+        return {"operation": type(self).__name__, **fields}
 
     @classmethod
     def from_json(cls: type[T], fields: dict[str, Any]) -> T:
@@ -199,7 +199,7 @@ class Operation(abc.ABC):
         return cls(**{name: READERS[name](x) if name in READERS else x for name, x in fields.items() if name != "operation"})
 
 
-def _as_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Element):
         return value.name
     return value.to_json() if hasattr(value, "to_json") else list(value) if isinstance(value, tuple) else value
@@ -228,7 +228,7 @@ class OverKeys(Operation):
     @functools.cached_property
     def captured(self) -> tuple[Operand, ...]:
         """Returns what the mask captured, and the score."""
-        return functions.operands(self.spec.mask, self.spec.score)
+        return captures.operands(self.spec.mask, self.spec.score)
 
     def attended(self, is_packed: bool) -> tuple[Operand, ...]:
         """o, and lse if it is asked for, where sequences lie end to end or each has as many rows."""

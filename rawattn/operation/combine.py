@@ -71,7 +71,7 @@ class Combine(Operation):
         """The format of the result."""
         return ELEMENTS[self.element.lse_name] if self.to_sum else self.element
 
-    def _pair(self, ending: str, wide: bool, role: str = "in") -> tuple[Operand, Operand]:
+    def _make_pair(self, ending: str, wide: bool, role: str = "in") -> tuple[Operand, Operand]:
         batch, name = () if self.packed else (self.batch,), self.element.lse_name if wide else self.element.name
         o = Operand(f"o{ending}", name, (*batch, self.q_len, self.heads, self.head_dim_v), role)
         lse = Operand(f"lse{ending}", self.element.lse_name, (*batch, self.heads, self.q_len), role.removeprefix("inout") or "in")
@@ -80,14 +80,14 @@ class Combine(Operation):
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order."""
-        o, lse = self._pair("_0", self.sum, "inout" if self.in_place else "in")
-        parts = [o, lse, *[operand for i in range(1, self.count) for operand in self._pair(f"_{i}", False)]]
+        o, lse = self._make_pair("_0", self.sum, "inout" if self.in_place else "in")
+        parts = [o, lse, *[operand for i in range(1, self.count) for operand in self._make_pair(f"_{i}", False)]]
         return (*parts, *[Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it writes, in order."""
-        return self._pair("", self.to_sum, "out")[self.in_place :]
+        return self._make_pair("", self.to_sum, "out")[self.in_place :]
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ class Combine(Operation):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory; a result in place is read and written."""
-        o, _ = self._pair("", self.to_sum)
+        o, _ = self._make_pair("", self.to_sum)
         return super().bytes + self.in_place * math.prod(o.shape) * ELEMENTS[o.element].itemsize
 
     @property
@@ -128,8 +128,8 @@ def check_arrays(arrays: dict[str, Array], count: int, out: str | None = None) -
     element = element_of(arrays, out)
     number, lse_shape = ELEMENTS[element].lse_name, (*first.shape[:-3], first.shape[-2], first.shape[-3])
     for i in range(count):
-        own = element if i else first.dtype
-        for name, dtype, shape in ((f"o_{i}", own, tuple(first.shape)), (f"lse_{i}", number, lse_shape)):
+        o_element = element if i else first.dtype
+        for name, dtype, shape in ((f"o_{i}", o_element, tuple(first.shape)), (f"lse_{i}", number, lse_shape)):
             array, words = arrays[name], f"{name.partition('_')[0]} of part {i}"
             check_like(words, array, "o of part 0", first)
             check_form(words, array, dtype, shape)

@@ -18,7 +18,7 @@ from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
-from . import functions
+from . import captures, functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 from .inputs import ForwardInputs
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_int32, check_like, check_sinks, layout_of
@@ -85,11 +85,11 @@ class Forward(OverKeys):
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
         if varlen:
             batch = arrays["cu_seqlens_q"].shape[0] - 1
-            q_len, kv_len = _bound("max_seqlen_q", max_q_len, q.shape[0]), _bound("max_seqlen_kv", max_kv_len, k.shape[0])
+            q_len, kv_len = _limit("max_seqlen_q", max_q_len, q.shape[0]), _limit("max_seqlen_kv", max_kv_len, k.shape[0])
         return cls(
             ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
-            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else _layout(arrays, spec),
-            "q_lens" in arrays, "kv_lens" in arrays,
+            k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else _find_layout(arrays, spec), "q_lens" in arrays,
+            "kv_lens" in arrays,
         )  # fmt: skip
 
     @classmethod
@@ -102,30 +102,30 @@ class Forward(OverKeys):
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = functions.resolved(options, arrays, limits(arrays, options))
+            options = captures.resolve(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
         """The operation with other lengths and offsets, which are not checked again; for dense sequences."""
-        found = self._with(batch=batch, q_len=q_len, kv_len=kv_len, total_q=batch * q_len, total_kv=batch * kv_len)
+        resized = self._with_sizes(batch=batch, q_len=q_len, kv_len=kv_len, total_q=batch * q_len, total_kv=batch * kv_len)
         if offsets != self.spec.offsets:
-            found.__dict__["spec"] = self.spec.at(offsets)
-        return found
+            resized.__dict__["spec"] = self.spec.at(offsets)
+        return resized
 
-    def _with(self, **sizes: int) -> Forward:
+    def _with_sizes(self, **sizes: int) -> Forward:
         """The operation with other sizes, which are not checked; its kind is the same."""
-        found = object.__new__(Forward)
-        fields = found.__dict__
+        op = object.__new__(Forward)
+        fields = op.__dict__
         fields.update(self.__dict__, **sizes)
         for name in _OF_SIZES:
             fields.pop(name, None)
-        return found
+        return op
 
     @functools.cached_property
     def packed(self) -> Forward:
         """The operation as tiles see it whose rows are the queries of all heads that share a key head."""
         q_len = self.q_len * self.heads_per_kv
-        return self._with(q_len=q_len, total_q=self.batch * q_len, heads=self.kv_heads)
+        return self._with_sizes(q_len=q_len, total_q=self.batch * q_len, heads=self.kv_heads)
 
     # ---- its arrays
 
@@ -134,18 +134,18 @@ class Forward(OverKeys):
         """The arrays that it reads, in order."""
         name, batch = self.element.name, () if self.varlen else (self.batch,)
         q_rows, kv_rows = (self.total_q, self.total_kv) if self.varlen else (self.q_len, self.kv_len)
-        found = [
+        operands = [
             Operand("q", name, (*batch, q_rows, self.heads, self.head_dim)),
             Operand("k", name, (*batch, kv_rows, self.kv_heads, self.head_dim)),
             Operand("v", name, (*batch, kv_rows, self.kv_heads, self.head_dim_v)),
         ]
         if self.varlen:
-            found += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
-        found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
+            operands += [Operand(f"cu_seqlens_{side}", "int32", (self.batch + 1,)) for side in ("q", "kv")]
+        operands += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
-        found += [Operand(name, "int32", (self.batch,)) for name in lengths]
-        found += [Operand("seed", "int64", (1,))] * (self.spec.dropout > 0)
-        return (*found, *self.captured)
+        operands += [Operand(name, "int32", (self.batch,)) for name in lengths]
+        operands += [Operand("seed", "int64", (1,))] * (self.spec.dropout > 0)
+        return (*operands, *self.captured)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -161,11 +161,11 @@ class Forward(OverKeys):
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
         """The facts of q, k and v, and of what the score captured."""
-        return _layout(arrays, self.spec)
+        return _find_layout(arrays, self.spec)
 
     def lying(self) -> tuple[Forward, ...]:
         """The operation on arrays that the score captured, whatever may matter of how they lie."""
-        return tuple(dataclasses.replace(self, layout=each) for each in functions.lying(self.layout, self.spec))
+        return tuple(dataclasses.replace(self, layout=layout) for layout in captures.lying(self.layout, self.spec))
 
     def check_numbers(self, arrays: Mapping[str, Any]) -> None:
         """Raises ProblemError where cu_seqlens do not say where the sequences of q and of k begin."""
@@ -190,11 +190,11 @@ class Forward(OverKeys):
 
     # ---- operations of nearly the same size
 
-    def _sizes(self) -> tuple[int, ...]:
+    def _round_sizes(self) -> tuple[int, ...]:
         sizes = self.batch, self.q_len, self.kv_len, self.total_q, self.total_kv
         return tuple(map(three_bits, sizes)) if self.total_q * self.heads < FEW_ROWS else sizes
 
-    def _rounded_spec(self, sizes: tuple[int, ...]) -> Spec:
+    def _round_spec(self, sizes: tuple[int, ...]) -> Spec:
         if self.spec.offsets is None:
             return self.spec
         q_rows, kv_rows = sizes[3:] if self.varlen else sizes[1:3]
@@ -203,14 +203,14 @@ class Forward(OverKeys):
 
     @property
     def selection_key(self) -> Any:
-        """Its kind, options and heads, and its lengths and offsets to three significant bits."""
-        sizes = self._sizes()
-        return (self.kind, self._rounded_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
+        """A key of kind, options and heads, and of lengths and offsets to three significant bits."""
+        sizes = self._round_sizes()
+        return (self.kind, self._round_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
         """The operation whose lengths and offsets are rounded up so."""
-        sizes = self._sizes()
-        (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._rounded_spec(sizes)
+        sizes = self._round_sizes()
+        (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._round_spec(sizes)
         return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
 
     @property
@@ -230,7 +230,7 @@ class Forward(OverKeys):
 
     @classmethod
     def layout_key(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """As of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
+        """The key of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
         sequences may lie one after the other at any distance that follows from these."""
         q, k, v, *others = forms
         if not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
@@ -249,10 +249,10 @@ class Forward(OverKeys):
     def coarse(cls, options: dict[str, Any]) -> dict[str, Any]:
         """The options, offsets to three significant bits: a new offset is like a new length. So is a number that a function
         captured."""
-        offsets, found = make_offsets(options["q_offset"], options["kv_offset"]), functions.without_numbers(options)
+        offsets, shared = make_offsets(options["q_offset"], options["kv_offset"]), functions.without_numbers(options)
         if offsets is None:
-            return found
-        return {**found, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
+            return shared
+        return {**shared, "q_offset": three_bits(offsets[0]), "kv_offset": three_bits(offsets[1])}
 
     @classmethod
     def family(cls, forms: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -276,7 +276,7 @@ class Forward(OverKeys):
         return (dtype, *place, *lengths, heads, kv_heads, head_dim, v_shape[3])
 
     def at_lengths_of(self, arrays: Mapping[str, Array]) -> Forward:
-        """Itself, but where there are other queries."""
+        """The operation itself, but where there are other queries."""
         q_len = arrays["q"].shape[-3]
         if self.varlen or q_len == self.q_len:
             return self
@@ -286,7 +286,7 @@ class Forward(OverKeys):
         """The operation on arrays of the same family: itself where their lengths and offsets are its own; None where its
         functions become options of other kinds."""
         if functions.among(options):
-            return self._resized_with_functions(arrays, options)
+            return self._resize_with_functions(arrays, options)
         q_shape, kv_len = arrays["q"].shape, arrays["k"].shape[1]
         batch, q_len = q_shape[0], q_shape[1]
         offsets = make_offsets(options["q_offset"], options["kv_offset"])
@@ -302,54 +302,54 @@ class Forward(OverKeys):
     def holds_in_steps(self, options: dict[str, Any]) -> bool:
         """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option, nor where
         indices are checked, which fewer keys may not need."""
-        own = functions.among(options)
-        found = [isinstance(getattr(self.spec, role), Captures) and not each.sizes for role, each in own]
-        return all(found) and self.takes_numbers and self.proved == self._most.limits
+        traced = functions.among(options)
+        fits = [isinstance(getattr(self.spec, role), Captures) and not function.sizes for role, function in traced]
+        return all(fits) and self.takes_numbers and self.proved == self._most.limits
 
     @functools.cached_property
     def proved(self) -> Limits:
         """The sizes for which nothing must be checked in its functions: the most of those that share its kernels, or its own."""
         above = self._most.limits
-        own = [option for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures)]
-        return above if all(option.holds_for(option.numbers, above) for option in own) else self.limits
+        traced = [option for option in (self.spec.mask, self.spec.score) if isinstance(option, Captures)]
+        return above if all(option.holds_for(option.numbers, above) for option in traced) else self.limits
 
     def has_numbers(self, numbers: Any) -> bool:
         """Says whether these are its own."""
         pairs = zip((self.spec.mask, self.spec.score), numbers, strict=True)
         return all(
-            not own or number_keys(own) == number_keys(option.numbers if isinstance(option, Captures) else ())
-            for option, own in pairs
+            not captured or number_keys(captured) == number_keys(option.numbers if isinstance(option, Captures) else ())
+            for option, captured in pairs
         )
 
     def values_with(self, numbers: Any) -> dict[str, Any] | None:
         """The values of launches with these numbers, where nothing must be checked for them either."""
-        found: dict[str, Any] = {}
-        for option, own in zip((self.spec.mask, self.spec.score), numbers, strict=True):
-            if not own:
+        values: dict[str, Any] = {}
+        for option, captured in zip((self.spec.mask, self.spec.score), numbers, strict=True):
+            if not captured:
                 continue
-            if not isinstance(option, Captures) or not option.holds_for(own, self.proved):
+            if not isinstance(option, Captures) or not option.holds_for(captured, self.proved):
                 return None
-            found |= option.values_with(own)
-        return found
+            values |= option.values_with(captured)
+        return values
 
-    def _resized_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
-        """Whatever depends on lengths and numbers is proved of them anew."""
-        own = self._of_this_kind(options, functions.resolved(options, arrays, limits(arrays, options)))
-        if own is None:
+    def _resize_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
+        """The operation on these arrays, proved anew for their lengths and numbers; None where its kind is another."""
+        replaced = self._keep_kind(options, captures.resolve(options, arrays, limits(arrays, options)))
+        if replaced is None:
             return None
         (batch, q_len), kv_len = arrays["q"].shape[:2], arrays["k"].shape[1]
         resized = self.resized(batch, q_len, kv_len, make_offsets(options["q_offset"], options["kv_offset"]))
-        resized.__dict__["spec"] = dataclasses.replace(resized.spec, **own)
+        resized.__dict__["spec"] = dataclasses.replace(resized.spec, **replaced)
         resized.__dict__.pop("captured", None)
         return resized
 
-    def _of_this_kind(self, options: dict[str, Any], found: dict[str, Any]) -> dict[str, Any] | None:
+    def _keep_kind(self, options: dict[str, Any], resolved: dict[str, Any]) -> dict[str, Any] | None:
         """The options that functions became, by role; None where one is of another kind, or a built-in one with other numbers, by
         which configurations are chosen."""
-        own = {role: found[role] for role, _ in functions.among(options)}
-        before = {role: getattr(self.spec, role) for role in own}
-        same = (x == before[role] or (x.is_function and x.kind == before[role].kind) for role, x in own.items())
-        return own if all(same) else None
+        options_by_role = {role: resolved[role] for role, _ in functions.among(options)}
+        before = {role: getattr(self.spec, role) for role in options_by_role}
+        same = (x == before[role] or (x.is_function and x.kind == before[role].kind) for role, x in options_by_role.items())
+        return options_by_role if all(same) else None
 
     # ---- its options, as kernels read them
 
@@ -402,8 +402,8 @@ class Forward(OverKeys):
         )
 
 
-def _layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
-    return functions.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
+def _find_layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
+    return captures.with_captured(layout_of((name, arrays[name]) for name in "qkv"), spec, arrays)
 
 
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
@@ -520,14 +520,14 @@ def _check_cu_seqlens(arrays: dict[str, Array]) -> None:
         raise ProblemError(f"cu_seqlens_q is for {sizes[0]} sequences but cu_seqlens_kv for {sizes[1]}; they must be as many.")
 
 
-def _bound(name: str, length: Any, rows: int) -> int:
+def _limit(name: str, length: Any, rows: int) -> int:
     """The bound on the longest sequence that is given, or all rows."""
     if length is None:
         return rows
     try:
-        found = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
+        bound = -1 if isinstance(length, bool) or getattr(length, "ndim", 0) != 0 else operator.index(length)
     except TypeError:
-        found = -1
-    if found < 0:
+        bound = -1
+    if bound < 0:
         raise ProblemError(f"{name} is {length!r}; it must be an int >= 0, or None.")
-    return min(found, rows)
+    return min(bound, rows)

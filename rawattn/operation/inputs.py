@@ -38,5 +38,5 @@ class BackwardInputs(NamedTuple):
 
     @classmethod
     def of(cls, do: Any, forward: ForwardInputs, o: Any, lse: Any, dlse: Any = None) -> BackwardInputs:
-        """Those of a forward's, with its results."""
+        """The arrays that gradients of ``forward`` read: its own, its results, and the gradients by these."""
         return cls(do, forward.q, forward.k, forward.v, o, lse, dlse, *forward[3:])

@@ -117,17 +117,17 @@ class AttentionKVCache(OverKeys):
         rows = (self.total_q,) if self.ragged else (self.batch, self.q_len)
         pool = self.pages, self.page_size, self.kv_heads
         assert self.kv_element is not None
-        found = [
+        operands = [
             Operand("q", self.element.name, (*rows, self.heads, self.head_dim)),
             Operand("k_cache", self.kv_element.name, (*pool, self.head_dim)),
             Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v)),
             *length_operands(self.form, self.batch, self.table),
         ]
         for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
-            found.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
-        found += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
-        found += scale_operands(self, self.batch)
-        return (*found, *self.captured)
+            operands.append(Operand(name, "int32", (self.batch + (name == "cu_seqlens_q"),)))
+        operands += [Operand("sinks", self.element.lse_name, (self.heads,))] * self.sinks
+        operands += scale_operands(self, self.batch)
+        return (*operands, *self.captured)
 
     @functools.cached_property
     def outputs(self) -> tuple[Operand, ...]:
@@ -141,9 +141,9 @@ class AttentionKVCache(OverKeys):
         """Returns what compiled kernels depend on: all but lengths, numbers of sequences, heads and pages, and the run-time
         values of options."""
         assert self.kv_element is not None
-        own = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
+        sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
         arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales
-        return (type(self), *own, self.form, self.ragged, *arrays)
+        return (type(self), *sizes, self.form, self.ragged, *arrays)
 
     # ---- its size
 
@@ -163,7 +163,7 @@ class AttentionKVCache(OverKeys):
         """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
         assert self.kv_element is not None
         row = self.kv_heads * (self.head_dim + self.head_dim_v) * self.kv_element.itemsize
-        others = [each for each in (*self.inputs, *self.outputs) if not each.name.endswith("_cache")]
+        others = [operand for operand in (*self.inputs, *self.outputs) if not operand.name.endswith("_cache")]
         return self.batch * self.kv_len * row + bytes_of(others)
 
     # ---- as text
@@ -266,8 +266,8 @@ def batch_of(arrays: dict[str, Array]) -> int:
 
 def table_of(arrays: dict[str, Array]) -> int:
     """The entries of a row of the table, or of the list of all pages."""
-    found = arrays.get("indices", arrays.get("page_table"))
-    return 1 if found is None else found.shape[-1]
+    entries = arrays.get("indices", arrays.get("page_table"))
+    return 1 if entries is None else entries.shape[-1]
 
 
 def length_operands(form: str, batch: int, table: int) -> list[Operand]:

@@ -61,12 +61,12 @@ class Operand(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its name in words."""
+        """The operand's name in words."""
         return self.label or self.name
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """The bytes of all elements."""
         return math.prod(self.shape) * DTYPES[self.element].itemsize
 
     def check(self, array: Array | None, library: str, device: int) -> None:
@@ -142,14 +142,14 @@ def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple
     check_contiguous(name, array)
     if overlap(array, array):
         raise ProblemError(f"several elements of {name} share one place in memory (an expanded array?); give a whole array.")
-    if any(place % alignment for place in _places_of(array)):
+    if any(place % alignment for place in _find_places(array)):
         raise ProblemError(f"{name} has a pointer or stride that is no multiple of {alignment} bytes; give a whole array.")
     for other, read in inputs:
         if read is not None and overlap(array, read):
             raise ProblemError(f"{name} overlaps {other} in memory; give an array of its own.")
 
 
-def _places_of(array: Array) -> tuple[int, ...]:
+def _find_places(array: Array) -> tuple[int, ...]:
     """The address of an array's first row and the steps from a row to others, in bytes."""
     size = KV_ELEMENTS[array.dtype].itemsize
     return (array.pointer, *[s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1])
@@ -159,7 +159,7 @@ def common_width(arrays: Iterable[Array], most: int) -> int:
     """The largest power of two, up to the power ``most``, that divides the columns and the places of all rows, in elements."""
     for array in arrays:
         size = KV_ELEMENTS[array.dtype].itemsize
-        places = [place // size if place % size == 0 else 1 for place in _places_of(array)]
+        places = [place // size if place % size == 0 else 1 for place in _find_places(array)]
         most = math.gcd(most, array.shape[-1], *places)
     return most
 

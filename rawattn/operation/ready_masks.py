@@ -19,14 +19,14 @@ from . import functions
 
 
 class ReadyMask(Ready):
-    """One that is traced when it is made, so that a graph of torch.compile takes it from outside. It does not change then."""
+    """A function that is traced when it is made, so that a graph of torch.compile takes it from outside; it never changes."""
 
     def __init_subclass__(cls) -> None:
         start = cls.__init__
 
         @functools.wraps(start)
-        def made(self: Any, *given: Any, **options: Any) -> None:
-            start(self, *given, **options)
+        def made(self: Any, *arguments: Any, **options: Any) -> None:
+            start(self, *arguments, **options)
             if type(self) is cls and not torch_state.is_compiling():
                 self.function = functions.bound(self, "mask")
 
@@ -60,8 +60,8 @@ class Documents(ReadyMask):
         batch = (BATCH,) * self.by_batch
         if self.kv_ids is self.ids:
             return (("ids", self.ids, None, (*batch, ("length", 1, False))),)
-        each = (("ids", self.ids, "q_len"), ("kv_ids", self.kv_ids, "kv_len"))
-        return tuple((name, x, None, (*batch, (length, 1, False))) for name, x, length in each)
+        arrays = (("ids", self.ids, "q_len"), ("kv_ids", self.kv_ids, "kv_len"))
+        return tuple((name, x, None, (*batch, (length, 1, False))) for name, x, length in arrays)
 
 
 class Prefix(ReadyMask):

@@ -85,7 +85,7 @@ class Spec:
             make_mask(options.causal, options.window, options.mask),
             make_score(options.softcap, options.score),
             make_scale(options.scale),
-            **{name: _flag(name, getattr(options, name)) for name in FLAGS},
+            **{name: _check_flag(name, getattr(options, name)) for name in FLAGS},
             q_offset=make_offset("q_offset", options.q_offset),
             kv_offset=make_offset("kv_offset", options.kv_offset),
             dropout=make_dropout(options.dropout),
@@ -114,8 +114,8 @@ class Spec:
     @property
     def built_in(self) -> Spec:
         """These options, with the default in place of each function: their kinds say what else selections depend on."""
-        found = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if getattr(self, name).is_function}
-        return dataclasses.replace(self, **found) if found else self
+        defaults = {name: getattr(_DEFAULT, name) for name in ("mask", "score") if getattr(self, name).is_function}
+        return dataclasses.replace(self, **defaults) if defaults else self
 
     def at(self, offsets: tuple[int, int] | None) -> Spec:
         """These options with other offsets."""
@@ -144,10 +144,10 @@ class Spec:
 
     def to_json(self) -> dict[str, Any]:
         """The options that are not the defaults, as JSON can hold them."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             name: option_to_json(value) if isinstance(value, Option) else value
-            for name, value in found.items()
+            for name, value in fields.items()
             if value != getattr(_DEFAULT, name)
         }
 
@@ -179,16 +179,16 @@ def option_to_json(option: Option) -> dict[str, Any]:
 def option_from_json(fields: dict[str, Any]) -> Any:
     """The inverse of ``option_to_json``. It looks into modules that are imported already: a file makes nothing be imported."""
     module, _, name = fields["class"].partition(":")
-    found = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, Option)):
+    cls = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Option)):
         raise ProblemError(f"class is {fields['class']!r}; it must be a mask or a score of a module that is imported.")
     values = {
         key: option_from_json(value) if isinstance(value, dict) else value for key, value in fields.items() if key != "class"
     }
-    return found(**values)
+    return cls(**values)
 
 
-def _flag(name: str, value: Any) -> bool:
+def _check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         way = f"; as a mask it is rawattn.mask.Causal({value!r})" if name == "causal" and value in masks.ALIGNMENTS else ""
         raise ProblemError(f"{name} is {value!r}; it must be True or False{way}.")
@@ -228,7 +228,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
         if not _is_option("mask", mask) or mask.interval is None:
             raise ProblemError(f"mask is {mask!r}; it must be a mask, such as rawattn.mask.Causal().")
         return mask
-    causal = _flag("causal", causal)
+    causal = _check_flag("causal", causal)
     if window is None:
         return masks.Causal() if causal else masks.Full()
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -294,7 +294,7 @@ def is_int(seed: Any) -> bool:
 def make_dropout(p: Any) -> float:
     """The probability with which a weight is dropped."""
     need = "a number from 0.0 up, less than 1.0"
-    found = scores.number("dropout", p, need)
-    if not 0 <= found < 1:
+    rate = scores.number("dropout", p, need)
+    if not 0 <= rate < 1:
         raise ProblemError(f"dropout is {p!r}; it must be {need}.")
-    return found
+    return rate

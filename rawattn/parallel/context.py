@@ -18,7 +18,7 @@ from ..array import making, reading
 from ..array.eager import eager
 from ..array.forms import forms_of
 from ..errors import ProblemError, RawattnError
-from ..operation import Forward, arguments, functions
+from ..operation import Forward, arguments, captures, functions
 from ..operation.forward import check_arrays
 from ..operation.functions import BoundFunction, Function
 from ..operation.spec import MaskLike, Options, ScoreLike, Spec, Window
@@ -94,8 +94,8 @@ def context_attention(
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
     group = group_of(group)
-    taken, captured = functions.taken(options)
-    functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
+    taken, captured = captures.take(options)
+    captures.find_followed(taken, captured)  # raises where a mask captured a tensor that requires grad
     prepared = _prepare(q, k, v, sinks, taken, captured, group, layout, method)
     if prepared is None:
         with torch.autocast(q.device.type, enabled=False):
@@ -145,9 +145,9 @@ def resolve_parts(
 ) -> tuple[Spec, Parts]:
     """Returns the spec of the whole, and those of its functions that are no built-in options, made by ``functions.of_part`` with
     these ``sizes``. Raises ProblemError where what they captured is not of the whole's sizes."""
-    described = reading.read_named(Forward.names, (q, k, v)) | functions.read(options, captured)
+    described = reading.read_named(Forward.names, (q, k, v)) | captures.read(options, captured)
     whole = Limits(q.shape[0], q.shape[2], q.shape[1] * count, k.shape[1] * count)
-    spec = Spec.of(**functions.resolved(options, described, whole))
+    spec = Spec.of(**captures.resolve(options, described, whole))
     parts, first = [], 0
     for role, function in functions.among(options):
         of_part, indices = functions.of_part(function, **sizes)

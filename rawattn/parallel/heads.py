@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..api import attention
 from ..array.eager import eager
 from ..errors import ProblemError
-from ..operation import arguments, functions
+from ..operation import arguments, captures, functions
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..variant.score import Scale, Softcap
 from .context import bind_captured, check_tensors, resolve_parts
@@ -48,8 +48,8 @@ def head_attention(
         "causal": causal, "window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score,
         "return_lse": return_lse, "deterministic": deterministic,
     }  # fmt: skip
-    group, (taken, captured) = group_of(group), functions.taken(options)
-    functions.followed(taken, captured)  # raises where a mask captured a tensor that requires grad
+    group, (taken, captured) = group_of(group), captures.take(options)
+    captures.find_followed(taken, captured)  # raises where a mask captured a tensor that requires grad
     Spec.of(**functions.without(taken))
     check_layout(layout)
     check_tensors(q, k, v, sinks, layout)

@@ -39,15 +39,15 @@ def attention_kvcache(
     queries, sinks = to_numpy(q), None if sinks is None else to_numpy(sinks)
     o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
-    for i, (rows, at) in enumerate(_step_rows(step)):
-        run = _step_mask(step, i, window, None if functions.is_function(mask) else mask)
-        kv_len, page_and_row = _pages(cache, step, i)
+    for i, (rows, at) in enumerate(_find_rows(step)):
+        run = _make_mask(step, i, window, None if functions.is_function(mask) else mask)
+        kv_len, page_and_row = _find_pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
         kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         for j in kept:  # the others may lie nowhere
-            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _scale(cache, n, i) for n in "kv")
+            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _get_scale(cache, n, i) for n in "kv")
         sequence_q = queries[rows][None]
         mask_function = mask if functions.is_function(mask) else None
         formula = make_formula(
@@ -96,16 +96,16 @@ def append(
     element = ELEMENTS[read(q if k is None else k, "k").dtype]
     q_out = None if new_q is None else np.full(new_q.shape, np.nan)
     owners = [0] * len(rows) if step is None else [step.batch - 1] * len(rows)  # the sequence of each row, where they are ragged
-    for owner, (q_rows, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _step_rows(step)):
+    for owner, (q_rows, _) in enumerate(() if step is None or step.cu_seqlens_q is None else _find_rows(step)):
         owners[q_rows] = [owner] * (q_rows.stop - q_rows.start)
-    in_sequences = {} if step is None else _new_rows(cache, step, rows.shape[:-2])
+    in_sequences = {} if step is None else _find_new_rows(cache, step, rows.shape[:-2])
     for at in np.ndindex(rows.shape[:-2]):
         i, position_in_sequence = in_sequences.get(at, (-1, -1))
         row_k, page, row = None if new_k is None else new_k[at], -1, 0
         if slots is not None:
             page, row = divmod(int(to_numpy(slots)[at]), cache.page_size)
         elif step is not None and position_in_sequence >= 0 and new_k is not None:
-            page, row = _pages(cache, step, i)[1](position_in_sequence)
+            page, row = _find_pages(cache, step, i)[1](position_in_sequence)
         if rotary is not None:
             position = position_in_sequence if rotary.positions is None else int(to_numpy(rotary.positions)[at])
             if position < 0 and page >= 0 and rotary.positions is not None:
@@ -125,12 +125,12 @@ def append(
     return tuple(pools) if q_out is None else (*pools, q_out)
 
 
-def _new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
+def _find_new_rows(cache: KVCache, step: Step, shape: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, int]]:
     """The sequence of each new row and its place there, of sequences that take part."""
     rows: dict[tuple[int, ...], tuple[int, int]] = {}
-    for i, (q_rows, _) in enumerate(_step_rows(step)):
+    for i, (q_rows, _) in enumerate(_find_rows(step)):
         n = shape[1] if isinstance(q_rows, int) else q_rows.stop - q_rows.start
-        kv_len, _ = _pages(cache, step, i)
+        kv_len, _ = _find_pages(cache, step, i)
         for j in range(n if kv_len > 0 else 0):
             rows[(i, j) if isinstance(q_rows, int) else (q_rows.start + j,)] = (i, kv_len - n + j)
     return rows
@@ -160,7 +160,7 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tupl
     return o, lse
 
 
-def _step_rows(step: Step) -> list[tuple[Any, Any]]:
+def _find_rows(step: Step) -> list[tuple[Any, Any]]:
     """Returns where each sequence's rows of q are, and of lse."""
     if step.cu_seqlens_q is None:
         return [(i, i) for i in range(step.batch)]
@@ -168,7 +168,7 @@ def _step_rows(step: Step) -> list[tuple[Any, Any]]:
     return [(slice(*ends[i : i + 2]), (slice(None), slice(*ends[i : i + 2]))) for i in range(step.batch)]
 
 
-def _pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int], tuple[int, int]]]:
+def _find_pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int], tuple[int, int]]]:
     """The number of a sequence's keys, and a function that gives the page and the row of each."""
     size = cache.page_size
     if step.indptr is not None:
@@ -187,11 +187,11 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
     return x if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else to_numpy(x)
 
 
-def _scale(cache: KVCache, name: str, i: int) -> Any:
+def _get_scale(cache: KVCache, name: str, i: int) -> Any:
     """Returns what the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
-    if f"{name}_scale" not in cache.scale_arrays:
+    if f"{name}_get_scale" not in cache.scale_arrays:
         return cache.scales["kv".index(name)]
-    scales = np.atleast_2d(to_numpy(getattr(cache, f"{name}_scale")))
+    scales = np.atleast_2d(to_numpy(getattr(cache, f"{name}_get_scale")))
     return np.broadcast_to(scales[i if len(scales) > 1 else 0], (cache.kv_heads,))[:, None]
 
 
@@ -200,11 +200,11 @@ def _store(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
     if cache.element == element:
         return x
     with np.errstate(all="ignore"):
-        quotient = x.astype(element.dtype).astype(np.float32) / np.asarray(_scale(cache, name, i), np.float32)
+        quotient = x.astype(element.dtype).astype(np.float32) / np.asarray(_get_scale(cache, name, i), np.float32)
         return np.clip(quotient, -cache.element.largest, cache.element.largest).astype(cache.element.dtype).astype(np.float64)
 
 
-def _step_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
+def _make_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     """The mask of one sequence."""
     causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
     base = causal_and(mask) if mask is not None and causal else mask

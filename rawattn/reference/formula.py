@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..array.reading import read
 from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
-from ..operation import arguments, functions
+from ..operation import arguments, captures, functions, host_functions
 from ..operation.forward import limits as limits_of
 from ..operation.spec import Options, Spec, named
 from ..variant import weight
@@ -137,14 +137,14 @@ def make_formula(
     """The formula for q's library and device and these options, in float64, or ``rounded``."""
     xp = sys.modules[type(q).__module__.partition(".")[0]]
     device = {"device": q.device} if xp.__name__ == "torch" else {}
-    traced, captured = functions.taken({"mask": options.mask, "score": options.score})
+    traced, captured = captures.take({"mask": options.mask, "score": options.score})
     held = [_detach(x) if hasattr(x, "detach") else x for x in captured]
-    by_name = dict(zip(functions.names(traced), held, strict=True))
+    by_name = dict(zip(captures.names(traced), held, strict=True))
     if functions.among(traced):
         arrays = {"q": q, "k": k, "cu_seqlens_q": starts[0]}
         limits = limits_of({name: x for name, x in arrays.items() if x is not None}, named(options))
-        traced = functions.made(traced, {name: read(x, name) for name, x in by_name.items()}, limits)
-    spec = functions.on_host(Spec.of(**named(options) | traced), by_name, starts)
+        traced = captures.make_options(traced, {name: read(x, name) for name, x in by_name.items()}, limits)
+    spec = host_functions.on_host(Spec.of(**named(options) | traced), by_name, starts)
     factor = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
     rounding = (lambda x: cast(cast(x, q.dtype), x.dtype)) if rounded else (lambda x: x)
@@ -216,10 +216,10 @@ class Formula:
             shape = (*q.shape[:-3], len(queries), q.shape[-2])
             o = self.xp.zeros((*shape, v.shape[-1]), dtype=self.dtype, **self.device)
             lse = self.xp.zeros((*shape[:-2], shape[-1], shape[-2]), dtype=self.dtype, **self.device)
-            sinks = self._numbers(sinks, q.shape[-2])
+            sinks = self._read_sinks(sinks, q.shape[-2])
             for head, sink in enumerate(sinks):
                 lse[..., head, :] = sink
-            for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
+            for batch, rows, keys in self._find_sequences(q, cu_q, cu_kv):
                 if isinstance(rows, int):
                     at, to = np.arange(len(queries)), (o[rows], lse[rows])
                     chosen = queries
@@ -240,25 +240,25 @@ class Formula:
         """dq, dk, dv of all sequences, dsinks where there are sinks, and the gradients by the wanted arrays of a function;
         ``lens`` are the rows of q and of k that each sequence uses."""
         if wanted[1]:
-            return self._with_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv, (None, ()), lens)
+            return self._add_captured(*wanted, do, q, k, v, dlse, sinks, cu_q, cu_kv, (None, ()), lens)
         with self._settings(q):
             gradients = [self.xp.zeros(x.shape, dtype=self.dtype, **self.device) for x in (q, k, v)]
             dsinks = self.xp.zeros(q.shape[-2], dtype=self.dtype, **self.device)
             dq, dk, dv = gradients
             if dlse is None:
                 dlse = self.xp.zeros((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=self.dtype, **self.device)
-            numbers = self._numbers(sinks, q.shape[-2])
-            for batch, rows, keys in self._sequences(q, cu_q, cu_kv):
+            numbers = self._read_sinks(sinks, q.shape[-2])
+            for batch, rows, keys in self._find_sequences(q, cu_q, cu_kv):
                 n, m = (slice(None if each is None else int(each[batch])) for each in lens)
                 dlse_i = cast((dlse[rows] if isinstance(rows, int) else dlse[:, rows])[:, n], self.dtype)
                 inputs = (do[rows][n], q[rows][n], k[keys][m], v[keys][m], dlse_i, numbers)
                 self.backward_sequence((batch, 0), *inputs, dq[rows][n], dk[keys][m], dv[keys][m], dsinks)
         return (*gradients, dsinks) if sinks is not None else tuple(gradients)
 
-    def _with_captured(self, score: Any, wrt: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
+    def _add_captured(self, score: Any, wrt: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
         """Returns what ``backward`` gives, and the gradients by these arrays, which the score captured."""
-        options, captured = functions.taken({"score": score})
-        numbers = [int(name.rpartition("_")[2]) for name in functions.named_in(options, captured, wrt)]
+        options, captured = captures.take({"score": score})
+        numbers = [int(name.rpartition("_")[2]) for name in captures.named_in(options, captured, wrt)]
         sums = {i: np.zeros(tuple(x.shape)) for i, x in zip(numbers, wrt, strict=True)}
         gradients = dataclasses.replace(self, sums=sums).backward(*rest)
         return (*gradients, *(self.xp.asarray(sums[i], dtype=self.dtype, **self.device) for i in numbers))
@@ -271,7 +271,7 @@ class Formula:
         return stack
 
     @staticmethod
-    def _numbers(sinks: Any, heads: int) -> list[float]:
+    def _read_sinks(sinks: Any, heads: int) -> list[float]:
         """The sink of each head; -inf where there is none."""
         if sinks is None:
             return [-INF] * heads
@@ -280,7 +280,7 @@ class Formula:
         return list(map(float, sinks.tolist()))
 
     @staticmethod
-    def _sequences(q: Any, cu_q: Any, cu_kv: Any) -> Iterator[tuple[int, Any, Any]]:
+    def _find_sequences(q: Any, cu_q: Any, cu_kv: Any) -> Iterator[tuple[int, Any, Any]]:
         """The number of each sequence, and where its rows of q and of k are."""
         if q.ndim == 4:
             yield from ((i, i, i) for i in range(len(q)))

@@ -10,7 +10,7 @@ from ..array.array import Array
 from ..array.eager import eager
 from ..array.forms import form_of, forms_of, of_forms
 from ..errors import LayoutWarning, ProblemError
-from ..operation import Forward, functions
+from ..operation import Forward, captures, functions
 from ..operation.forward import layout_doubt
 from ..operation.inputs import ForwardInputs
 from ..operation.spec import Options, named, with_functions
@@ -82,7 +82,7 @@ def _run_unkept(inputs: Any, captured: tuple[Any, ...], request: Request, out: A
     if call is not None and read is not None:
         results = call(inputs + captured, read[1], out) if numbers is None else call(inputs + captured, read[1], out, numbers)
         return one_or_all(results)
-    operands = reading.read_named(request.operation.input_names(len(inputs)), inputs) | functions.read(request.options, captured)
+    operands = reading.read_named(request.operation.input_names(len(inputs)), inputs) | captures.read(request.options, captured)
     call = call_on(request, operands)
     if read is not None:
         if isinstance(call, GpuCall):
@@ -143,7 +143,7 @@ def _adapt(forms: Forms, count: int, captured: tuple[Any, ...], request: Request
         return None, None
     operands = dict(zip(similar.inputs, of_forms(forms[:count]), strict=False))
     if request.has_functions:
-        operands |= functions.read(request.options, captured)
+        operands |= captures.read(request.options, captured)
     op = similar.op.resized_to(operands, request.options)
     if op is None:
         return None, None

@@ -9,7 +9,7 @@ from typing import Any
 from ..array import making, reading
 from ..array.array import Array
 from ..errors import ProblemError
-from ..operation import Operation, arguments, functions
+from ..operation import Operation, arguments, captures, functions
 from ..operation.spec import Options, is_int, make_dropout, named, with_functions
 from . import front_end
 
@@ -141,5 +141,5 @@ def arrays_and_options(
     if any(x is not None for x in shorthands):
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)
-    options, captured = functions.taken(named(chosen), wrt)
-    return reading.read_named(operation.input_names(len(inputs)), inputs) | functions.read(options, captured), options
+    options, captured = captures.take(named(chosen), wrt)
+    return reading.read_named(operation.input_names(len(inputs)), inputs) | captures.read(options, captured), options

@@ -10,7 +10,7 @@ from ..array import reading, torch_state
 from ..array.array import Array
 from ..array.forms import forms_of_any
 from ..errors import ProblemError
-from ..operation import AttentionKVCache, arguments, functions
+from ..operation import AttentionKVCache, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.kvcache import table_of
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
@@ -130,7 +130,7 @@ def request_of(
             return plain_request(step.is_causal, options, return_lse, split, kernel, config)
         except TypeError:  # what cannot be hashed is not kept
             pass
-    options, captured = functions.taken(options)
+    options, captured = captures.take(options)
     request, split_keys = request_with(step, options, captured, return_lse), split_keys_of(split)
     return request._replace(split_keys=split_keys, kernel=kernel, config=config)
 
@@ -154,7 +154,7 @@ def _make_plain_request(
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
     """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
-    if (needed := len(functions.names(options))) != len(captured):
+    if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
     causal = step.causal if "causal" in step.arrays else step.is_causal
@@ -205,7 +205,7 @@ def attention_of(
     """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
     and for one that autograd would follow."""
     inputs = {"q": reading.read(q, "q")} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
-    inputs |= functions.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
+    inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
     if cache.requires_grad or torch_state.requires_grad(q, sinks, *request.captured):
         raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
@@ -216,7 +216,7 @@ def attention_of(
         kv_len = table_of(inputs) * inputs["k_cache"].shape[1]  # no sequence has more keys
         kv_len = kv_len if step.max_kv_len is None else min(kv_len, step.max_kv_len)
         limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
-        options = functions.resolved(traced, read, limits)
+        options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
     return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
 

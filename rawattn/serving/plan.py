@@ -10,7 +10,7 @@ from ..array import torch_state
 from ..array.array import CPU, Array
 from ..driver.device import Device
 from ..errors import ProblemError
-from ..operation import AttentionKVCache, arguments, functions
+from ..operation import AttentionKVCache, arguments, captures
 from ..operation.spec import MaskLike, ScoreLike, Window
 from ..runtime.bound_call import CpuCall, GpuCall, addresses_of
 from ..runtime.call_cache import KEPT_CALLS, cache_put
@@ -45,7 +45,7 @@ def plan_kvcache(
     """
     check_objects(cache, step)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
-    options, captured = functions.taken(
+    options, captured = captures.take(
         {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     )
     planned = PlanRequest(options, return_lse, split_keys_of(split), order_of(step, options, len(captured)))
@@ -67,7 +67,7 @@ class PlanRequest(NamedTuple):
 
     def in_order(self, captured: tuple[Any, ...], step: Step) -> tuple[Any, ...]:
         """The captured arrays in the order in which the kernel takes them; as they are where their number is wrong."""
-        if len(captured) != len(functions.names(self.options)):
+        if len(captured) != len(captures.names(self.options)):
             return captured
         return tuple([step.causal if i is None else captured[i] for i in self.order])
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from ..errors import ProblemError
-from ..operation import Backward, Forward, functions
+from ..operation import Backward, Forward, captures, functions
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.spec import Spec
 from ..runtime import calls
@@ -105,7 +105,7 @@ class Attention(LowestFunction):
             if request.wrt:
                 if any(x is not None and is_batched(x) for x in (do, dlse)):
                     raise ProblemError(NO_BATCH)
-                names = functions.names(options_of(text))
+                names = captures.names(options_of(text))
                 gradients = CAPTURED(*args, [names.index(name) for name in request.wrt])
             else:
                 gradients = BACKWARD(*args)
@@ -170,11 +170,11 @@ def differentiable(inputs: ForwardInputs, request: Request, out: Any, captured: 
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
-    wrt = functions.followed(request.options, captured) if captured else ()
+    wrt = captures.find_followed(request.options, captured) if captured else ()
     if wrt not in request.followed:
         request.followed[wrt] = _make_request(request.options, request.lengths, request.kernel, request.config, wrt)
     autograd_request = request.followed[wrt]
-    followed = [x for name, x in zip(functions.names(request.options), captured, strict=True) if name in wrt] if wrt else ()
+    followed = [x for name, x in zip(captures.names(request.options), captured, strict=True) if name in wrt] if wrt else ()
     return Attention.apply(inputs.q, inputs.k, inputs.v, inputs.sinks, inputs, captured, autograd_request, *followed)
 
 
@@ -195,14 +195,14 @@ def _follow(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     args = Rest(*rest)
     inputs, captured = args.inputs(q, k, v), tuple(args.captured or ())
     _check_followed((*inputs, *captured))
-    wrt = functions.followed(options_of(args.spec), captured) if captured else ()
+    wrt = captures.find_followed(options_of(args.spec), captured) if captured else ()
     if wrt and type(q).__name__ == "DTensor":
-        functions.check_no_grad(options_of(args.spec), captured, NO_GRADIENT_OF_PARTS)
+        captures.check_no_grad(options_of(args.spec), captured, NO_GRADIENT_OF_PARTS)
     if grad_enabled() and (wrt or any_requires_grad(*inputs)):
         if options_of(args.spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
         request = AutogradRequest(args.spec, args.lengths, True, wrt=wrt)
-        names = functions.names(options_of(args.spec)) if wrt else ()
+        names = captures.names(options_of(args.spec)) if wrt else ()
         followed = [x for name, x in zip(names, captured, strict=False) if name in wrt]
         return _apply_function(Attention.apply, q, k, v, args.sinks, inputs, captured, request, *followed)
     with torch._C._AutoDispatchBelowAutograd():

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from ..array import eager
 from ..errors import ProblemError
 from ..operation import append as append_operation
-from ..operation import functions, kvcache
+from ..operation import captures, functions, kvcache
 from ..operation.spec import Spec
 from ..runtime.plan import NO_GRAD
 from ..serving import KVCache, Rotary, Step, attention
@@ -51,7 +51,7 @@ _ATTENTION, _APPEND = torch.ops.rawattn.attention_kvcache.default, torch.ops.raw
 def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any], sinks: Any, split: Any) -> tuple[Any, Any]:
     """Computes ``rawattn.attention_kvcache`` by way of the operator."""
     lengths, causal = _read_lengths(step)
-    options, captured = functions.taken(options)
+    options, captured = captures.take(options)
     constants = tuple([(name, to_constants(value)) for name, value in options.items()])
     text = _write_text(causal, constants)
     bounds, split_keys = (step.max_q_len, step.max_kv_len), attention.split_keys_of(split)
@@ -193,8 +193,8 @@ def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     tensors = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
     arrays = _describe_arrays(tensors, layout, scales)
     kvcache.check_arrays(arrays, max_q_len)
-    arrays |= dict(zip(functions.names(by_role), map(describe, captured or ()), strict=True))
-    functions.check(functions.labels(by_role), arrays)
+    arrays |= dict(zip(captures.names(by_role), map(describe, captured or ()), strict=True))
+    captures.check(captures.labels(by_role), arrays)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 

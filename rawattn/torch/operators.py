@@ -21,7 +21,7 @@ import torch
 
 from ..array.array import CPU, DTYPES, META, Array
 from ..errors import ProblemError
-from ..operation import Backward, Forward, functions
+from ..operation import Backward, Forward, captures, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..runtime import calls
@@ -88,9 +88,9 @@ def attention(
     _check_has_not("attention", out=out, kernel=kernel, config=config)
     if not torch.compiler.is_dynamo_compiling():
         check_tensors(Forward.names, inputs)
-        check_tensors(tuple(functions.labels(options).values()), captured)
+        check_tensors(tuple(captures.labels(options).values()), captured)
         if captured and functorch_level() is not None and not any(map(is_mapped, inputs[:3])):
-            for words, x in zip(functions.labels(options).values(), captured, strict=True):
+            for words, x in zip(captures.labels(options).values(), captured, strict=True):
                 if is_mapped(x):  # torch finds no batch in a list of tensors alone
                     raise ProblemError(
                         f"{words} is mapped by torch.vmap, and neither q, k nor v is; map one of them, expanded, too."
@@ -118,11 +118,11 @@ def attention_backward(
     options.pop("wrt", None)
     if not torch.compiler.is_dynamo_compiling():
         check_tensors(Backward.names, inputs, "do")
-        check_tensors(tuple(functions.labels(options).values()), captured)
+        check_tensors(tuple(captures.labels(options).values()), captured)
         sharding.register_where_loaded()
     args = (*inputs[:7], *_make_rest(inputs, options, lengths, captured))
     if wrt:
-        names = functions.names(options)
+        names = captures.names(options)
         gradients = CAPTURED(*args, [names.index(name) for name in wrt])
     else:
         gradients = BACKWARD(*args)
@@ -173,7 +173,7 @@ def _compute_backward(
     args = Rest(*rest)
     inputs = BackwardInputs.of(do, args.inputs(q, k, v), o, lse.contiguous(), dlse)
     options = {**options_of(args.spec), "return_lse": False}
-    options |= {"wrt": tuple(functions.names(options)[i] for i in wrt)} if wrt else {}
+    options |= {"wrt": tuple(captures.names(options)[i] for i in wrt)} if wrt else {}
     gradients = calls.run(inputs, request_for(Backward, options, args.lengths), None, tuple(args.captured or ()))
     return (*gradients[:3], lse.new_empty(0), *gradients[3:]) if args.sinks is None else gradients
 
@@ -222,13 +222,13 @@ def _check_arguments(q: Any, k: Any, v: Any, args: Rest) -> None:
     described, options = {name: describe(x) for name, x in tensors if x is not None}, options_of(args.spec)
     check_arrays(described, *args.lengths)
     check_has_seed(described, options["dropout"])
-    names, captured = functions.names(options), args.captured or ()
+    names, captured = captures.names(options), args.captured or ()
     if len(names) != len(captured):
         raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")
     described |= dict(zip(names, map(describe, captured), strict=True))
-    functions.check(functions.labels(options), described)
+    captures.check(captures.labels(options), described)
     if any(function.sizes for _, function in functions.among(options)):
-        functions.check_sizes(options, described, limits(described, options))
+        captures.check_sizes(options, described, limits(described, options))
 
 
 _NAMES = {getattr(torch, dtype.name): name for name, dtype in DTYPES.items()}

@@ -166,6 +166,6 @@ class RotaryPairs(Option):
 
     @property
     def fields(self) -> Fields:
-        found = [Field(name, f"const {self.angle}*", Pointer(name)) for name in ("cos", "sin")]
-        found += [Field(f"{name}_stride", "i64", Stride(name, "line")) for name in ("cos", "sin")]
-        return (*found, Field("max_positions", "i64"), *self.positions.fields)
+        angles = [Field(name, f"const {self.angle}*", Pointer(name)) for name in ("cos", "sin")]
+        angles += [Field(f"{name}_stride", "i64", Stride(name, "line")) for name in ("cos", "sin")]
+        return (*angles, Field("max_positions", "i64"), *self.positions.fields)

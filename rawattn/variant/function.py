@@ -122,32 +122,32 @@ class Captures(Option):
         return {name: what.value(shapes, numbers) for name, _, what in written.fields if isinstance(what, fields.HostValue)}
 
     def __str__(self) -> str:
-        return f"{self.type}({infix(self.code, [each.label or each.name for each in self.arrays], self.numbers)})"
+        return f"{self.type}({infix(self.code, [array.label or array.name for array in self.arrays], self.numbers)})"
 
     __repr__ = __str__
 
     @property
     def notes(self) -> list[str]:
         """Returns what is worth knowing of each captured array, in words: its format and shape, and which indices are checked."""
-        found, order = [], nodes(self.code.root)
-        for i, each in enumerate(self.arrays):
+        notes, order = [], nodes(self.code.root)
+        for i, array in enumerate(self.arrays):
             axes = sorted({axis for node, axis in self.checked if order[node].args[0] == i})
             checked = f", indices along {' and '.join(f'axis {axis}' for axis in axes)} are clipped" if axes else ""
-            blocks = ", bounded by minima and maxima of its blocks" * (each.pyramid > 0)
-            found.append(f"{each.label or each.name} {each.element} {tuple(each.shape)}{blocks}{checked}")
-        return found
+            blocks = ", bounded by minima and maxima of its blocks" * (array.pyramid > 0)
+            notes.append(f"{array.label or array.name} {array.element} {tuple(array.shape)}{blocks}{checked}")
+        return notes
 
     def intervals(self, limits: Limits) -> list[str]:
         """The comparisons by which tiles are classified, those that follow from the function's own among them, in words: both
         sides with their bounds over the whole problem. A kernel has the same of a tile."""
-        labels, shapes = [each.label or each.name for each in self.arrays], [each.shape for each in self.arrays]
+        labels, shapes = [array.label or array.name for array in self.arrays], [array.shape for array in self.arrays]
         root = strengthen(self.code)
-        known, found = intervals(root, shapes, self.numbers, limits), list[str]()
+        known, comparisons = intervals(root, shapes, self.numbers, limits), list[str]()
         for node in nodes(root):
             if node.op in ("lt", "le", "eq"):
                 sides = [f"{infix_of(x, labels, self.numbers)} {known[x]}" for x in node.args if not known[x].point.all()]
-                found.append(f"{infix_of(node, labels, self.numbers)}: {', '.join(sides) or 'known'}")
-        return found
+                comparisons.append(f"{infix_of(node, labels, self.numbers)}: {', '.join(sides) or 'known'}")
+        return comparisons
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -212,26 +212,26 @@ class FunctionScore(Captures):
     def pair_axes(self) -> dict[int, tuple[int, PairAxes]]:
         """Of each element that pairs have of their own, by its number among the code's nodes: the number of its array, and the
         axes of this."""
-        found = {}
+        axes_of_elements = {}
         for i, node in enumerate(nodes(self.code.root)):
             axes = pair_axes(node, [axis for at, axis in self.checked if at == i]) if node.op == "load" else None
             if axes is not None:
-                found[i] = node.args[0], axes
-        return found
+                axes_of_elements[i] = node.args[0], axes
+        return axes_of_elements
 
     def logit(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
         kv_start: Any = 0
     ) -> Any:  # fmt: skip
         """The logits of scaled dot products, in their dtype."""
-        return self._evaluated(self.code.root, xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
+        return self._evaluate(self.code.root, xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
 
     def slope(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
         kv_start: Any = 0
     ) -> Any:  # fmt: skip
         """The derivative of each logit by its s."""
-        return self._evaluated(_slope(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
+        return self._evaluate(_derive(self.code), xp, arrays, s, b, h, q, kv, q_len, kv_len, q_start, kv_start)
 
     def element_gradients(
         self, xp: Any, arrays: Any, s: Any, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any = 0,
@@ -240,17 +240,17 @@ class FunctionScore(Captures):
         """The derivatives of each logit by the elements of float arrays: the number of an array, the indices, all inside, and the
         derivative, in the shape of s."""
         at = {"s": s, **dict(zip(_NAMES, (b, h, q, kv, q_len, kv_len, q_start, kv_start), strict=True))}
-        found, value = [], Evaluation(at, arrays, self.numbers, xp, s.dtype)
-        for each in by_elements(self.code):
-            sizes = arrays[each.array].shape
-            indices = (value(i).clip(0, n - 1) for i, n in zip(each.load.args[2:], sizes, strict=True))
-            every = tuple(xp.broadcast_to(i, s.shape) for i in indices)
-            found.append((each.array, every, xp.broadcast_to(value(each.derivative), s.shape)))
-        return found
+        gradients, value = [], Evaluation(at, arrays, self.numbers, xp, s.dtype)
+        for gradient in by_elements(self.code):
+            sizes = arrays[gradient.array].shape
+            indices = (value(i).clip(0, n - 1) for i, n in zip(gradient.load.args[2:], sizes, strict=True))
+            all_indices = tuple(xp.broadcast_to(i, s.shape) for i in indices)
+            gradients.append((gradient.array, all_indices, xp.broadcast_to(value(gradient.derivative), s.shape)))
+        return gradients
 
-    def _evaluated(self, root: Any, xp: Any, arrays: Any, s: Any, *at: Any) -> Any:
-        found = evaluate(root, {"s": s, **dict(zip(_NAMES, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
-        return xp.broadcast_to(found, s.shape)
+    def _evaluate(self, root: Any, xp: Any, arrays: Any, s: Any, *at: Any) -> Any:
+        result = evaluate(root, {"s": s, **dict(zip(_NAMES, at, strict=True))}, arrays, self.numbers, xp, s.dtype)
+        return xp.broadcast_to(result, s.shape)
 
 
 _NAMES = ("b", "h", "q", "kv", "q_len", "kv_len", "q_start", "kv_start")
@@ -287,7 +287,7 @@ class FunctionGradient(Option):
 
 
 @functools.lru_cache(maxsize=256)
-def _slope(code: Code) -> Any:
+def _derive(code: Code) -> Any:
     return slope(code.root)
 
 
@@ -298,29 +298,29 @@ def option_of(traced: Traced, forms: Sequence[tuple[str, tuple[int, ...]]], numb
     Raises ProblemError where an integer may not fit 32 bits.
     """
     shapes = tuple(tuple(shape) for _, shape in forms)
-    return _option(traced.code, shapes, number_keys(tuple(numbers)), Limits(*limits), traced.labels)
+    return _make_option(traced.code, shapes, number_keys(tuple(numbers)), Limits(*limits), traced.labels)
 
 
 @functools.lru_cache(maxsize=4096)
-def _option(
+def _make_option(
     code: Code, shapes: tuple[tuple[int, ...], ...], keys: tuple[int | str, ...], limits: Limits, labels: tuple[str, ...]
 ) -> Any:
     numbers = numbers_of(keys)
     checked = checked_indices(code, shapes, numbers, limits)
-    found = recognition.recognised(code, numbers)
-    if found is not None:
-        return found
+    built_in = recognition.recognised(code, numbers)
+    if built_in is not None:
+        return built_in
     if code.role == "mask" and _has_doubles(code):
         raise ProblemError(
             "a mask captured an array of float64, and floats of a mask are computed in float32; convert it, or use integers."
         )
-    made = object.__new__(FunctionMask if code.role == "mask" else FunctionScore)
-    made.__dict__.update(code=code, numbers=numbers, arrays=_arrays(code, shapes, labels), checked=checked)  # all of its form
-    return made
+    option = object.__new__(FunctionMask if code.role == "mask" else FunctionScore)
+    option.__dict__.update(code=code, numbers=numbers, arrays=_capture(code, shapes, labels), checked=checked)  # all of its form
+    return option
 
 
 @functools.lru_cache(maxsize=4096)
-def _arrays(code: Code, shapes: tuple[tuple[int, ...], ...], labels: tuple[str, ...]) -> tuple[Captured, ...]:
+def _capture(code: Code, shapes: tuple[tuple[int, ...], ...], labels: tuple[str, ...]) -> tuple[Captured, ...]:
     return tuple(
         Captured(f"{code.role}_{i}", element, shape, pyramid, label)
         for i, ((element, _), shape, pyramid, label) in enumerate(

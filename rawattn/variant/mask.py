@@ -49,7 +49,7 @@ def _check_align(align: str) -> None:
         raise ProblemError(f"align is {align!r}; it must be one of {', '.join(map(repr, ALIGNMENTS))}.")
 
 
-def _shift(align: str, q_len: int, kv_len: int) -> int:
+def _find_shift(align: str, q_len: int, kv_len: int) -> int:
     return kv_len - q_len if align == "bottom_right" else 0
 
 
@@ -86,7 +86,7 @@ class Causal(Mask):
         return {"causal_to_last": int(self.align == "bottom_right")}
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        return np.zeros_like(q), np.clip(q + _shift(self.align, q_len, kv_len) + 1, 0, kv_len)
+        return np.zeros_like(q), np.clip(q + _find_shift(self.align, q_len, kv_len) + 1, 0, kv_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +131,9 @@ class Window(Mask):
         return {"window_left": reach(self.left), "window_right": reach(self.right)}
 
     def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
-        own = q + _shift(self.align, q_len, kv_len)
-        return np.clip(own - self.values["window_left"], 0, kv_len).astype(np.int64), np.clip(
-            own + self.values["window_right"] + 1, 0, kv_len
-        ).astype(np.int64)
+        position = q + _find_shift(self.align, q_len, kv_len)
+        begin, end = position - self.values["window_left"], position + self.values["window_right"] + 1
+        return np.clip(begin, 0, kv_len).astype(np.int64), np.clip(end, 0, kv_len).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +220,8 @@ class SplitMask(Wrapper):
 
 def of_head(mask: Pairs, head: int) -> Pairs:
     """The pairs of one query head."""
-    found: Pairs = mask if mask.of_head is None else mask.of_head(head)
-    return found
+    pairs: Pairs = mask if mask.of_head is None else mask.of_head(head)
+    return pairs
 
 
 class UsedQueriesMask(Wrapper):

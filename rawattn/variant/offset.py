@@ -56,21 +56,21 @@ class OffsetScore(Wrapper, Score):
 
     @property
     def logit(self) -> Callable[..., Any] | None:
-        return self.base.logit and self._at_positions(self.base.logit)
+        return self.base.logit and self._move_to_positions(self.base.logit)
 
     @property
     def slope(self) -> Callable[..., Any] | None:
-        return self.base.slope and self._at_positions(self.base.slope)
+        return self.base.slope and self._move_to_positions(self.base.slope)
 
     @property
     def element_gradients(self) -> Callable[..., Any]:
-        return self._at_positions(self.base.element_gradients)  # type: ignore[attr-defined]  # likewise
+        return self._move_to_positions(self.base.element_gradients)  # type: ignore[attr-defined]  # likewise
 
     def of_lengths(self, q_len: int, kv_len: int) -> OffsetScore:
         length = max(self.q_offset + q_len, self.kv_offset + kv_len)
         return dataclasses.replace(self, base=self.base.of_lengths(length, length))
 
-    def _at_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
+    def _move_to_positions(self, f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda xp, s, batch, head, q, kv: f(xp, s, batch, head, q + self.q_offset, kv + self.kv_offset)
 
 

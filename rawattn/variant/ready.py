@@ -27,8 +27,8 @@ def count_axes(name: str, array: Any, allowed: tuple[int, ...], shape: str) -> i
     """The dimensions of an array. Raises ProblemError where it has others."""
     count = len(getattr(array, "shape", ())) if hasattr(array, "shape") else -1
     if count not in allowed:
-        found = f"of shape {tuple(array.shape)}" if count >= 0 else repr(array)
-        raise ProblemError(f"{name} is {found}; it must be an array {shape}.")
+        text = f"of shape {tuple(array.shape)}" if count >= 0 else repr(array)
+        raise ProblemError(f"{name} is {text}; it must be an array {shape}.")
     return count
 
 
@@ -53,8 +53,8 @@ class OfBlockMask(Ready):
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         row, column = q // self.q_block, kv // self.kv_block
-        found = self.classes[b if self.by_batch else 0, h if self.by_head else 0, row, column]
-        return (found == 2) | ((found == 1) & self.mask_mod(b, h, q, kv))
+        block_class = self.classes[b if self.by_batch else 0, h if self.by_head else 0, row, column]
+        return (block_class == 2) | ((block_class == 1) & self.mask_mod(b, h, q, kv))
 
     def sizes(self) -> Any:
         if self.lengths is None:
@@ -79,10 +79,10 @@ class Biased(Ready):
         self.by_batch = slopes is not None and count_axes("alibi", slopes, (1, 2), "of (heads,) or (batch, heads)") == 2
         if slopes is not None and "float" not in format_of(slopes):
             raise ProblemError(f"alibi is of {format_of(slopes)}; it must be of floats.")
-        self.own: tuple[bool, ...] = ()  # the axes along which the bias has numbers of its own
+        self.longer: tuple[bool, ...] = ()  # whether the bias is longer than 1 along each of its axes
         if bias is not None:
             count_axes("bias", bias, (0, 1, 2, 3, 4), "that broadcasts to (batch, heads, q_len, kv_len)")
-            self.own = tuple(bool(n > 1) for n in bias.shape)  # of an exported call n may be a symbol
+            self.longer = tuple(bool(n > 1) for n in bias.shape)  # of an exported call n may be a symbol
             if format_of(bias) == "bool":
                 raise ProblemError("bias is of bool; give it as mask, or as a function that reads it.")
 
@@ -93,16 +93,16 @@ class Biased(Ready):
             slope = self.slopes[b, h] if self.by_batch else self.slopes[h]
             s = s - slope * abs(q + kv_len - q_len - kv)
         if self.bias is not None:
-            at = (b, h, q, kv)[4 - len(self.own) :]
-            indices = tuple(i if own else 0 for i, own in zip(at, self.own, strict=True))
+            at = (b, h, q, kv)[4 - len(self.longer) :]
+            indices = tuple(i if is_longer else 0 for i, is_longer in zip(at, self.longer, strict=True))
             s = s + (self.bias[indices] if indices else self.bias)
         return s
 
     def sizes(self) -> Any:
-        found = []
+        sizes = []
         if self.slopes is not None:
-            found.append(("alibi", self.slopes, None, (*(BATCH,) * self.by_batch, ("heads", 1, False))))
+            sizes.append(("alibi", self.slopes, None, (*(BATCH,) * self.by_batch, ("heads", 1, False))))
         if self.bias is not None:
             axes = tuple((dim, 1, True) for dim in ("batch", "heads", "q_len", "kv_len"))
-            found.append(("bias", self.bias, None, axes[4 - len(self.own) :]))
-        return tuple(found)
+            sizes.append(("bias", self.bias, None, axes[4 - len(self.longer) :]))
+        return tuple(sizes)

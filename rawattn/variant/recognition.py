@@ -30,7 +30,7 @@ class _Side(NamedTuple):
 
 def recognised(code: Code, numbers: Sequence[Any]) -> Any:
     """The built-in mask or score of the same meaning; None where there is none."""
-    return _recognised(code, numbers) if may_be(code) else None
+    return _recognise(code, numbers) if may_be(code) else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -39,29 +39,29 @@ def may_be(code: Code) -> bool:
     root, ones = code.root, (1,) * code.numbers
     if code.role == "score":
         return root is S or root.op == "mul"
-    return root.op == "const" or all(_sides(part, ones) for part in parts("and", root))
+    return root.op == "const" or all(_find_sides(part, ones) for part in parts("and", root))
 
 
-def _recognised(code: Code, numbers: Sequence[Any]) -> Any:
-    return (_mask if code.role == "mask" else _score)(code.root, numbers)
+def _recognise(code: Code, numbers: Sequence[Any]) -> Any:
+    return (_find_mask if code.role == "mask" else _find_score)(code.root, numbers)
 
 
-def _value(x: Expr, numbers: Sequence[Any]) -> Any:
+def _evaluate(x: Expr, numbers: Sequence[Any]) -> Any:
     """Returns what an expression of captured numbers alone is; None for others."""
     if x.deps or any(node.op in ("dim", "load") for node in nodes(x)):
         return None
     return evaluate(x, {}, (), numbers).item()
 
 
-def _mask(root: Expr, numbers: Sequence[Any]) -> Any:
+def _find_mask(root: Expr, numbers: Sequence[Any]) -> Any:
     if root.op == "const":
         return Full() if root.args[0] else None
     sides: list[_Side] = []
     for part in parts("and", root):
-        found = _sides(part, numbers)
-        if not found:
+        bounds = _find_sides(part, numbers)
+        if not bounds:
             return None
-        sides += found
+        sides += bounds
     if len({side.align for side in sides}) > 1 or len({side.left for side in sides}) < len(sides):
         return None
     align = sides[0].align
@@ -74,24 +74,24 @@ def _mask(root: Expr, numbers: Sequence[Any]) -> Any:
     return Window(None if left is None else left.reach, None if right is None else right.reach, align)
 
 
-def _sides(x: Expr, numbers: Sequence[Any]) -> list[_Side]:
+def _find_sides(x: Expr, numbers: Sequence[Any]) -> list[_Side]:
     """The bounds of kv that a condition says; none where it says anything else."""
     if x.op != "le" or any(a.type != "int" for a in x.args):
         return []
     low, high = x.args
     if low.op == "abs":  # |kv - q - shift| <= reach
-        right, left = _side(low.args[0], high, numbers), _side(from_linear(*_negated(low.args[0])), high, numbers)
+        right, left = _find_side(low.args[0], high, numbers), _find_side(from_linear(*_negate(low.args[0])), high, numbers)
         return [right, left] if right is not None and left is not None else []
-    found = _side(low, high, numbers)
-    return [] if found is None else [found]
+    side = _find_side(low, high, numbers)
+    return [] if side is None else [side]
 
 
-def _negated(x: Expr) -> tuple[int, dict[Expr, int]]:
+def _negate(x: Expr) -> tuple[int, dict[Expr, int]]:
     constant, terms = linear(x)
     return -constant, {atom: -c for atom, c in terms.items()}
 
 
-def _side(low: Expr, high: Expr, numbers: Sequence[Any]) -> _Side | None:
+def _find_side(low: Expr, high: Expr, numbers: Sequence[Any]) -> _Side | None:
     """low <= high as a bound of kv by q."""
     (constant, terms), (other, more) = linear(high), linear(low)
     terms, constant = dict(terms), constant - other
@@ -101,30 +101,30 @@ def _side(low: Expr, high: Expr, numbers: Sequence[Any]) -> _Side | None:
     if abs(kv) != 1 or q != -kv or shift not in (0, q) or back != -shift:
         return None
     rest = from_linear(constant, terms)
-    reach = _value(rest, numbers)
+    reach = _evaluate(rest, numbers)
     return None if reach is None else _Side("bottom_right" if shift else "top_left", kv == 1, reach, rest.op == "const")
 
 
-def _score(root: Expr, numbers: Sequence[Any]) -> Any:
+def _find_score(root: Expr, numbers: Sequence[Any]) -> Any:
     if root is S:
         return Scale()
     if root.op != "mul":  # cap * tanh(s / cap)
         return None
     for factor, curve in (root.args, root.args[::-1]):
         if curve.op == "tanh" and curve.args[0].op in ("div", "mul"):
-            cap, inner = _value(factor, numbers), _factor(curve.args[0], numbers)
+            cap, inner = _evaluate(factor, numbers), _find_factor(curve.args[0], numbers)
             if cap is not None and inner is not None and FLOAT32_MIN <= cap <= FLOAT32_MAX and abs(cap * inner - 1) < 1e-12:
                 return Softcap(cap)
     return None
 
 
-def _factor(x: Expr, numbers: Sequence[Any]) -> float | None:
+def _find_factor(x: Expr, numbers: Sequence[Any]) -> float | None:
     """The number that s is multiplied by."""
     if x.op == "div" and x.args[0] is S:
-        by = _value(x.args[1], numbers)
+        by = _evaluate(x.args[1], numbers)
         return 1 / by if by else None
     if x.op == "mul":
         for a, b in (x.args, x.args[::-1]):
             if a is S:
-                return _value(b, numbers)
+                return _evaluate(b, numbers)
     return None

@@ -18,9 +18,9 @@ def number(name: str, value: Any, need: str) -> float:
     """``value`` as a float. Raises ProblemError for what is no plain number, or none that float32 holds. An array or a tensor
     would be read once, and a plan that is kept would go on with the old value; it would lose its gradient, too."""
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        found = value if isinstance(value, int) else float(value)  # an int may be too large for a float
-        if abs(found) <= FLOAT32_MAX:
-            return float(found)
+        finite = value if isinstance(value, int) else float(value)  # an int may be too large for a float
+        if abs(finite) <= FLOAT32_MAX:
+            return float(finite)
     elif hasattr(value, "item"):
         way = f"float({name}), or multiply q by it" if name == "scale" else f"float({name})"
         raise ProblemError(

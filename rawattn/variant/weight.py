@@ -79,9 +79,9 @@ def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> tuple[npt.NDArray[
     for i in range(10):
         low, high = ((k + i * step) % 2**32 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
         x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = y >> np.uint64(32) ^ b ^ np.uint64(low), _low(y), x >> np.uint64(32) ^ d ^ np.uint64(high), _low(x)
+        a, b, c, d = y >> np.uint64(32) ^ b ^ np.uint64(low), _take_low(y), x >> np.uint64(32) ^ d ^ np.uint64(high), _take_low(x)
     return tuple(x.astype(np.uint32) for x in np.broadcast_arrays(a, b, c, d))
 
 
-def _low(x: Any) -> Any:
+def _take_low(x: Any) -> Any:
     return x & np.uint64(0xFFFFFFFF)

@@ -16,7 +16,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.operation.functions import taken
+from rawattn.operation.captures import taken
 from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import Selection
 from rawattn.testing import Case, expect, expect_backward

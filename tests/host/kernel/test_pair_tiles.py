@@ -22,7 +22,7 @@ from rawattn.kernel import attn_bwd, render
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_captured import arrays_with_ds_gradient
 from rawattn.kernel.program import Program
-from rawattn.operation import Backward, functions
+from rawattn.operation import Backward, captures
 from rawattn.operation.operand import Layout
 from rawattn.operation.spec import Spec
 from rawattn.runtime.select import select
@@ -75,7 +75,7 @@ def test_how_an_array_lies() -> None:
     assert three
 
     def found(**given: Array) -> tuple[str, ...]:
-        layout = functions.with_captured(plain, Spec(score=option), {**three, **given})
+        layout = captures.with_captured(plain, Spec(score=option), {**three, **given})
         assert Layout.from_json(layout.to_json()) == layout and layout[:2] == plain[:2]
         return layout.tma_captured
 
