@@ -40,12 +40,12 @@ from .lib import command
 RECORD = pathlib.Path("perf/record/mutation.json")
 RESULTS = ("killed", "survived", "timeout")
 TESTS = {  # module -> the files of its tests in tests/host, quickest first, where they are not the one of its own path
-    "rawattn/array/array.py": "array/memory operation/operand operation/forward api/attention",
+    "rawattn/array/array.py": "operation/operand operation/forward api/attention runtime/bound_call",
     "rawattn/array/conversion.py": "array/memory api/attention operation/functions",
-    "rawattn/array/forms.py": "runtime/bound_call torch/operators serving/kept_calls",
+    "rawattn/array/forms.py": "serving/cache runtime/bound_call torch/operators",
     "rawattn/array/making.py": "api/attention_backward runtime/bound_call serving/kept_calls",
     "rawattn/array/memory.py": "array/memory runtime/bound_call",
-    "rawattn/array/reading.py": "api/attention torch/operators driver/driver",
+    "rawattn/array/reading.py": "api/attention torch/operators driver/driver runtime/bound_call",
     "rawattn/array/torch_state.py": "torch/operators torch/traced runtime/bound_call", "rawattn/command/demo.py": "main",
     "rawattn/command/doctor.py": "main", "rawattn/compile/cache.py": "compile/cache compile/compiler",
     "rawattn/compile/tokens.py": "compile/compiler",
@@ -54,7 +54,7 @@ TESTS = {  # module -> the files of its tests in tests/host, quickest first, whe
     **{f"rawattn/driver/{name}.py": "driver/driver" for name in ("context", "counters", "graph", "launch", "tensor_map")},
     "rawattn/kernel/program.py": "kernel/program runtime/bound_call",
     "rawattn/kernel/tiling.py": "kernel/program kernel/render runtime/select",
-    "rawattn/operation/captures.py": "operation/functions operation/ready_masks",
+    "rawattn/operation/captures.py": "operation/functions operation/ready_masks operation/element_gradients runtime/bound_call",
     "rawattn/operation/forward.py": "operation/forward runtime/bound_call runtime/select",
     "rawattn/operation/host_functions.py": "operation/functions",
     "rawattn/operation/operand.py": "operation/operand operation/forward runtime/bound_call",

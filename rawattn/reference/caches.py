@@ -189,9 +189,9 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
 
 def _get_scale(cache: KVCache, name: str, i: int) -> Any:
     """Returns what the stored k or v of a sequence is multiplied by: a number, or one for each head, (kv_heads, 1)."""
-    if f"{name}_get_scale" not in cache.scale_arrays:
+    if f"{name}_scale" not in cache.scale_arrays:
         return cache.scales["kv".index(name)]
-    scales = np.atleast_2d(to_numpy(getattr(cache, f"{name}_get_scale")))
+    scales = np.atleast_2d(to_numpy(getattr(cache, f"{name}_scale")))
     return np.broadcast_to(scales[i if len(scales) > 1 else 0], (cache.kv_heads,))[:, None]
 
 

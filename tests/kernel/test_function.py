@@ -16,7 +16,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
-from rawattn.operation.captures import taken
+from rawattn.operation.captures import take
 from rawattn.runtime.plan import Plan
 from rawattn.runtime.select import Selection
 from rawattn.testing import Case, expect, expect_backward
@@ -129,7 +129,7 @@ def test_what_diagonals_share_has_the_bits_of_pairs(name: str, config: AttnFwdCo
     for options in ({}, {"causal": True}, {"mask": mask}, {"q_offset": 100, "kv_offset": 37}):
         op = rawattn.explain(*inputs, score=score, **options, return_lse=True, kernel="attn_fwd").op
         assert ATTN_FWD.options(op, config)["Ahead"] == DiagonalsAhead()
-        captured = taken({"mask": options.get("mask"), "score": score})[1]
+        captured = take({"mask": options.get("mask"), "score": score})[1]
         plans = [Plan(op, device, Selection(kernel, config, ""), "torch") for kernel in (ATTN_FWD, EachPair())]
         found, wanted = (plan.run(*inputs, *captured) for plan in plans)
         assert all(torch.equal(x, y) and not x.isnan().any() for x, y in zip(found, wanted, strict=True))
