@@ -46,9 +46,6 @@ def tensor_maps(
     extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
     before, after = (kind, len(sizes)), (*extents, *after)
 
-    @functools.lru_cache(
-        maxsize=256
-    )  # the driver takes microseconds, and addresses come again: layers' caches, an allocator's blocks
     def encoded(pointer: int) -> bytes:
         code, tensor_map = cuda.cuTensorMapEncodeTiled(*before, pointer, *after)
         if code:
