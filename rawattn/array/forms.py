@@ -18,7 +18,7 @@ def forms_of(arrays: Sequence[Any]) -> tuple[tuple[tuple[Any, ...], ...], tuple[
     on: the address modulo 16, dtype, shape, strides and device. Tensors whose storages hold their elements pass every check that
     others of these forms passed. Returns None where one is of another library, has no plain memory, or autograd would follow.
     """
-    forward_ad, plain_tensors = torch_state.forward_ad, torch_state.plain_tensors
+    plain_tensors, forward_ad = torch_state.plain_tensors, torch_state.forward_ad
     if forward_ad is not None and forward_ad._current_level >= 0:  # each is read whole, which finds tangents
         return None
     forms: list[tuple[Any, ...]] = []

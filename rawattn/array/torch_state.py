@@ -27,14 +27,16 @@ _function_modes: Any = None
 
 def load(torch: Any) -> None:
     """Sets what this module knows of ``torch``, the module."""
-    global tensor, plain_tensors, dtypes, names, forward_ad, grad_enabled, is_dynamo
-    tensor, plain_tensors, forward_ad = torch.Tensor, (torch.Tensor, torch.nn.Parameter), torch.autograd.forward_ad
+    global dtypes, names, forward_ad, grad_enabled
     dtypes = {name: getattr(torch, dtype.name) for name, dtype in DTYPES.items()}
     names = {dtype: name for name, dtype in dtypes.items()}
-    grad_enabled, is_dynamo = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+    forward_ad, grad_enabled = torch.autograd.forward_ad, torch.is_grad_enabled
     global _increment_version, _is_jit, _dispatch_modes, _function_modes
     _increment_version, _is_jit = torch.autograd.graph.increment_version, torch._C._is_tracing
     _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+    global tensor, plain_tensors, is_dynamo  # last: another thread that finds one of these uses the rest
+    plain, dynamo = (torch.Tensor, torch.nn.Parameter), torch.compiler.is_dynamo_compiling
+    tensor, plain_tensors, is_dynamo = torch.Tensor, plain, dynamo
 
 
 def is_compiling() -> bool:

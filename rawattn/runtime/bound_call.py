@@ -108,7 +108,8 @@ class GpuCall(BoundCall):
         """Drops the launches that are kept by all they depend on, and the last ones, whose addresses and numbers may change."""
         self._launches: dict[Any, tuple[BoundLaunch, ...]] = {}
         self._last: dict[Any, tuple[tuple[BoundLaunch, ...], Sequence[int]]] = {}
-        self.__dict__.pop("_extents", None)
+        for name in ("_extents", "_spans"):  # which follow from the lengths of the inputs
+            self.__dict__.pop(name, None)
 
     def _open(self) -> None:
         """Prepares what makes the results, and fills in the strides that these will have."""

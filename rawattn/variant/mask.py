@@ -53,6 +53,7 @@ def _find_shift(align: str, q_len: int, kv_len: int) -> int:
     return kv_len - q_len if align == "bottom_right" else 0
 
 
+@dataclasses.dataclass(frozen=True)  # its own: users make one
 class Full(Mask):
     """Every query keeps every key.
 

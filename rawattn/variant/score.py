@@ -42,6 +42,7 @@ class Score(Option):
     """
 
 
+@dataclasses.dataclass(frozen=True)  # its own: users make one
 class Scale(Score):
     """logit = scale * q.k, the default."""
 

@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 31525,
     "perf": 5976,
     "cuda_src": 12695,
-    "tests": 42440,
+    "tests": 42500,
 }
 FUNCTION_LINES = 60
 

@@ -162,6 +162,14 @@ def test_a_spec_is_a_value() -> None:
         Spec().scale = 2.0  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("option", [rawattn.mask.Full, rawattn.score.Scale])
+def test_options_without_fields_are_values_too(option: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{option.__name__}\.__init__\(\) takes 1 positional argument"):
+        option(0.5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        option().align = "top_left"
+
+
 def test_in_words() -> None:
     assert str(Spec()) == "Full(), Scale()"
     spec = Spec.of(causal=True, softcap=2, scale=0.12345678, return_lse=True, constant_time=True, deterministic=False)

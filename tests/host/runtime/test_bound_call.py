@@ -472,6 +472,24 @@ def test_a_captured_array_that_was_freed() -> None:
     assert not LAUNCHED
 
 
+@pytest.mark.parametrize("lengths", [(80, 75), (75, 80)], ids=["shorter", "longer"])
+def test_a_storage_that_was_freed_at_another_length(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was made from one on tensors of another length knows where its own tensors end."""
+    monkeypatch.setattr(compiler, "compile_all", lambda sources: {})
+    other, call = (tensors(length) for length in lengths)
+    rawattn.attention(**other)
+    made = len(keys_kept("family"))
+    rawattn.attention(**call)
+    assert len(keys_kept("family")) == made  # it was not planned
+    short = torch.randn(2 * 80 * 4 * 64).bfloat16()
+    k = short[: call["k"].numel()].view(call["k"].shape)
+    short.untyped_storage().resize_(2 * (k.numel() - 1))
+    LAUNCHED.clear()
+    with pytest.raises(ProblemError, match=r"^k is a Tensor of shape .* that has no memory for its elements"):
+        rawattn.attention(**call | {"k": k})
+    assert not LAUNCHED
+
+
 WRONG: dict[str, Any] = {
     "k of another dtype": lambda x: {"k": x["k"].half()},
     "k of another length": lambda x: {"k": torch.cat([x["k"]] * 2, 1)},
