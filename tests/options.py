@@ -90,6 +90,31 @@ class HeadWindow(Option):
         return Window(left=self.first + self.step * head)
 
 
+@dataclasses.dataclass(frozen=True)
+class Dilated(Mask):
+    """A query keeps the keys up to its own position whose distance to it is a multiple of ``step``."""
+
+    step: int
+    type: ClassVar[str] = "Dilated"
+    source: ClassVar[str] = "../tests/host/dilated.cuh"
+    lists: ClassVar[bool] = True  # type: ignore[assignment,misc]
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("dilated_step", "i32"),)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {"dilated_step": self.step}
+
+    def interval(self, q: Ints, q_len: int, kv_len: int) -> tuple[Ints, Ints]:
+        return Causal().interval(q, q_len, kv_len)
+
+    def keep(self, xp: Any, batch: int, head: int, q: Any, kv: Any, q_len: int, kv_len: int) -> Any:
+        distance = q + kv_len - q_len - kv
+        return (distance >= 0) & (distance % self.step == 0)
+
+
 HEAD_WINDOW = st.builds(HeadWindow, st.sampled_from([0, 1, 5, 31, 61, 127, 130]), st.sampled_from([0, 1, 17, 65, 97]))
 MASKS: dict[str, st.SearchStrategy[Mask]] = {
     "head window": HEAD_WINDOW,
@@ -125,6 +150,7 @@ def example(strategy: st.SearchStrategy[Any]) -> Any:
 EXAMPLES = [
     *((name, {"mask": example(strategy)}) for name, strategy in MASKS.items()),
     *((name, {"score": example(strategy)}) for name, strategy in SCORES.items()),
+    ("dilated", {"mask": Dilated(7)}),
 ]
 
 

@@ -27,8 +27,9 @@ TABLE = np.zeros((4, 64), np.float32)
 ORDER = np.zeros(300, np.int32)
 
 
-def operations() -> Iterator[tuple[str, Any]]:
-    """Operations that have every kernel among their launches, and the architecture of each."""
+def operations() -> Iterator[tuple[Any, ...]]:
+    """Operations that have every kernel among their launches, each behind its architecture. Behind it may stand the name of a
+    kernel that is not chosen by itself."""
     plain = forward(BF16, 2, 2048, 2048, 4, 4, 128, 128, scale=0.1, mask=Causal(), return_lse=True)
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
@@ -68,8 +69,8 @@ def said(path: pathlib.Path) -> set[str]:
 def kernels() -> dict[str, dict[str, str]]:
     """The axes of each file of ``cuda_src/`` that is a kernel."""
     found = collections.defaultdict[str, dict[str, str]](dict)
-    for arch, op in operations():
-        for program in select(op, TYPICAL[arch]).programs(op, TYPICAL[arch]):
+    for arch, op, *name in operations():
+        for program in select(op, TYPICAL[arch], *name).programs(op, TYPICAL[arch]):
             for launch in program.launches:
                 found[launch.source.name] |= axes_of(launch.source)
     return found

@@ -247,6 +247,8 @@ def formula(
         begin, end = np.moveaxis([mask.interval(np.arange(q.shape[1]), q.shape[1], k.shape[1]) for mask in masks], 1, 0)
         keys = np.arange(k.shape[1])
         kept = (keys >= begin[..., None]) & (keys < end[..., None])
+        if (keep := op.spec.placed_mask.keep) is not None:
+            kept &= keep(np, batch, 0, np.arange(q.shape[1])[:, None], keys, q.shape[1], k.shape[1])
     keep = torch.from_numpy(kept)
     e = torch.where(keep, s, -torch.inf).exp()  # logits are small
     total = e.sum(-1, keepdim=True) + sinks[:, None, None].exp()

@@ -178,6 +178,8 @@ def expected(case: Case) -> tuple[Array, Array]:
             s = case.op.spec.placed_score.logit(np, dots, batch, head, i, j)
             begin, end = of_head(case.op.spec.placed_mask, head).interval(np.arange(case.q_len), case.q_len, case.kv_len)
             kept = (j >= begin[:, None]) & (j < end[:, None])
+            if (keep := case.op.spec.placed_mask.keep) is not None:
+                kept &= keep(np, batch, head, i, j, case.q_len, case.kv_len)
             if case.lens is not None:
                 q_len, kv_len = case.lens[0][batch], case.lens[1][batch]
                 begin, end = case.mask.interval(np.arange(case.q_len), q_len, kv_len)

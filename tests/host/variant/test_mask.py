@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rawattn.testing.option_checks import MASK, TILES, Offsets, OnHost, check_mask
+from rawattn.testing.option_checks import MASK, TILES, Offsets, OnHost, check_boxes, check_mask
 from rawattn.variant.mask import ALIGNMENTS, And, Causal, Full, Mask, Window
 from tests import native, options
 
@@ -52,6 +52,7 @@ KINDS = {
     "both": SAME,
     "both, two alignments": st.builds(And, CAUSAL, WINDOW),
     **options.MASKS,
+    "dilated": st.builds(options.Dilated, st.integers(1, 131)),
 }
 
 
@@ -74,7 +75,10 @@ def test_real_sizes(kind: str) -> None:
         offsets(700), st.integers(0, 5),
     )  # fmt: skip
     def test(mask: Mask, q_len: int, kv_len: int, tile_q: int, tile_kv: int, offsets: Offsets, head: int) -> None:
-        check_mask(mask, q_len, kv_len, tile_q, 64, tile_kv, offsets, head)
+        if mask.lists:
+            check_boxes(mask, q_len, kv_len, tile_q, tile_kv, head)
+        else:
+            check_mask(mask, q_len, kv_len, tile_q, 64, tile_kv, offsets, head)
 
     test()
 
@@ -89,7 +93,10 @@ def test_small_tiles(kind: str) -> None:
         offsets(60), st.integers(0, 5),
     )  # fmt: skip
     def test(mask: Mask, q_len: int, kv_len: int, tile: tuple[int, int], tile_kv: int, offsets: Offsets, head: int) -> None:
-        check_mask(mask, q_len, kv_len, *tile, tile_kv, offsets, head)
+        if mask.lists:
+            check_boxes(mask, q_len, kv_len, tile[0], tile_kv, head)
+        else:
+            check_mask(mask, q_len, kv_len, *tile, tile_kv, offsets, head)
 
     test()
 
