@@ -24,6 +24,7 @@ from ..errors import ProblemError
 from ..operation import Backward, Forward, captures, functions
 from ..operation.forward import check_arrays, check_has_seed, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
+from ..operation.operand import check_like
 from ..runtime import calls
 from ..runtime.request import request_for
 from . import sharding
@@ -205,6 +206,9 @@ def _fake_backward(
     """Makes gradients of the right shapes, as ``_fake_attention`` makes results."""
     args = Rest(*rest, **named)
     _check_arguments(q, k, v, args)
+    for name, x in (("do", do), ("o", o), ("lse", lse), ("dlse", dlse)):
+        if x is not None:
+            check_like(name, describe(x), "q", describe(q))
     return (*(x.new_empty(x.shape) for x in (q, k, v)), lse.new_empty(0 if args.sinks is None else args.sinks.shape[0]))
 
 

@@ -198,6 +198,9 @@ def test_meta_beside_the_cpu() -> None:
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(ProblemError, match="k is on the CPU but q is on torch's device meta"):
         rawattn.attention(q.to("meta"), q, q)
+    lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+    with pytest.raises(ProblemError, match="do is on torch's device meta but q is on the CPU"):
+        rawattn.attention_backward(q.to("meta"), q, q, q, q, lse)  # not gradients that nothing was written to
 
 
 @pytest.mark.parametrize("name", ["out", "kernel", "config"])
