@@ -42,8 +42,8 @@ RESULTS = ("killed", "survived", "timeout")
 TESTS = {  # module -> the files of its tests in tests/host, quickest first, where they are not the one of its own path
     "rawattn/array/array.py": "operation/operand operation/forward api/attention runtime/bound_call",
     "rawattn/array/conversion.py": "array/memory api/attention operation/functions",
-    "rawattn/array/forms.py": "serving/cache runtime/bound_call torch/operators",
-    "rawattn/array/making.py": "api/attention_backward runtime/bound_call serving/kept_calls",
+    "rawattn/array/forms.py": "serving/cache serving/kept_calls runtime/bound_call torch/operators",
+    "rawattn/array/making.py": "array/making api/attention_backward runtime/bound_call serving/kept_calls",
     "rawattn/array/memory.py": "array/memory runtime/bound_call",
     "rawattn/array/reading.py": "api/attention torch/operators driver/driver runtime/bound_call",
     "rawattn/array/torch_state.py": "torch/operators torch/traced runtime/bound_call", "rawattn/command/demo.py": "main",
