@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 31400,
     "perf": 5976,
     "cuda_src": 12695,
-    "tests": 42700,
+    "tests": 42720,
 }
 FUNCTION_LINES = 60
 

@@ -383,6 +383,18 @@ def test_shared_memory_of_blocks() -> None:
     assert tiling.too_much_smem(room // 2 - 1023, 2, H200) == f"2 blocks need {room + 2} bytes of shared memory; there are {room}"
 
 
+def test_one_tuning_shape_where_bits_follow_from_the_row_alone() -> None:
+    """One configuration serves all lengths, and packed sequences."""
+    (shape,) = tiling.tuning_shapes(replace(OP, invariant=True, q_lens=True, kv_lens=True))
+    assert shape.varlen and not shape.q_lens and not shape.kv_lens
+
+
+def test_offsets_are_run_time_numbers() -> None:
+    numbers = tiling.values(replace(OP, q_offset=3, kv_offset=5), 64, H200)
+    assert (numbers["q_offset"], numbers["kv_offset"]) == (3, 5)
+    assert "q_offset" not in tiling.values(OP, 64, H200)
+
+
 def test_tuning_shapes_have_nothing_of_the_call() -> None:
     """Another length, batch, window, cap, layout or number of heads is compared by the same operations."""
     window = replace(OP, mask=Window(5, 5))
