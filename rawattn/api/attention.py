@@ -275,6 +275,6 @@ def _explain(
     explanation = explain_operation(op, device_of(next(iter(arrays.values()))), kernel, config)
     if next(iter(arrays.values())).is_cpu and explanation.has_list:
         names = Forward.names + captures.names(options)
-        lengths_by_name = {name: x.object for name, x in arrays.items() if name in names}
-        return dataclasses.replace(explanation, tiles=explanation.count_tiles(**lengths_by_name))
+        objects = {name: x.object for name, x in arrays.items() if name in names}
+        return dataclasses.replace(explanation, tiles=explanation.count_tiles(**objects))
     return explanation

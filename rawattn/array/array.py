@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -47,6 +48,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The number of elements from an array's first one to its last in memory, of strides from 0 up."""
+    return 1 + sum(map(operator.mul, shape, strides)) - sum(strides)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""How arrays are made in the library and on the device of another: outputs, scratch memory, and copies that kernels can read."""
+"""This module makes arrays in the library and on the device of another: outputs, scratch memory, copies that kernels can read."""
 
 from __future__ import annotations
 

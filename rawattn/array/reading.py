@@ -1,4 +1,4 @@
-"""How arrays of torch, CuPy, Numba, JAX and NumPy are read, and the devices and streams of these libraries.
+"""This module reads arrays of torch, CuPy, Numba, JAX and NumPy, and finds the devices and streams of these libraries.
 
 torch and CuPy arrays are read by attribute, which costs a microsecond; DLPack would cost thirty. Every other GPU array comes in
 through CuPy, from ``__cuda_array_interface__`` or ``__dlpack__``, which also makes our stream wait for its producer's.
@@ -7,7 +7,6 @@ Nothing is ever copied.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from ..driver import context
 from ..errors import INSTALL_EITHER, ProblemError, UnsupportedError
 from . import torch_state
-from .array import CPU, ELEMENTS, Array
+from .array import CPU, ELEMENTS, Array, span
 
 _readers: dict[type, Callable[[Any, str], Array]] = {}
 
@@ -72,8 +71,8 @@ def _read_torch(x: Any, name: str) -> Array:
 
 def has_room(x: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Says whether a torch tensor's storage has room for its elements."""
-    last = x.storage_offset() + sum(map(operator.mul, shape, strides)) - sum(strides)
-    return bool((last + 1) * x.element_size() <= x.untyped_storage().nbytes() or 0 in shape)
+    end = x.storage_offset() + span(shape, strides)
+    return bool(end * x.element_size() <= x.untyped_storage().nbytes() or 0 in shape)
 
 
 def _find_pending(x: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What is known of torch from its first tensor on, and what torch does with a call: traces it, or lets autograd follow.
+"""This module knows torch from its first tensor on, and says what torch does with a call: traces it, or lets autograd follow.
 
 Nothing here loads torch: who uses another library need not wait for it.
 """

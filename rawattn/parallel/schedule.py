@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """What a rank does at a time: it receives and sends pieces, and computes on a buffer of ``rows`` rows.
+    """One step of a rank: it receives and sends pieces, and computes on a buffer of ``rows`` rows.
 
     ``copies`` are pieces of its own rows that belong in the buffer."""
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..array import conversion, making, memory, reading, torch_state
-from ..array.array import CPU, Array, contiguous
+from ..array.array import CPU, Array, contiguous, span
 from ..array.forms import form_of, forms_of
 from ..driver import context, counters, graph
 from ..driver.launch import BoundLaunch
@@ -51,20 +50,19 @@ class BoundCall:
 
     @functools.cached_property
     def _extents(self) -> dict[str, tuple[int, int]]:
-        """Where the elements of the inputs begin and end, from their addresses on."""
+        """The bytes from an input's address to its first element and behind its last one, by name."""
         return {name: memory.extent(array._replace(pointer=0)) for name, array in self.inputs.items()}
 
     @functools.cached_property
     def _spans(self) -> dict[str, int]:
-        """How many elements there are from the first of an input to its last, by name."""
-        strided = {name: (array.shape, array.strides) for name, array in self.inputs.items()}
-        return {name: 1 + sum(map(operator.mul, shape, strides)) - sum(strides) for name, (shape, strides) in strided.items()}
+        """The number of elements from an input's first one to its last in memory, by name."""
+        return {name: span(array.shape, array.strides) for name, array in self.inputs.items()}
 
     def _check_memory(self, tensors: Sequence[Any]) -> None:
         """Raises ProblemError where the storage of a torch tensor does not hold its elements, as of one that was freed."""
         if self.plan.library == "torch":
-            for (name, span), x in zip(self._spans.items(), [x for x in tensors if x is not None], strict=False):
-                if (x.storage_offset() + span) * x.element_size() > x.untyped_storage().nbytes():
+            for (name, size), x in zip(self._spans.items(), [x for x in tensors if x is not None], strict=False):
+                if (x.storage_offset() + size) * x.element_size() > x.untyped_storage().nbytes():
                     labels = {operand.name: operand.label for operand in self.plan.op.captured}
                     reading.read(x, labels.get(name, name))
 

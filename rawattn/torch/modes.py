@@ -1,4 +1,4 @@
-"""What torch does with calls: traces, transforms and casts them, or lets autograd follow."""
+"""This module says what torch does with a call: whether it traces, transforms or casts it, or lets autograd follow."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_dense(name: str, library: str) -> None:
 
 @pytest.mark.parametrize("name", [*KEPT, *COPIED])
 def test_whole(name: str) -> None:
-    """What is not contiguous is copied, whatever the stride of a dimension of one element is."""
+    """An array that is not contiguous is copied."""
     x = (KEPT | COPIED)[name]
     y = making.dense(x, whole=True)
     assert y.is_contiguous() and torch.equal(x, y)

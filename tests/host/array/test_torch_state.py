@@ -1,4 +1,4 @@
-"""What is known of torch: a thread that asks while another one finds it out has all of it, or nothing."""
+"""A thread that asks for torch's state while another one loads it gets all of it, or nothing."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Bindings(types.ModuleType):
 
 @pytest.fixture(autouse=True, scope="module")
 def others() -> None:
-    """What was there before takes half a second of each collection."""
+    """Objects from before would take half a second of each collection."""
     gc.freeze()
 
 
