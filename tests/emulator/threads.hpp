@@ -395,6 +395,11 @@ static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(
 
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
+static u32 halves_from(u32 x, u32 limits) {
+    u32 found = 0;
+    for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
+    return found;
+}
 // Bit by bit, as the format says.
 static u16 widen_e4m3(unsigned char x) {
     const i32 exponent = x >> 3 & 15, fraction = x & 7;
@@ -407,6 +412,12 @@ static void widen_e4m3(u32 (&halves)[2], u32 four) {
 }
 
 static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
+static u32 transpose(u32 x) {
+    const u64 word = x;
+    return exchange(&word, 1, [row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4](auto& all) {
+        return half_of(all[8 * pair + row / 2][0], row % 2) | u32(half_of(all[8 * pair + 4 + row / 2][0], row % 2)) << 16;
+    });
+}
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
 static float a_of(const u64 (*all)[8], u32 row, u32 k, float (*wide)(u16) = ::wide) {
     return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2));
