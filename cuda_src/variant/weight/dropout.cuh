@@ -1,6 +1,6 @@
 #pragma once
-// Dropout (Srivastava et al., JMLR 15, 2014): a weight is 0 with probability p, a multiple of 2^-8, and else is
-// multiplied by 1 / (1 - p), args.dropout_factor.
+// Dropout (Srivastava et al., JMLR 15, 2014): a weight is 0 with probability p, a multiple of 2^-8, and else is multiplied
+// by 1 / (1 - p), args.dropout_factor.
 //
 // Whether it is kept is a pure function of args.seed, the sequence, the query head, and the positions of query and key: tiles, grids,
 // splits and kernels have no part in it. The seed is Philox's key. One counter makes sixteen numbers of 8 bits: those of the queries
@@ -103,9 +103,10 @@ struct Dropout {
 #pragma unroll
         for (int i = 0; i < blocks; i += each) {
             const u32 of_16 = first + i % kv_blocks, of_q = at + i / kv_blocks * 32;
-            Philox::Words all;
-            if (each == 2) all = random(head, of_16 / 2, batch, of_q);
-            else reinterpret_cast<Philox::Pair&>(all) = random.half(head, of_16 / 2, batch, of_q, of_16 % 2);
+            const auto all = [&] {
+                if constexpr (each == 2) return random(head, of_16 / 2, batch, of_q);
+                else return random.half(head, of_16 / 2, batch, of_q, of_16 % 2);
+            }();
 #pragma unroll
             for (int j = 0; j < each; ++j)
 #pragma unroll

@@ -96,7 +96,7 @@ HOPPER = {
     "64, sinks": Case((64, 64), {"mask": Causal()}, ((100, 70),), dlse=True, sinks=True),
     "128, dropout, packed, final": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final"),
     "64, dropout, offsets": Case(
-        (64, 64), {"dropout": 0.3, "q_offset": 48, "kv_offset": 16}, ((70, 140),), dlse=True, sinks=True
+        (64, 64), {"dropout": 0.3, "q_offset": 96, "kv_offset": 32}, ((70, 140),), dlse=True, sinks=True
     ),
     "64, dropout, offsets between": Case((64, 64), {"dropout": 0.3, "q_offset": 41, "kv_offset": 19}, ((70, 70),)),
     "192 and 128, dropout": Case((192, 128), {"mask": Causal(), "dropout": 0.3}, ((130, 150),) * 2),
@@ -379,6 +379,26 @@ CORE = (
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["64, dropout, offsets", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"])
+def test_pairs_that_are_dropped(name: str, tmp_path: pathlib.Path) -> None:
+    """They are those of the definition, one by one: weights are equal, and a row of dO has a power of two in one column."""
+    case = dataclasses.replace(CASES[name], kinds=CASES[name].kinds | {"mask": Full()}, sinks=False, dlse=False)
+    call = Call(case)
+    queries, columns = np.arange(call.q_lens[0]), call.op.forward.head_dim_v
+    call.arrays["q"][...], call.arrays["do"][...] = 0, 0
+    call.arrays["do"][:, queries, :, queries % columns] = 4.0 ** (queries // columns)[:, None, None]
+    call.wanted()
+    call.run(tmp_path)
+    heads, (kv_heads, kv_len) = case.heads[0], (case.heads[1], call.kv_lens[0])
+    sums = np.rint(call.arrays["dv"].astype(np.float64) * kv_len / call.op.forward.spec.weight.factor).astype(int)
+    for batch in range(len(case.lengths)):
+        kept = dropped(call.op.forward, batch, len(queries), kv_len).reshape(kv_heads, heads // kv_heads, len(queries), kv_len) > 0
+        wanted = np.zeros((kv_heads, kv_len, columns))
+        for i in queries:
+            wanted[..., i % columns] += kept.sum(1)[:, i] * 4.0 ** (i // columns)
+        assert np.array_equal(sums[batch].swapaxes(0, 1), wanted)
 
 
 WRONG: dict[str, Callable[[Array, int], Any]] = {  # cu_seqlens whose sequences from some number on do not lie in so many rows
