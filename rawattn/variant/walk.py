@@ -94,6 +94,12 @@ class QIntervalByTiles(Option):
     source: ClassVar[str] = "variant/walk/q_interval_by_tiles.cuh"
 
 
+class QIntervalByPairs(Option):
+    """Query tiles of a key tile, side by side, each of two heads before the next one, then those of the next two."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_by_pairs.cuh"
+
+
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add

@@ -92,17 +92,19 @@ struct Dropout {
 #pragma unroll
             for (int i = 0; i < blocks; ++i) {
                 const i32 first_q = q + i / kv_blocks * 16, first_kv = kv + i % kv_blocks * 16;
-                found.bits[i / 2] |= eight([&](int e) {
+                const u32 bits = eight([&](int e) {
                     const int along = e / 4 * 8 + e % 2, across = e / 2 % 2 * 8;
                     return keep(head, first_q + (transposed ? along : across), first_kv + (transposed ? across : along));
-                }) << i % 2 * 8;
+                });
+                found.bits[i / 4] |= (bits & 15) << found.place(i, 0) | bits >> 4 << found.place(i, 4);
             }
             return found;
         }
-        const u32 at = place(q + q_offset, threadIdx.x % 32), first = u32(kv + kv_offset) / 16;
+        const u32 from = place(q + q_offset, threadIdx.x % 32), first = u32(kv + kv_offset) / 16;
+        u32 pairs[(blocks + 3) / 4][2] = {};  // of neighbours, in both halves of a word, from the lowest bit on
 #pragma unroll
         for (int i = 0; i < blocks; i += each) {
-            const u32 of_16 = first + i % kv_blocks, of_q = at + i / kv_blocks * 32;
+            const u32 of_16 = first + i % kv_blocks, of_q = from + i / kv_blocks * 32;
             const auto all = [&] {
                 if constexpr (each == 2) return random(head, of_16 / 2, batch, of_q);
                 else return random.half(head, of_16 / 2, batch, of_q, of_16 % 2);
@@ -111,15 +113,19 @@ struct Dropout {
             for (int j = 0; j < each; ++j)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {  // of a block's quarters
-                    const u32 pair = (i + j) % 2 * 4 + (transposed ? r % 2 * 2 + r / 2 : r);
-                    const u32 word = Threshold::bytes(all.x[2 * j + r % 2], r / 2);
-                    found.bits[(i + j) / 2] |= ptx::halves_from(word, threshold.least) & 0x10001u << 2 * pair;
+                    const u32 word = Threshold::bytes(all.x[2 * j + r % 2], r / 2), at = (i + j) % 4 * 4 + (transposed ? r / 2 : r % 2) * 2;
+                    pairs[(i + j) / 4][transposed ? r % 2 : r / 2] |= ptx::halves_from(word, threshold.least) & 0x10001u << at;
                 }
         }
 #pragma unroll
-        for (u32& bits : found.bits) {  // of pairs, in both halves
-            if (transposed) bits = ptx::transpose(bits);
-            bits = (bits & 0x5555 | bits >> 15 & 0xaaaa) ^ threshold.flipped;
+        for (int i = 0; i < (blocks + 3) / 4; ++i) {
+            u32 halves[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const u32 both = transposed ? ptx::transpose(pairs[i][j]) : pairs[i][j];
+                halves[j] = both & 0x5555 | both >> 15 & 0xaaaa;
+            }
+            found.bits[i] = (halves[0] | halves[1] << 16) ^ threshold.flipped;
         }
         return found;
     }

@@ -2,18 +2,19 @@
 // This says which of a thread's weights are kept, in blocks of 16 x 16 pairs, of which it has eight elements.
 #include "ptx/fp16.cuh"
 
-// Of elements: two blocks have a word, in whose lower half the bits lie in order, so that one instruction (R2P) makes predicates of many.
-// They are found once, and asked for the weights and for their gradients.
+// Of elements: four blocks have a word, in whose halves lie those of a block's first four elements and of the others, side by side, so
+// that one instruction (R2P) makes predicates of them. They are found once, and asked for the weights and for their gradients.
 template <int blocks>
 struct KeptWeights {
-    u32 bits[(blocks + 1) / 2] = {};
+    u32 bits[(blocks + 3) / 4] = {};
 
-    __device__ float operator()(float x, int block, int i) const { return bits[block / 2] >> (block % 2 * 8 + i) & 1 ? x : 0.f; }
+    __device__ static constexpr int place(int block, int i) { return block % 4 * 4 + i % 4 + i / 4 * 16; }
+    __device__ float operator()(float x, int block, int i) const { return bits[block / 4] >> place(block, i) & 1 ? x : 0.f; }
     // The same for a second use: else the compiler finds a bit once for both, and keeps 32 predicates in between.
     __device__ KeptWeights again() const {
         KeptWeights found;
 #pragma unroll
-        for (int i = 0; i < (blocks + 1) / 2; ++i) found.bits[i] = ptx::opaque(bits[i]);
+        for (int i = 0; i < (blocks + 3) / 4; ++i) found.bits[i] = ptx::opaque(bits[i]);
         return found;
     }
 };

@@ -53,6 +53,7 @@ class Case:
     sinks: bool = False
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
+    walk: str = "by_heads"
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -119,6 +120,7 @@ SIMT |= {
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
+    "64, pairs of heads": Case((64, 40), {"mask": Causal()}, ((130, 200),), (5, 1), grid=3, walk="by_pairs"),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
@@ -172,6 +174,7 @@ MMA: dict[str, tuple[AttnBwdMmaConfig, Case]] = {
     "192 and 136, softcap": (FOURS, Case((192, 136), {"mask": Window(70), "score": Softcap(2.0)}, ((80, 150),), heads=(2, 1))),
     "64, lens, parts": (LONE, Case((64, 40), {"mask": Causal()}, ((70, 140),) * 4, (4, 2), lens=LENS, parts=2)),
     "fp32, 40, parts": (LEAST, Case((40, 24), {"element": FP32}, ((50, 70),), (3, 1), parts=3)),
+    "64, pairs of heads": (LONE, Case((64, 40), {"mask": Causal()}, ((100, 140),), (3, 1), walk="by_pairs")),
     "256, one stage": (
         AttnBwdMmaConfig(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
@@ -339,7 +342,7 @@ class Call:
     def program(self) -> Program:
         case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
         if case.mma:
-            config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts)
+            config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
             assert reason is None or (case.store == "unordered" and "deterministic=False" in reason)
             altered = patched_bwd_mma(case.patch) if case.patch else ATTN_BWD_MMA
@@ -352,6 +355,8 @@ class Call:
             loops = found.steps if case.order == "at_once" else "together"
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
+        if kernel is ATTN_BWD:
+            found = dataclasses.replace(found, walk=case.walk)
         return kernel.lower(self.op, found, TYPICAL["sm_90a"])
 
     def run(self, folder: pathlib.Path) -> Program:
@@ -372,7 +377,7 @@ class Call:
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
-    "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
+    "mma, 128, small tiles", "simt, packed", "64, parts", "64, pairs of heads", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
 )  # fmt: skip
 
 
