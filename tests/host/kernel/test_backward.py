@@ -377,7 +377,8 @@ class Call:
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
-    "mma, 128, small tiles", "simt, packed", "64, parts", "64, pairs of heads", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
+    "mma, 128, small tiles", "simt, packed", "64, parts", "64, pairs of heads", "simt, fp64, wide", "simt, no keys, sinks",
+    "simt, dropout",
 )  # fmt: skip
 
 
@@ -396,13 +397,14 @@ def test_pairs_that_are_dropped(name: str, tmp_path: pathlib.Path) -> None:
     call.arrays["do"][:, queries, :, queries % columns] = 4.0 ** (queries // columns)[:, None, None]
     call.wanted()
     call.run(tmp_path)
-    heads, (kv_heads, kv_len) = case.heads[0], (case.heads[1], call.kv_lens[0])
+    (heads, kv_heads), kv_len = case.heads, call.kv_lens[0]
     sums = np.rint(call.arrays["dv"].astype(np.float64) * kv_len / call.op.forward.spec.weight.factor).astype(int)
     for batch in range(len(case.lengths)):
-        kept = dropped(call.op.forward, batch, len(queries), kv_len).reshape(kv_heads, heads // kv_heads, len(queries), kv_len) > 0
+        kept = dropped(call.op.forward, batch, len(queries), kv_len) > 0
+        counts = kept.reshape(kv_heads, heads // kv_heads, len(queries), kv_len).sum(1)
         wanted = np.zeros((kv_heads, kv_len, columns))
         for i in queries:
-            wanted[..., i % columns] += kept.sum(1)[:, i] * 4.0 ** (i // columns)
+            wanted[..., i % columns] += counts[:, i] * 4.0 ** (i // columns)
         assert np.array_equal(sums[batch].swapaxes(0, 1), wanted)
 
 
