@@ -168,17 +168,18 @@ struct Warp {
     }
     // An accumulator's registers are those of an A operand: two blocks side by side make one of 16 x 16.
     __device__ void pack_p(const Work& work, i32 first) {
+        decltype(work.weight.template draw<pv_steps>(0, 0)) drawn[m_tiles_per_warp];
 #pragma unroll
-        for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
-            const auto drawn = work.weight.template draw<pv_steps>(work.row + 16 * slab, first);
+        for (int slab = 0; slab < m_tiles_per_warp; ++slab) drawn[slab] = work.weight.template draw<pv_steps>(work.row + 16 * slab, first);
 #pragma unroll
-            for (int step = 0; step < pv_steps; ++step)
+        for (int step = 0; step < pv_steps; ++step)
+#pragma unroll
+            for (int slab = 0; slab < m_tiles_per_warp; ++slab)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int from = fragment_index(2 * step + i / 2, 2 * slab + i % 2);
-                    p[step][slab][i] = drawn(Element::pack(s[from], s[from + 1]), 4 * step + i);
+                    p[step][slab][i] = drawn[slab](Element::pack(s[from], s[from + 1]), 4 * step + i);
                 }
-        }
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.

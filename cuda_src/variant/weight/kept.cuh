@@ -31,7 +31,7 @@ struct Threshold {
 template <int blocks>
 struct Draws {
     static constexpr int each = cfg::tile_kv % 32 ? 1 : 2;  // blocks whose numbers one call makes
-    const Threshold threshold;
+    Threshold threshold;
     u32 words[blocks][2];  // of the upper and the lower rows; in the upper bytes of the first eight columns
 
     // They are made where this is called: else the compiler does so where they are used.
