@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 31411,
     "perf": 5976,
-    "cuda_src": 12823,
+    "cuda_src": 12824,
     "tests": 42738,
 }
 FUNCTION_LINES = 60
