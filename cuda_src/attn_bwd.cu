@@ -89,7 +89,7 @@ template struct DsStoreOption<DsStore, Smem>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 static_assert(Walk::finders + DsStore::fillers <= 1);  // warp 3 is either
 
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true, Walk::needs_all_blocks};
 
 // One lane: takes the parts of dq of its chain, or of every other step, to their sums. The first of a step stores dS, where DsStore does.
 struct Writer {

@@ -19,7 +19,7 @@ from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QListWalk, lists
+from ..variant.walk import QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -170,6 +170,33 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
+def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why key tiles cannot begin their rounds at different query tiles, where the configuration says so; None where
+    they can."""
+    if config.walk != "rotated":
+        return None
+    forward = op.forward
+    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or config.elements or config.gradient:
+        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and no tiles of captured arrays"
+    if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
+        return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
+    return None
+
+
+def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
+    """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
+    of their own, and equal groups of as many heads as ``blocks`` have windows for."""
+    if config.walk != "rotated":
+        return {}
+    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
+    window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
+    heads = max(1, op.kv_heads * op.batch * config.parts)
+    groups = -(-heads // max(1, blocks // window))
+    size = -(-heads // groups)
+    order = {"l2_head_group": size, "last_group": -(-heads // size) - 1}
+    return order | {"window_tiles": window, "q_stride": max(1, q_tiles // window)}
+
+
 def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     """The configuration that moves tiles of dS and of elements by TMA where it can be. Elements then take no registers, and wide
     heads have those of other scores."""
@@ -248,7 +275,7 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _refuse_tiles(config, op):
+        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -302,9 +329,11 @@ class AttnBwd(BackwardKernel):
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
+        sums = group.sums(forward, config, config.parts)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
+        kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
         launches += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
@@ -336,9 +365,11 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    rotated = config.walk == "rotated"
+    plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
-        Scheduler=backward.kv_scheduler(op, config.direction), Turn=backward.turn(op), Walk=walk,
+        Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),

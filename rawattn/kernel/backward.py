@@ -90,12 +90,12 @@ def all_rows(op: Forward) -> Option:
     return rows.Varlen() if op.varlen else rows.DenseSpan() if any(op.lens) else rows.Dense()
 
 
-def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
+def kv_scheduler(op: Forward, direction: str = "", draw: str = "DynamicPersistent") -> Option:
     """The schedule of key tiles: in turns up and down where the mask makes some of them longer; of lists in the order of their
     turns."""
     others = "ShortestFirst" if lists(op.mask) else "Alternating"
     direction = direction or ("Ascending" if isinstance(op.mask, Full) else others)
-    return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
+    return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, draw)
 
 
 def turn(op: Forward) -> Option:
@@ -151,10 +151,10 @@ def row_order(op: Forward) -> dict[str, float]:
     return {"l2_head_group": op.heads, "last_group": max(0, op.batch - 1)}
 
 
-def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1, parts: int = 1) -> dict[str, float]:
-    """The run-time numbers that take key tiles together of as many heads as give each multiprocessor its blocks; each of the
-    ``parts`` of a group of query heads counts as one."""
-    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), device.sm_count * ctas_per_sm)
+def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int = 0) -> dict[str, float]:
+    """The run-time numbers that take key tiles together of as many heads as give each of the ``blocks`` that run at once its own;
+    each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``."""
+    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), blocks, sums)
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 
@@ -239,7 +239,7 @@ class BackwardKernel(Kernel[Backward]):
         if parts == 1:
             return ()
         forward, vector = op.forward, self.alignment // op.forward.element.itemsize
-        shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device) | part_values(forward, parts)
+        shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device.sm_count) | part_values(forward, parts)
         grid = kv_tiles(forward, SUM_ROWS) if forward.total_kv else 0
         return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _render_sum),)
 
@@ -312,7 +312,7 @@ def _render_sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dk and dv of their parts."""
     constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    plan = kv_scheduler(op, "Ascending", persistent=False)
+    plan = kv_scheduler(op, "Ascending", "SingleTile")
     every = options(op, Group=gradients.PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
     del every["Mask"]
     return rendered("attn_bwd_sum.cu", constants, (*gradients.DK_DV, *HEADS[1:3]), [], every, arch)

@@ -53,6 +53,7 @@ class Case:
     sinks: bool = False
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
+    walk: str = ""
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -121,11 +122,21 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
 }
+HOPPER |= {  # key tiles that begin at query tiles of their own
+    "128, rotated": Case((128, 128), {}, ((450, 700),), (1, 1), grid=6, walk="rotated"),
+    "64, rotated, causal": Case((64, 64), {"mask": Causal()}, ((200, 1000),), (2, 1), grid=4, walk="rotated", dlse=True),
+    "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
+    "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
+    "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
+}
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
     "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
     "128, later, lens": Case((128, 128), {}, ((150, 200),) * 3, order="step_later", lens=((150, 3, 130), (129, 200, 70)), grid=3),
     "128, final, kv_lens": Case((128, 128), {"mask": Window(60, 40)}, ((90, 150),) * 2, store="final", lens=(None, (150, 61))),
+    "128, rotated, lens": Case(
+        (128, 128), {"mask": Causal()}, ((300, 500),) * 2, (1, 1), lens=((300, 70), (131, 500)), grid=5, walk="rotated"
+    ),
     "40, packed, lens": Case(
         (40, 24), {"mask": Causal()}, PACKED[1:5], varlen=True, sinks=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))
     ),
@@ -350,9 +361,11 @@ class Call:
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
             loops = found.steps if case.order == "at_once" else "together"
-            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops)
+            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops, walk=case.walk)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
-        return kernel.lower(self.op, found, TYPICAL["sm_90a"])
+        assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
+        device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
+        return kernel.lower(self.op, found, device)
 
     def run(self, folder: pathlib.Path) -> Program:
         case, program = self.case, self.program()
