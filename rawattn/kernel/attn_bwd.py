@@ -193,8 +193,10 @@ def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str,
     heads = max(1, op.kv_heads * op.batch * config.parts)
     groups = -(-heads // max(1, blocks // window))
     size = -(-heads // groups)
-    order = {"l2_head_group": size, "last_group": -(-heads // size) - 1}
-    return order | {"window_tiles": window, "q_stride": max(1, q_tiles // window)}
+    return {
+        "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
+        "q_stride": max(1, q_tiles // window),
+    }  # fmt: skip
 
 
 def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
