@@ -392,6 +392,15 @@ void load_matrices(u32 (&d)[4], u32 address) {
 }
 static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+static u32 movmatrix_transposed(u32 mine) {
+    const u64 word = mine;
+    const u32 lane = threadIdx.x % 32;
+    return exchange(&word, 1, [&](auto& all) {
+        u32 x = 0;
+        for (u32 i = 0; i < 2; ++i) x |= (all[(lane % 4 * 2 + i) * 4 + lane / 8][0] >> 16 * (lane / 4 % 2) & 0xffff) << 16 * i;
+        return x;
+    });
+}
 
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
