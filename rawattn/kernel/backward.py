@@ -15,7 +15,7 @@ from ..driver.device import Device
 from ..operation import Backward, Forward
 from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
-from ..variant.mask import Full
+from ..variant.mask import Causal, Full
 from ..variant.walk import IntervalTurn, ListTurn, lists
 from . import group, pyramid, tiling
 from .base import Kernel
@@ -154,8 +154,15 @@ def row_order(op: Forward) -> dict[str, float]:
 
 def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int = 0) -> dict[str, float]:
     """The run-time numbers that take key tiles together of as many heads as give each of the ``blocks`` that run at once its own;
-    each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``."""
-    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), blocks, sums)
+    each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``.
+
+    Under a causal mask groups of heads go up and down in turns, and are an even number, so that each group's long works are beside
+    short ones of another (perf/notes/attn_bwd.md). Where several query heads share a key head, ``group.resolved`` takes them as
+    they are."""
+    heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
+    size, groups = group.head_groups(heads, tiles, blocks, sums)
+    if groups % 2 and groups < heads and heads * tiles > blocks and op.heads_per_kv == 1 and isinstance(op.mask, Causal):
+        size, groups = heads // (groups + 1), groups + 1
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 
