@@ -157,11 +157,12 @@ def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int =
     each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``.
 
     Under a causal mask groups of heads go up and down in turns, and are an even number, so that each group's long works are beside
-    short ones of another (perf/notes/attn_bwd.md). Where several query heads share a key head, ``group.resolved`` takes them as
-    they are."""
+    short ones of another (perf/notes/attn_bwd.md); not where ``sums`` decide, nor where several query heads share a key head, for
+    which ``group.resolved`` knows what was measured."""
     heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
     size, groups = group.head_groups(heads, tiles, blocks, sums)
-    if groups % 2 and groups < heads and heads * tiles > blocks and op.heads_per_kv == 1 and isinstance(op.mask, Causal):
+    is_square = not 0 < sums < tiles and isinstance(op.mask, Causal) and op.heads_per_kv == 1
+    if is_square and groups % 2 and groups < heads and heads * tiles > blocks:
         size, groups = heads // (groups + 1), groups + 1
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
