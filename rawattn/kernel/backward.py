@@ -156,7 +156,7 @@ def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int =
     """The run-time numbers that take key tiles together of as many heads as give each of the ``blocks`` that run at once its own;
     each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``.
 
-    Under a causal mask groups of heads go up and down in turns, and are an even number, so that each group's long works are beside
+    Under a causal mask groups of heads go up and down in turns, an even number of them, so that each one's long works are beside
     short ones of another (perf/notes/attn_bwd.md); not where ``sums`` decide, nor where several query heads share a key head, for
     which ``group.resolved`` knows what was measured."""
     heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
