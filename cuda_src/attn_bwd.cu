@@ -34,7 +34,7 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqStore,
+                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqProduct, DqStore,
                        // DsStore, Elements, StepOrder, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
@@ -89,7 +89,7 @@ template struct DsStoreOption<DsStore, Smem>;
 static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 static_assert(Walk::finders + DsStore::fillers <= 1);  // warp 3 is either
 
-extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true, Walk::needs_all_blocks};
 
 // One lane: takes the parts of dq of its chain, or of every other step, to their sums. The first of a step stores dS, where DsStore does.
 struct Writer {
@@ -201,7 +201,7 @@ struct Consumer {
         ptx::wgmma_discard(dq);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqMma::multiply(dq, a.columns(i), b.rows(i), i > 0);
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqProduct::multiply<DqMma>(dq, a.columns(i), b.rows(i), i > 0);
         ptx::wgmma_commit();
     }
 

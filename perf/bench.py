@@ -9,13 +9,12 @@ python -m perf.bench --set functions --peers flex --quick   Python functions bes
 python -m perf.bench --set fp32-bwd --peers efficient                 TF32 is off by default
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
-Sets: seeds, paper, gqa, kinds, varlen, small, heads, fp32, smoke; of gradients paper-bwd, kinds-bwd, fp32-bwd; of Python
-functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of objects with
-the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in is ours without
-the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours: above 1 we are
-faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an interruption keeps
-what was timed; ``python -m perf.plot`` draws them.
-"""
+Sets: seeds, paper, gqa, kinds, varlen, small, heads, mla, fp32, smoke; of gradients paper-bwd, kinds-bwd, mla-bwd, fp32-bwd; of
+Python functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of
+objects with the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in
+is ours without the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours:
+above 1 we are faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an
+interruption keeps what was timed; ``python -m perf.plot`` draws them."""
 
 from __future__ import annotations
 

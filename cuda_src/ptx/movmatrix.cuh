@@ -1,14 +1,14 @@
 #pragma once
-// An 8 x 8 matrix of 16-bit numbers across a warp: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-movmatrix
+// An 8 x 8 matrix of 16-bit numbers in a warp's registers, transposed: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-movmatrix
+// A lane's word holds row lane / 4, columns 2 * (lane % 4) and the next.
 #include "ptx/base.cuh"
 
 namespace ptx {
 
-// Lane i has of row i / 4 the columns 2 * (i % 4) and the next, and receives the same of the transposed matrix.
-__device__ inline u32 transpose(u32 x) {
-    u32 y;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
+__device__ inline u32 movmatrix_transposed(u32 word) {
+    u32 x;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(x) : "r"(word));
+    return x;
 }
 
 }  // namespace ptx

@@ -70,12 +70,14 @@ def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **mo
     return Case(batch=batch, causal=causal, **{**fields, **more})
 
 
-def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0) -> Case:
-    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``."""
-    weights, heads = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count), 2048 // head_dim
+def packed(count: int, head_dim: int, tokens: int = 16384, seed: int = 0, **more: Any) -> Case:
+    """Causal attention of ``count`` sequences whose lengths are log-normal with sigma 1 and sum to ``tokens``, with 2048 columns
+    of all heads unless ``more`` says otherwise."""
+    weights = np.random.default_rng([seed, count]).lognormal(sigma=1.0, size=count)
     cuts = np.round(np.cumsum(weights) / weights.sum() * tokens).astype(int)
     lengths = tuple((int(n), int(n)) for n in np.diff(cuts, prepend=0))
-    return dense(1, 0, heads, head_dim, True, lengths=lengths)
+    heads = more.pop("heads", 2048 // head_dim)
+    return dense(1, 0, heads, head_dim, True, lengths=lengths, kv_heads=heads, **more)
 
 
 def grid(*lengths: int) -> list[Case]:
@@ -123,6 +125,10 @@ SETS = {
         dense(4, 4096, 2048 // d, d, causal, **more) for d in (64, 128, 256) for causal in MASKS for more in KINDS
     ],
     "fp32": [dense(2, 4096, 16, d, causal, dtype="fp32") for d in (64, 128) for causal in MASKS],
+    "mla": [  # prefill of multi-head latent attention, its projections made
+        *(dense(16384 // n, n, heads, 192, True, head_dim_v=128) for heads in (16, 128) for n in (4096, 16384)),
+        *(packed(8, 192, heads=heads, head_dim_v=128) for heads in (16, 128)),
+    ],
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }
@@ -134,6 +140,7 @@ SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
+SETS["mla-bwd"] = backward(SETS["mla"])
 FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1), (4096, 32, 8))]  # of a layer on several GPUs
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]

@@ -47,7 +47,7 @@ class Function:
 
     def __init__(self, cubin: bytes, name: str, index: int) -> None:
         self.handle, self.index = context.library().CUfunction(1), index
-        self.facts = Facts(smem_bytes=1 << 17, args_bytes=mock.ANY, threads=384, uses_pdl=1)
+        self.facts = Facts(smem_bytes=1 << 17, args_bytes=mock.ANY, threads=384, uses_pdl=1, needs_all_blocks=0)
 
 
 def install() -> Device:

@@ -19,6 +19,7 @@ class Facts(NamedTuple):
     args_bytes: int
     threads: int
     uses_pdl: int
+    needs_all_blocks: int
 
 
 class LoadedFunction:
@@ -33,7 +34,7 @@ class LoadedFunction:
             memory = bytearray(size)
             call("cuMemcpyDtoHAsync", memory, address, size, side_stream(index))
             call("cuStreamSynchronize", side_stream(index))
-            self.facts = Facts._make(struct.unpack("=4I", memory))
+            self.facts = Facts._make(struct.unpack("=5I", memory))
             if self.facts.smem_bytes > 48 << 10:
                 most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call("cuFuncSetAttribute", self.handle, most, self.facts.smem_bytes)
@@ -42,12 +43,17 @@ class LoadedFunction:
 
 
 @functools.cache
-def _make_pdl() -> list[Any]:
-    """The launch attributes of programmatic dependent launch. The launch may begin when blocks of the one before it in the stream
-    have ended; the kernel waits for the rest itself, which hides its start (0.7 us on an H200)."""
-    attribute, value = library().CUlaunchAttribute(), library().CUlaunchAttributeValue()
-    value.programmaticStreamSerializationAllowed = 1
-    attribute.id = library().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+def _make_attributes(together: bool) -> list[Any]:
+    """The launch attributes of blocks that all run ``together``, or else of programmatic dependent launch. That may begin when
+    blocks of the launch before it in the stream have ended; the kernel waits for the rest itself, and hides its start (0.7 us on
+    an H200)."""
+    attribute, value, ids = library().CUlaunchAttribute(), library().CUlaunchAttributeValue(), library().CUlaunchAttributeID
+    if together:
+        value.cooperative = 1
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    else:
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value = value
     return [attribute]
 
@@ -59,8 +65,8 @@ def _make_config(function: LoadedFunction, grid: int, stream: int) -> Any:
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = facts.threads, 1, 1
     config.sharedMemBytes, config.hStream = facts.smem_bytes, stream
-    if facts.uses_pdl:
-        config.attrs, config.numAttrs = _make_pdl(), 1  # the config keeps a copy
+    if facts.uses_pdl or facts.needs_all_blocks:
+        config.attrs, config.numAttrs = _make_attributes(bool(facts.needs_all_blocks)), 1  # the config keeps a copy
     return config
 
 

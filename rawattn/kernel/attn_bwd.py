@@ -19,7 +19,7 @@ from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QListWalk, lists
+from ..variant.walk import QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -39,6 +39,7 @@ ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how it
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
 }
+PRODUCTS: dict[str, Option] = {"by_rows": gradients.DqByRows(), "transposed": gradients.DqTransposed()}
 STEPS = ("together", "apart")  # in one loop or two
 
 
@@ -57,6 +58,7 @@ class AttnBwdConfig:
     store: str = "ordered"  # how parts of dq meet, of STORES
     direction: str = ""  # in which blocks go; "" for what the mask suggests
     order: str = "at_once"  # when a step's part of dq is made, of ORDERS
+    dq_product: str = "by_rows"  # what rows of dq's accumulators are, of PRODUCTS
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
@@ -145,7 +147,8 @@ def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
     panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
     tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
-    return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
+    sums = 4 * config.tile_q * config.dq_stages * config.dq_parts * config.dq_columns
+    return tiles + sums + 16 * config.tile_q + 1024
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
@@ -168,6 +171,46 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     if config.elements not in ("", read):
         return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
     return None
+
+
+def _refuse_product(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why dq cannot be made as the configuration says; None where it can."""
+    if config.dq_product not in PRODUCTS or (config.tile_q == 80 and config.dq_product != "transposed"):
+        return f"dq_product is {config.dq_product!r} and tile_q {config.tile_q}; it must be of {[*PRODUCTS]}, for 80 'transposed'"
+    if config.dq_product == "transposed" and (
+        config.dq_parts != 2 or config.dq_columns != 64 or config.store == "final" or op.spec.dropout or not op.has_plain_score
+    ):
+        return "dq_product is 'transposed'; it needs two parts of 64 columns, a pass that makes dq, no dropout and a plain score"
+    return None
+
+
+def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why key tiles cannot begin their rounds at different query tiles, where the configuration says so; None where
+    they can."""
+    if config.walk != "rotated":
+        return None
+    forward = op.forward
+    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or config.elements or config.gradient:
+        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and no tiles of captured arrays"
+    if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
+        return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
+    return None
+
+
+def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
+    """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
+    of their own, and equal groups of as many heads as ``blocks`` have windows for."""
+    if config.walk != "rotated":
+        return {}
+    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
+    window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
+    heads = max(1, op.kv_heads * op.batch * config.parts)
+    groups = -(-heads // max(1, blocks // window))
+    size = -(-heads // groups)
+    return {
+        "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
+        "q_stride": max(1, q_tiles // window),
+    }  # fmt: skip
 
 
 def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
@@ -218,8 +261,10 @@ class AttnBwd(BackwardKernel):
 
     def legal(self, config: AttnBwdConfig, op: Backward, device: Device) -> str | None:
         forward, columns = op.forward, config.dq_parts * config.dq_columns
-        if config.consumers not in (2, 3) or config.tile_q != 64:
-            return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64"
+        if config.consumers not in (2, 3) or config.tile_q not in (64, 80):
+            return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64 or 80"
+        if reason := _refuse_product(config, forward):
+            return reason
         if config.dq_parts not in (1, config.consumers) or config.dq_chains not in (1, config.dq_parts):
             return f"dq_parts is {config.dq_parts} and dq_chains {config.dq_chains}; each must be 1 or one for each of its makers"
         if config.dq_columns % 8 or columns < forward.head_dim or config.dq_stages not in (1, 2):
@@ -248,7 +293,7 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _refuse_tiles(config, op):
+        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -302,9 +347,11 @@ class AttnBwd(BackwardKernel):
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, parts=config.parts)
+        sums = group.sums(forward, config, config.parts)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
+        kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
         launches += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
@@ -312,6 +359,7 @@ class AttnBwd(BackwardKernel):
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
+            last = dataclasses.replace(last, product=PRODUCTS[config.dq_product])
             launches.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
@@ -333,13 +381,18 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
         wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
-        wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
+        wgmma("DqMma", op.element, config.tile_q, a_in_registers=False, a_by_rows=True, b_by_rows=False)
+        if config.dq_product == "transposed"
+        else wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    rotated = config.walk == "rotated"
+    plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
-        Scheduler=backward.kv_scheduler(op, config.direction), Turn=backward.turn(op), Walk=walk,
-        DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
+        DqProduct=PRODUCTS[config.dq_product], DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1],
+        DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip

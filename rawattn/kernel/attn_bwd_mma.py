@@ -178,6 +178,8 @@ class AttnBwdMma(BackwardKernel):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
         if config.store == "unordered" and op.forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if config.walk == "rotated":
+            return "walk is 'rotated', which needs blocks that all run at once; it must be 'by_heads' or 'by_tiles'"
         if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)
@@ -196,7 +198,9 @@ class AttnBwdMma(BackwardKernel):
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count * config.ctas_per_sm)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device, config.ctas_per_sm, config.parts)
+        kv_values |= backward.kv_order(
+            forward, config.tile_kv, device.sm_count * config.ctas_per_sm, config.parts, group.sums(forward, config, config.parts)
+        )
         grid = works * config.parts if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
@@ -222,7 +226,7 @@ def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Sour
         **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
         DqStore=STORES[config.store][0],
-        Scheduler=backward.kv_scheduler(op, config.direction, persistent=False), Launch=backward.launch_option(arch),
+        Scheduler=backward.kv_scheduler(op, config.direction, "SingleTile"), Launch=backward.launch_option(arch),
     )  # fmt: skip
     fields = (*backward.READS, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd_mma.cu", constants, fields, [], every, arch)

@@ -107,7 +107,7 @@ class AttnBwdPair(BackwardKernel):
         forward, sms, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, KEYS)
         config = group.resolved(forward, config, works, KEYS, sms)
         shared = backward.values(forward, config.q_block, KEYS)
-        kv_values = shared | backward.kv_order(forward, KEYS, device, parts=config.parts)
+        kv_values = shared | backward.kv_order(forward, KEYS, sms, config.parts)
         kv_grid = min(sms, works * config.parts) if forward.total_kv else 0
         q_grid = min(sms, forward.heads * backward.q_blocks(forward, config.q_block)) if forward.total_q else 0
         dkdv = self.launch(op, group.source_of(config), device, "attn_bwd_dkdv", kv_values, kv_grid, _render_dkdv)

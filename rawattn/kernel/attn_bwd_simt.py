@@ -85,7 +85,7 @@ class AttnBwdSimt(BackwardKernel):
     def lower(self, op: Backward, config: AttnBwdSimtConfig, device: Device) -> Program:
         forward = op.forward
         shared = backward.values(forward, config.tile_q, config.tile_kv)
-        kv_values = shared | backward.kv_order(forward, config.tile_kv, device)
+        kv_values = shared | backward.kv_order(forward, config.tile_kv, device.sm_count)
         kv_grid = backward.kv_tiles(forward, config.tile_kv) if forward.total_kv else 0
         q_grid = forward.heads * backward.q_blocks(forward, config.tile_q) if forward.total_q else 0
         launch = functools.partial(self.launch, op, config, device)
@@ -95,7 +95,7 @@ class AttnBwdSimt(BackwardKernel):
 
 
 def _render_dkdv(op: Forward, config: AttnBwdSimtConfig, arch: str) -> tuple[Source, Fields]:
-    plan = backward.kv_scheduler(op, persistent=False)
+    plan = backward.kv_scheduler(op, draw="SingleTile")
     walk = QListCursor() if lists(op.mask) else QIntervalWalk()
     return _render("attn_bwd_dkdv_simt.cu", op, config, backward.OUTPUTS[:2], {"Scheduler": plan, "Walk": walk}, arch)
 

@@ -15,7 +15,7 @@ from ..driver.device import Device
 from ..operation import Backward, Forward
 from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
-from ..variant.mask import Full
+from ..variant.mask import Causal, Full
 from ..variant.walk import IntervalTurn, ListTurn, lists
 from . import group, pyramid, tiling
 from .base import Kernel
@@ -31,6 +31,7 @@ HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("he
 LSE = Field("lse", "const Number*", Pointer("lse"))
 NOTHING = gradients.ClearNothing()
 BY_ROWS = gradients.StatisticsByRows()
+DQ_BY_ROWS = gradients.DqByRows()
 SINKS_THREADS = PADDING_THREADS = 512
 SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
@@ -90,12 +91,12 @@ def all_rows(op: Forward) -> Option:
     return rows.Varlen() if op.varlen else rows.DenseSpan() if any(op.lens) else rows.Dense()
 
 
-def kv_scheduler(op: Forward, direction: str = "", persistent: bool = True) -> Option:
+def kv_scheduler(op: Forward, direction: str = "", draw: str = "DynamicPersistent") -> Option:
     """The schedule of key tiles: in turns up and down where the mask makes some of them longer; of lists in the order of their
     turns."""
     others = "ShortestFirst" if lists(op.mask) else "Alternating"
     direction = direction or ("Ascending" if isinstance(op.mask, Full) else others)
-    return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, persistent)
+    return (scheduler.KvVarlenScheduler if op.varlen else scheduler.KvScheduler)(direction, draw)
 
 
 def turn(op: Forward) -> Option:
@@ -151,10 +152,18 @@ def row_order(op: Forward) -> dict[str, float]:
     return {"l2_head_group": op.heads, "last_group": max(0, op.batch - 1)}
 
 
-def kv_order(op: Forward, tile_kv: int, device: Device, ctas_per_sm: int = 1, parts: int = 1) -> dict[str, float]:
-    """The run-time numbers that take key tiles together of as many heads as give each multiprocessor its blocks; each of the
-    ``parts`` of a group of query heads counts as one."""
-    size, groups = group.head_groups(op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv), device.sm_count * ctas_per_sm)
+def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int = 0) -> dict[str, float]:
+    """The run-time numbers that take key tiles together of as many heads as give each of the ``blocks`` that run at once its own;
+    each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``.
+
+    Under a causal mask groups of heads go up and down in turns, an even number of them, so that each one's long works are beside
+    short ones of another (perf/notes/attn_bwd.md); not where ``sums`` decide, nor where several query heads share a key head, for
+    which ``group.resolved`` knows what was measured."""
+    heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
+    size, groups = group.head_groups(heads, tiles, blocks, sums)
+    is_square = not 0 < sums < tiles and isinstance(op.mask, Causal) and op.heads_per_kv == 1
+    if is_square and groups % 2 and groups < heads and heads * tiles > blocks:
+        size, groups = heads // (groups + 1), groups + 1
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 
@@ -211,6 +220,7 @@ class ConvertPass:
     dq_parts: int = 1
     vector: int = 4  # numbers of a thread that follow each other in the sum
     dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
+    product: Option = DQ_BY_ROWS
 
 
 class BackwardKernel(Kernel[Backward]):
@@ -239,7 +249,7 @@ class BackwardKernel(Kernel[Backward]):
         if parts == 1:
             return ()
         forward, vector = op.forward, self.alignment // op.forward.element.itemsize
-        shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device) | part_values(forward, parts)
+        shared = values(forward, 1, SUM_ROWS) | kv_order(forward, SUM_ROWS, device.sm_count) | part_values(forward, parts)
         grid = kv_tiles(forward, SUM_ROWS) if forward.total_kv else 0
         return (self.launch(op, vector, device, "attn_bwd_sum", shared, grid, _render_sum),)
 
@@ -296,14 +306,15 @@ def _render_convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, 
     constants = {
         "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
         "tile_kv": last.tile_kv, "tile_q": last.tile_q, "q_block": last.tile_q, "head_dim": op.head_dim,
-        "threads": 2 * last.tile_q * last.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
+        "threads": (2 * last.tile_q if last.product == DQ_BY_ROWS else 128) * last.dq_parts,
+        "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
     of_list = gradients.ListSum() if last.dq_chains else gradients.ClearedSum()
     there = of_list if lists(op.mask) else gradients.IntervalSum()
     stored = gradients.StoreRows16() if op.element.itemsize == 2 else gradients.StoreRows32()
     plan = tiling.lpt_scheduler(op, False)
-    every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
+    every = options(op, Sum=there, DqProduct=last.product, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
     fields = (gradients.DQ, gradients.DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 
@@ -312,7 +323,7 @@ def _render_sum(op: Forward, vector: int, arch: str) -> tuple[Source, Fields]:
     """The pass that makes dk and dv of their parts."""
     constants = {"tile_q": SUM_ROWS, "tile_kv": SUM_ROWS, "threads": SUM_THREADS, "vector": vector}  # no query is in a tile
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    plan = kv_scheduler(op, "Ascending", persistent=False)
+    plan = kv_scheduler(op, "Ascending", "SingleTile")
     every = options(op, Group=gradients.PartOfGroup(), Launch=launch_option(arch), Scheduler=plan)
     del every["Mask"]
     return rendered("attn_bwd_sum.cu", constants, (*gradients.DK_DV, *HEADS[1:3]), [], every, arch)

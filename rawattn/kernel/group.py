@@ -13,9 +13,11 @@ from typing import Any
 from ..operation import Forward
 from ..variant import Option
 from ..variant.mask import Causal, Full
-from ..variant.walk import QIntervalByPairs, QIntervalByTiles, QIntervalWalk, lists
+from ..variant.walk import QIntervalByPairs, QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
 
-WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "by_pairs": QIntervalByPairs()}
+WALKS: dict[str, Option] = {
+    "by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "by_pairs": QIntervalByPairs(), "rotated": QIntervalRotated(),
+}  # fmt: skip
 
 # Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
 # with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
@@ -38,8 +40,8 @@ def wrong(op: Forward, config: Any) -> str | None:
     if config.parts and config.parts not in divisors(op):
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
     walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
-    if walk not in ("", *WALKS) or (walk not in ("", "by_heads") and differ):
-        return f"walk is {walk!r}; it must be of {[*WALKS]}, and any but 'by_heads' needs one mask for all heads that is no list"
+    if walk not in ("", *WALKS) or (walk in ("by_tiles", "by_pairs") and differ):
+        return f"walk is {walk!r}; it must be of {[*WALKS]}; by_tiles or by_pairs needs one mask for all heads that is no list"
     return None
 
 
@@ -58,10 +60,21 @@ def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
     return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
 
 
-def head_groups(heads: int, tiles: int, blocks: int) -> tuple[int, int]:
-    """The number of heads whose key tiles are taken together, so that each block has one, and the number of such groups."""
+def head_groups(heads: int, tiles: int, blocks: int, sums: int = 0) -> tuple[int, int]:
+    """The number of heads whose key tiles are taken together, so that each block has one, and the number of such groups.
+
+    Key tiles of a head add in turns to ``sums`` tiles of dq, 0 where they take no turns. Where these are fewer than key tiles,
+    blocks would queue for them: half as many blocks as sums work at a head then, and at more heads together."""
+    if 0 < sums < tiles:
+        tiles = max(1, sums // 2)
     size = max(1, min(heads, -(-blocks // max(1, tiles))))
     return size, max(1, heads // size)
+
+
+def sums(op: Forward, config: Any, parts: int = 1) -> int:
+    """The tiles of dq to which the key tiles of a head, of one of ``parts`` of its query heads, add in turns; 0 where they take
+    no turns, and for packed sequences, whose lengths the device knows."""
+    return -(-op.q_len // config.tile_q) * op.heads_per_kv // parts if adds_in_turns(config) and not op.varlen else 0
 
 
 def walks(op: Forward, config: Any) -> list[str]:
@@ -78,7 +91,7 @@ def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) ->
     The first of two or four begins with its shortest works, at query tiles of their own: there nobody waits, and all heads
     together would need more of Q and dq than L2 holds."""
     n = config.parts or parts(op, config, works, blocks)
-    _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks)
+    _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks, sums(op, config))
     in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
     return _set_parts(config, n, walks(op, config)[-1 if in_step else 0])
 

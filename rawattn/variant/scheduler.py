@@ -98,24 +98,25 @@ class StreamKScheduler(Option):
 
 
 DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "ShortestFirst": "shortest_first"}
+NUMBERS = {"DynamicPersistent": "dynamic_persistent", "StaticPersistent": "static_persistent", "SingleTile": "single_tile"}
 
 
 @dataclasses.dataclass(frozen=True)
 class KvScheduler(Option):
     """Key tiles of the backward: groups of heads that share L2, all heads of a key tile, then those of the next one.
-    ``direction`` says in which order key tiles and the query tiles of each are taken."""
+    ``direction`` says in which order key tiles and the query tiles of each are taken, and ``draw`` who takes which work."""
 
     direction: str = "Ascending"
-    persistent: bool = True
+    draw: str = "DynamicPersistent"
     source: ClassVar[str] = "variant/scheduler/kv_lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
-        return f"{self.cuda_name}<{'DynamicPersistent' if self.persistent else 'SingleTile'}, {self.direction}>"
+        return f"{self.cuda_name}<{self.draw}, {self.direction}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        files = DIRECTIONS[self.direction], "dynamic_persistent" if self.persistent else "single_tile"
+        files = DIRECTIONS[self.direction], NUMBERS[self.draw]
         return (*(f"variant/scheduler/{file}.cuh" for file in files), self.source)
 
     @property
@@ -125,7 +126,7 @@ class KvScheduler(Option):
     @property
     def numbers(self) -> Fields:
         """The fields from which the numbers of the works are drawn, and the batches."""
-        counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
+        counter = (Field("counter", "i32*", Counter()),) if self.draw == "DynamicPersistent" else ()
         return (*counter, Field("batches", "i32"))
 
 

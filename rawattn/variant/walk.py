@@ -9,6 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Pairwise, Wrapper
+from .field import Field, Fields
 
 
 def lists(mask: Pairwise | None) -> bool:
@@ -100,6 +101,16 @@ class QIntervalByPairs(Option):
     source: ClassVar[str] = "variant/walk/q_interval_by_pairs.cuh"
 
 
+class QIntervalRotated(Option):
+    """Query tiles of a key tile, side by side, in a round that each key tile of a window begins somewhere else."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_rotated.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return tuple(Field(name, "i32") for name in ("window_tiles", "q_stride"))
+
+
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add
@@ -140,6 +151,12 @@ class IntervalTurn(Option):
     """Key tiles that add to a tile of dq are counted."""
 
     source: ClassVar[str] = "variant/walk/turn_interval.cuh"
+
+
+class RotatedTurn(Option):
+    """Key tiles that add to a tile of dq are counted as they come to it, window by window, each in its round."""
+
+    source: ClassVar[str] = "variant/walk/turn_rotated.cuh"
 
 
 class ListTurn(Option):

@@ -392,6 +392,15 @@ void load_matrices(u32 (&d)[4], u32 address) {
 }
 static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+static u32 movmatrix_transposed(u32 mine) {
+    const u64 word = mine;
+    const u32 lane = threadIdx.x % 32;
+    return exchange(&word, 1, [&](auto& all) {
+        u32 x = 0;
+        for (u32 i = 0; i < 2; ++i) x |= (all[(lane % 4 * 2 + i) * 4 + lane / 8][0] >> 16 * (lane / 4 % 2) & 0xffff) << 16 * i;
+        return x;
+    });
+}
 
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
@@ -412,12 +421,6 @@ static void widen_e4m3(u32 (&halves)[2], u32 four) {
 }
 
 static u16 half_of(u64 word, u32 i) { return u16(word >> 16 * i); }
-static u32 transpose(u32 x) {
-    const u64 word = x;
-    return exchange(&word, 1, [row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4](auto& all) {
-        return half_of(all[8 * pair + row / 2][0], row % 2) | u32(half_of(all[8 * pair + 4 + row / 2][0], row % 2)) << 16;
-    });
-}
 // A lane's a: see ptx/mma.cuh. a(row, k) is in lane row % 8 * 4 + k % 8 / 2, word row / 8 + k / 8 * 2.
 static float a_of(const u64 (*all)[8], u32 row, u32 k, float (*wide)(u16) = ::wide) {
     return wide(half_of(all[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2));

@@ -14,6 +14,7 @@ struct QIntervalWalk {
     };
     struct Place {};
     static constexpr u32 finders = 0;  // warps that complete steps
+    static constexpr bool needs_all_blocks = false;
     const Args& args;
     const Rows& rows;
     const KvWorkTile& work;

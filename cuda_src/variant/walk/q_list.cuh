@@ -25,6 +25,7 @@ template <bool ordered, bool finishes, bool alone = false>
 struct QListWalk {
     using OfLane = QListWalk<ordered, finishes, true>;
     static constexpr bool asks_who = ordered && (alone || finishes);  // adds next
+    static constexpr bool needs_all_blocks = false;
     static constexpr u32 finders = ordered ? 1 : 0;  // warps that read works, and lists, to complete them
     struct Board {
         ListStep lists[2][33];

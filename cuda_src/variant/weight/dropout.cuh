@@ -122,7 +122,7 @@ struct Dropout {
             u32 halves[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const u32 both = transposed ? ptx::transpose(pairs[i][j]) : pairs[i][j];
+                const u32 both = transposed ? ptx::movmatrix_transposed(pairs[i][j]) : pairs[i][j];
                 halves[j] = both & 0x5555 | both >> 15 & 0xaaaa;
             }
             found.bits[i] = (halves[0] | halves[1] << 16) ^ threshold.flipped;

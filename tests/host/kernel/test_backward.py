@@ -53,7 +53,8 @@ class Case:
     sinks: bool = False
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
-    walk: str = "by_heads"
+    walk: str = ""
+    eighty: bool = False  # queries of a tile
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -91,6 +92,7 @@ HOPPER = {
     "128, rows without keys": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 100),), chains=2, dlse=True),
     "128, final": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 70),), heads=(2, 2), store="final", chains=2),
     "120, packed": Case((120, 120), {"mask": Causal("top_left")}, PACKED, varlen=True, chains=2, dlse=True, grid=3),
+    "64, packed, groups": Case((64, 64), {"mask": Causal()}, PACKED[1:3], heads=(5, 5), varlen=True),
     "40, packed, final": Case((40, 24), {}, PACKED, varlen=True, store="final", direction="Alternating"),
     "96 and 64": Case((96, 64), {"mask": Window(20, 100, "top_left")}, ((90, 260),), heads=(1, 1), dlse=True),
     "256": Case((256, 256), {"mask": Causal()}, ((130, 150),)),
@@ -123,11 +125,29 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "64, pairs of heads": Case((64, 40), {"mask": Causal()}, ((130, 200),), (5, 1), grid=3, walk="by_pairs"),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
 }
+EIGHTY: dict[str, Any] = {
+    "tile_q": 80, "dq_product": "transposed", "dq_stages": 1, "producer_registers": 24, "consumer_registers": 240,
+}  # fmt: skip
+HOPPER |= {
+    "128, eighty": Case((128, 128), {"scale": -0.2}, ((200, 300),) * 2, dlse=True, eighty=True),
+    "120, eighty, causal, rotated": Case((120, 128), {"mask": Causal()}, ((350, 420),), grid=3, walk="rotated", eighty=True),
+    "128, eighty, packed": Case((128, 128), {"mask": Causal()}, PACKED, varlen=True, grid=3, sinks=True, eighty=True),
+}
+HOPPER |= {  # key tiles that begin at query tiles of their own
+    "128, rotated": Case((128, 128), {}, ((450, 700),), (1, 1), grid=6, walk="rotated"),
+    "64, rotated, causal": Case((64, 64), {"mask": Causal()}, ((200, 1000),), (2, 1), grid=4, walk="rotated", dlse=True),
+    "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
+    "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
+    "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
+}
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
     "64, lens": Case((64, 64), {"mask": Causal()}, ((150, 200),) * 4, dlse=True, sinks=True, lens=LENS),
     "128, later, lens": Case((128, 128), {}, ((150, 200),) * 3, order="step_later", lens=((150, 3, 130), (129, 200, 70)), grid=3),
     "128, final, kv_lens": Case((128, 128), {"mask": Window(60, 40)}, ((90, 150),) * 2, store="final", lens=(None, (150, 61))),
+    "128, rotated, lens": Case(
+        (128, 128), {"mask": Causal()}, ((300, 500),) * 2, (1, 1), lens=((300, 70), (131, 500)), grid=5, walk="rotated"
+    ),
     "40, packed, lens": Case(
         (40, 24), {"mask": Causal()}, PACKED[1:5], varlen=True, sinks=True, lens=((33, 64, 1, 9), (64, 1, 0, 3))
     ),
@@ -353,11 +373,13 @@ class Call:
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
             loops = found.steps if case.order == "at_once" else "together"
-            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops)
+            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops, walk=case.walk)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
-        if kernel is ATTN_BWD:
-            found = dataclasses.replace(found, walk=case.walk)
-        return kernel.lower(self.op, found, TYPICAL["sm_90a"])
+        if case.eighty:
+            found = dataclasses.replace(found, **EIGHTY)
+        assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
+        device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
+        return kernel.lower(self.op, found, device)
 
     def run(self, folder: pathlib.Path) -> Program:
         case, program = self.case, self.program()

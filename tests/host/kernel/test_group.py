@@ -23,7 +23,7 @@ H200 = TYPICAL["sm_90a"]
 
 
 def backward(batch: int, length: int, heads: tuple[int, int], mask: Any, size: int = 128, **more: Any) -> Backward:
-    of_batch = {"batch": batch, "q_len": length, "kv_len": length, "heads": heads[0], "kv_heads": heads[1]}
+    of_batch = {"batch": batch, "q_len": length, "kv_len": more.pop("kv_len", length), "heads": heads[0], "kv_heads": heads[1]}
     return operations.backward((size, more.pop("size_v", size)), **{**of_batch, "mask": mask, **more})
 
 
@@ -93,6 +93,22 @@ CHOSEN = {
 @pytest.mark.parametrize("op, wanted", CHOSEN.values(), ids=CHOSEN)
 def test_chosen(op: Backward, wanted: str) -> None:
     assert chosen(op) == wanted
+
+
+@pytest.mark.parametrize("op, size, groups", [
+    (backward(1, 1024, (8, 8), Causal(), kv_len=32768), 8, 1),  # 16 query tiles: two blocks at each of 8 heads' sums would wait
+    (backward(64, 77, (8, 8), Full(), kv_len=4096), 132, 3),
+    (backward(1, 1024, (32, 8), Causal(), kv_len=32768), 5, 1),  # four heads' sums for each key head
+    (backward(4, 4096, (16, 16), Full()), 5, 12),  # as many query tiles as key tiles: a work for each block
+    (backward(4, 4096, (16, 16), Causal()), 5, 12),
+    (backward(1, 4096, (16, 16), Causal()), 4, 4),  # an even number of groups, where three would do
+    (backward(1, 16384, (2, 2), Causal()), 1, 2),
+    (backward(1, 2048, (4, 4), Causal()), 4, 1),  # fewer works than blocks
+], ids=str)  # fmt: skip
+def test_heads_together(op: Backward, size: int, groups: int) -> None:
+    found = select(op, H200)
+    values = next(each for each in found.kernel.lower(op, found.config, H200).launches if each.entry == "attn_bwd").values
+    assert (values["l2_head_group"], values["last_group"] + 1) == (size, groups)
 
 
 def test_no_turns_no_steps_together() -> None:
