@@ -126,7 +126,7 @@ struct Values : Role<DvMma> {
         start<SMma>(SmemDescriptor<KTile>::of_columns(&smem.k), q, cfg::head_dim);
         const WorkTile own = at.work_tile();
         const i32 q_first = own.q_begin + lane % 4 * 2;
-        const auto weights = Weight(args, rows, own).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto weights = Weight(args, rows, own).template kept<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_empty[stage].wait(step.parity() ^ 1);
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.do_empty[before]);
@@ -188,7 +188,7 @@ struct Keys : Role<DkMma> {
         const SmemDescriptor<DoTile> d_o = SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(stage);
         start<DpMma>(SmemDescriptor<VTile>::of_columns(&smem.v), d_o, cfg::head_dim_v);
         const i32 q_first = at.tile * cfg::tile_q + lane % 4 * 2;
-        const auto weights = Weight(args, rows, at.work_tile()).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto weights = Weight(args, rows, at.work_tile()).template kept<SMma::accumulators / 8, 1>(q_first, key);
         smem.p_full[stage].wait(step.parity());
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);

@@ -155,13 +155,14 @@ struct Consumer {
             s[i] = ptx::exp2(kept(i) ? exponent : minus_inf) * score.derivative(s[i], row + 8 * r, first + c);
         }
     }
-    __device__ void differentiate(const Weight& weight, i32 row, i32 first) {
+    template <class Weights>
+    __device__ void differentiate(const Weights& weights) {
         const float factor = Weight::factor(args);
-        map_fragment(weight, dp, row, first);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
             const float d = delta[fragment_row(i)];
-            ds[i / 2] = Element::pack(s[i] * (dp[i] * factor - d), s[i + 1] * (dp[i + 1] * factor - d));
+            const float x = weights(dp[i], i / 8, i % 8) * factor - d, y = weights(dp[i + 1], i / 8, i % 8 + 1) * factor - d;
+            ds[i / 2] = Element::pack(s[i] * x, s[i + 1] * y);
         }
     }
     // S and dP of the tile at hand, and dS; where `later`, dq of the tile before runs beside them. `arrive` says which tile it is, once
@@ -177,13 +178,14 @@ struct Consumer {
         start_dp();
         const KeyTile tile = arrive();
         const i32 first = tile.index * cfg::tile_kv + lane % 4 * 2;
+        const auto weights = work.weight.template kept<1, SMma::accumulators / 8, false>(work.row, first);
         ptx::wgmma_wait<1>();
         if (later) release(smem.k_empty[before]);
         if (tile.full) weigh(EveryElement{}, work.score, work.row, first);
         else weigh(kept_elements<SMma::accumulators>(work.mask, work.row, first), work.score, work.row, first);
         ptx::wgmma_wait<0>();
         release(smem.v_empty);
-        differentiate(work.weight, work.row, first);
+        differentiate(weights);
     }
     __device__ void begin(const Work& work, const WorkTile& tile) {
         load_statistics(work.rows, tile, work.row);

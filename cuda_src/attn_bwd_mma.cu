@@ -344,7 +344,7 @@ struct Block {
         for (int i = 0; i < q_chunks; ++i) {
             const i32 first = i32(warp.member) * part_q + i * chunk_q;
             const Pairs pairs = {mask, score, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
-            const auto weights = weight.template transposed<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);
+            const auto weights = weight.template kept<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);
             warp.weigh_chunk(stage, pairs, weights, step.full, first, [&] {
                 if (i == 0) prepare();
             });

@@ -192,12 +192,18 @@ struct Consumer {
             if (!tile.full) kept.apply(work.mask, s, work.row, first);
         };
         const bool moved = work.softmax.next(s, placed, tile.full, logits, again);
-        map_fragment(work.weight, s, work.row, first);
         return moved;
     }
-    __device__ void pack_p() {
+    // Asked then, too: the random numbers of a tile's weights.
+    __device__ auto draw(const Work& work, KeyTile tile) const {
+        auto drawn = work.weight.template draw<QkMma::accumulators / 8>(work.row, first_key(tile));
+        if (cfg::consumer_registers > 152) drawn.settle();  // else they spill
+        return drawn;
+    }
+    template <class Drawn>
+    __device__ void pack_p(const Drawn& drawn) {
 #pragma unroll
-        for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
+        for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = drawn(Element::pack(s[i], s[i + 1]), i / 2);
     }
 
     __device__ void attend(Walk walk, const WorkTile& tile) {
@@ -219,12 +225,13 @@ struct Consumer {
         start_qk();
         order.pass_turn();
         const auto kept = kept_of(work, tile);
+        const auto drawn = draw(work, tile);
         ptx::wgmma_wait<0>();
         Ahead::multiplied([&] { release(smem.k_empty[kv.stage]); });
         kv.advance();
         weigh(work, tile, kept, [] {});
         Ahead::weighed([&] { release(smem.k_empty[kv.previous().stage]); });
-        pack_p();
+        pack_p(drawn);
     }
 
     // Q K^T of the tile at hand once more, by each warp for its sixteen rows: a warp may need it alone, and wgmma needs all four.
@@ -257,6 +264,7 @@ struct Consumer {
         order.pass_turn();
         const KeyTile tile = arrive();
         const auto kept = kept_of(work, tile);
+        const auto drawn = draw(work, tile);
         ahead.come(work.score, work.row, tile.index, kv.stage);
         ptx::wgmma_wait<pending>();
         const bool moved = weigh(work, tile, kept, [&] { multiply_qk_again(); });
@@ -266,7 +274,7 @@ struct Consumer {
             release(smem.v_empty[kv.previous().stage]);
         }
         kv.advance();
-        pack_p();
+        pack_p(drawn);
         if (moved) work.softmax.rescale(o);
     }
 };

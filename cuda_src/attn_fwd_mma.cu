@@ -167,7 +167,10 @@ struct Warp {
             }
     }
     // An accumulator's registers are those of an A operand: two blocks side by side make one of 16 x 16.
-    __device__ void pack_p() {
+    __device__ void pack_p(const Work& work, i32 first) {
+        decltype(work.weight.template draw<pv_steps>(0, 0)) drawn[m_tiles_per_warp];
+#pragma unroll
+        for (int slab = 0; slab < m_tiles_per_warp; ++slab) drawn[slab] = work.weight.template draw<pv_steps>(work.row + 16 * slab, first);
 #pragma unroll
         for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
@@ -175,7 +178,7 @@ struct Warp {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int from = fragment_index(2 * step + i / 2, 2 * slab + i % 2);
-                    p[step][slab][i] = Element::pack(s[from], s[from + 1]);
+                    p[step][slab][i] = drawn[slab](Element::pack(s[from], s[from + 1]), 4 * step + i);
                 }
     }
 
@@ -191,8 +194,7 @@ struct Warp {
         multiply();
         const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, multiply);
         if (moved) work.softmax.rescale(o);
-        map_fragment(work.weight, s, work.row, first);
-        pack_p();
+        pack_p(work, first);
     }
     __device__ void store(const Args& args, const Smem& smem, const Softmax& softmax) const {
         __syncthreads();

@@ -152,6 +152,11 @@ template <class T> void __stcs(T* to, T x) { *to = x; }
 #define __fsqrt_rn sqrtf
 inline i32 __popc(u32 x) { return __builtin_popcount(x); }
 inline u32 __umulhi(u32 a, u32 b) { return u32(u64(a) * b >> 32); }
+inline u32 __byte_perm(u32 a, u32, u32 selector) {
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (a >> (selector >> 4 * i & 3) * 8 & 0xff) << 8 * i;
+    return found;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -314,6 +319,23 @@ FP16 = r"""
 namespace ptx {
 inline float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 inline u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
+inline u32 halves_from(u32 x, u32 limits) {
+    u32 found = 0;
+    for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
+    return found;
+}
+}
+"""
+MOVMATRIX = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline u32 movmatrix_transposed(u32 x) {
+    return host_exchange(x, [](auto of) {
+        const u32 row = host_lane() / 4, first = host_lane() % 4 * 8 + row / 2, shift = row % 2 * 16;
+        return of(first) >> shift & 0xffff | of(first + 4) >> shift << 16;
+    });
+}
 }
 """
 LDMATRIX = r"""
@@ -470,6 +492,7 @@ extern "C" void launch(const Args* args, int blocks, int together) {
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
     "ptx/stmatrix.cuh": STMATRIX, "ptx/ldmatrix.cuh": LDMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16,
+    "ptx/movmatrix.cuh": MOVMATRIX,
     "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip

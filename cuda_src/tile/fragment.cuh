@@ -24,8 +24,7 @@ __device__ void map_row(const Row& own, float (&s)[n], int r) {
         if (fragment_row(i) == r) s[i] = own.value(s[i], fragment_column(i));
 }
 // Replaces each element by f(element, row, key); the thread's first element is that of row `row` and key `first`. Where f.row(row, first)
-// has what the keys of a row share, its value(element, offset) is asked. What knows blocks of 16 x 16 gets the four registers of each
-// of its halves, of eight columns.
+// has what the keys of a row share, its value(element, offset) is asked.
 template <class F, int n>
 __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
     if constexpr (requires { f.apply(s); }) {
@@ -34,13 +33,6 @@ __device__ void map_fragment(const F& f, float (&s)[n], i32 row, i32 first) {
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
             map_row(f.row(row + 8 * r, first), s, r);
-        }
-    } else if constexpr (requires(float* const(&block)[2]) { f.apply_block(block, row, first); }) {
-#pragma unroll
-        for (int i = 0; i < n / 8; ++i) {
-            const int m = i % cfg::m_tiles_per_warp, column = i / cfg::m_tiles_per_warp;
-            float* const block[2] = {s + fragment_index(2 * column, 2 * m), s + fragment_index(2 * column + 1, 2 * m)};
-            f.apply_block(block, row + 16 * m, first + 16 * column);
         }
     } else {
 #pragma unroll

@@ -109,7 +109,8 @@ template <class S, class Score> struct SoftmaxOption : SumOption<S> {
     static_assert(requires { LogSum<float>(s.row_sum(0)); }, "Softmax: row_sum(r): of one of the thread's rows, at the end");
 };
 // weight: what becomes of a weight between its sum and the product with V. Of itself it is kept or 0; what all are multiplied by
-// besides, a kernel does where it costs least. One that knows a warp's fragment may have apply_block (tile/fragment.cuh).
+// besides, a kernel does where it costs least. Kernels whose warps have fragments ask for draw<blocks>(row, kv), of packed weights, or
+// kept<q_blocks, kv_blocks>(q, kv), of elements (variant/weight/kept.cuh).
 template <class W> struct WeightOption : Given {
     static const W w;
     static_assert(requires { W(args, rows, work); }, "Weight(args, rows, work)");

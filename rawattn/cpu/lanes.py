@@ -512,7 +512,7 @@ WORD = np.uint64(32)
 @njit
 def philox(a, b, c, d, low, high):
     """The four words of a counter by a key, as ``variant.weight.philox``."""
-    for _ in range(10):
+    for _ in range(7):
         x, y = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
         a, b, c, d = (y >> WORD) ^ b ^ low, y & LOW, (x >> WORD) ^ d ^ high, x & LOW
         low, high = (low + STEPS[0]) & LOW, (high + STEPS[1]) & LOW
@@ -530,19 +530,21 @@ def find_kept(kept, first, keys, panel, group, unit, random):
     for lane in range(lanes if threshold > 0 else 0):
         row = min(panel * lanes + lane, unit[QUERIES] * group - 1)
         q, head = row // group + unit[QUERY] + random[2], row % group + unit[HEAD]
-        half = np.uint64(q // 8 % 2 * 16 + 1)
-        for four in range(start // 16 * 4, (start + keys + 15) // 16 * 4):
-            words = philox(np.uint64(q // 16 * 8 + q % 8), np.uint64(four), np.uint64(head), np.uint64(sequence), low, high)
-            for i in range(4):
-                j = four // 4 * 16 + four % 4 * 2 + i // 2 + i % 2 * 8 - start
+        for pair in range(start // 32 * 4, (start + keys + 31) // 32 * 4):
+            place = np.uint64(q // 16 * 32 + q % 8 * 4 + pair % 4)
+            words = philox(np.uint64(head), np.uint64(pair // 4), np.uint64(sequence), place, low, high)
+            for i in range(8):
+                j = pair // 4 * 32 + pair % 4 * 2 + i % 2 + i // 2 * 8 - start
                 if 0 <= j < keys:
-                    kept[j * lanes + lane] = np.int64((words[i] >> half) & np.uint64(0x7FFF)) >= threshold
+                    half = (words[i // 4 * 2 + q // 8 % 2] >> np.uint64(i % 2 * 16)) & np.uint64(0xFFFF)
+                    number = np.int64((half << np.uint64(1) | half >> np.uint64(15)) >> np.uint64((1 - i // 2 % 2) * 8)) & 0xFF
+                    kept[j * lanes + lane] = number >= threshold if threshold <= 128 else number < 256 - threshold
 
 
 @njit
 def drop(x, first, keys, column, pitch, kept, random):
     """Makes x[key pitch + column] 0 where it is dropped, whatever it is, and rescales what is kept."""
-    lanes, factor = lanes_of(x), 32768 / (32768 - random[0])
+    lanes, factor = lanes_of(x), 256 / (256 - random[0])
     for j in range(first, keys if random[0] > 0 else first):
         at = j * pitch + column
         y = load(x, at)

@@ -56,7 +56,7 @@ def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
     needs more, and so do consumers whose score is a function."""
     if lists(op.mask):
         return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (32, 112)}[config.consumers]
-    wide = config.tile_kv > 112 or op.score.is_function
+    wide = config.tile_kv > 112 or op.score.is_function or op.spec.dropout
     return {1: (56, 256), 2: (40, 232), 3: (32, 160) if wide else (40, 152), 4: (32, 112)}[config.consumers]
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from . import Option
 from .field import Field, Fields, Pointer
 
-LEVELS = 1 << 15  # of probabilities: a weight has 15 random bits
+LEVELS = 1 << 8  # of probabilities: a weight has eight random bits
 
 
 class Identity(Option):
@@ -22,7 +22,7 @@ class Identity(Option):
 
 @dataclasses.dataclass(frozen=True)
 class Dropout(Option):
-    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-15 from 2^-15 to 1 - 2^-15, and divides
+    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-8 from 2^-8 to 1 - 2^-8, and divides
     the others by 1 - ``rate``.
 
     ``kept`` is the definition in Python, which the reference and the tests read; the loops of ``lanes.py`` compute it, too.
@@ -33,7 +33,7 @@ class Dropout(Option):
 
     @property
     def threshold(self) -> int:
-        """A weight whose number is below it is dropped."""
+        """The numbers that mean that a weight is dropped: those below it, or from 256 less it on where it is above 128."""
         return min(max(round(self.p * LEVELS), 1), LEVELS - 1)
 
     @property
@@ -47,19 +47,22 @@ class Dropout(Option):
     @property
     def fields(self) -> Fields:
         seed = Field("seed", "const i64*", Pointer("seed"))
-        return (seed, Field("dropout_threshold", "i32"), Field("dropout_factor", "Number"))
+        return (seed, Field("dropout_least", "i32"), Field("dropout_flipped", "i32"), Field("dropout_factor", "Number"))
 
     @property
     def values(self) -> dict[str, float]:
-        return {"dropout_threshold": self.threshold, "dropout_factor": self.factor}
+        least = min(self.threshold, LEVELS - self.threshold)
+        flipped = -1 if self.threshold > LEVELS // 2 else 0
+        return {"dropout_least": least * 0x800080, "dropout_flipped": flipped, "dropout_factor": self.factor}
 
     def kept(self, seed: int, batch: int, head: int, q: npt.ArrayLike, kv: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Says which weights are kept, of queries and keys at these positions, which are broadcast against each other. ``batch``
         is the number of the sequence, ``head`` that of the query head."""
         i, j = np.asarray(q, np.uint32), np.asarray(kv, np.uint32)
-        words = philox((i // 16 * 8 + i % 8, j // 16 * 4 + j % 8 // 2, head, batch), (seed % 2**32, (seed >> 32) % 2**32))
-        word = np.choose(j % 2 * 2 + j // 8 % 2, words)
-        return (word >> (i // 8 % 2 * 16 + 1)) % LEVELS >= self.threshold
+        words = philox((head, j // 32, batch, i // 16 * 32 + i % 8 * 4 + j % 8 // 2), (seed % 2**32, (seed >> 32) % 2**32))
+        half = np.choose(j // 16 % 2 * 2 + i // 8 % 2, words) >> j % 2 * 16 & 0xFFFF
+        number = (half << 1 | half >> 15) >> (1 - j // 8 % 2) * 8 & 0xFF
+        return number >= self.threshold if self.threshold <= LEVELS // 2 else number < LEVELS - self.threshold
 
 
 class PackGqaDropout(Dropout):
@@ -74,9 +77,9 @@ def make(p: float, pack_gqa: bool = False) -> Option:
 
 
 def philox(counter: tuple[Any, ...], key: tuple[int, int]) -> tuple[npt.NDArray[np.uint32], ...]:
-    """Philox 4x32-10 (Salmon et al., SC11): four words of 32 bits that are a pure function of the four words of each counter."""
+    """Philox 4x32-7 (Salmon et al., SC11): four words of 32 bits that are a pure function of the four words of each counter."""
     a, b, c, d = (np.asarray(x, np.uint64) for x in counter)
-    for i in range(10):
+    for i in range(7):
         low, high = ((k + i * step) % 2**32 for k, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
         x, y = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         a, b, c, d = y >> np.uint64(32) ^ b ^ np.uint64(low), _take_low(y), x >> np.uint64(32) ^ d ^ np.uint64(high), _take_low(x)

@@ -404,6 +404,11 @@ static u32 movmatrix_transposed(u32 mine) {
 
 static float widen_fp16(u16 x) { return float(__builtin_bit_cast(_Float16, x)); }
 static u16 narrow_fp16(float x) { return __builtin_bit_cast(u16, _Float16(x)); }
+static u32 halves_from(u32 x, u32 limits) {
+    u32 found = 0;
+    for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
+    return found;
+}
 // Bit by bit, as the format says.
 static u16 widen_e4m3(unsigned char x) {
     const i32 exponent = x >> 3 & 15, fraction = x & 7;

@@ -20,7 +20,7 @@ struct DqAtOnce {
         own.start_dp();
         own.tell_dq();
         const auto logits = Elements::logits<SMma::accumulators>(own, score, q_first, key, at.work.q_ascends ? cfg::tile_q : -cfg::tile_q);
-        const auto weights = Weight(own.args, rows, work).template transposed<SMma::accumulators / 8, 1>(q_first, key);
+        const auto weights = Weight(own.args, rows, work).template kept<SMma::accumulators / 8, 1>(q_first, key);
         const auto kept = kept_transposed<SMma::accumulators>(mask, q_first, key, !StepOf::is_full(at));
         ptx::wgmma_wait<1>();
         own.template weigh<StepOf>(at, score, logits, weights, kept, q_first, key);

@@ -10,20 +10,18 @@ struct PackGqaDropout : Dropout {
     __device__ bool keep_row(i32 row, i32 kv) const { return keep(rows.head_of(head, row), rows.q_of(row), kv); }
     __device__ Number operator()(Number p, i32 row, i32 kv) const { return keep_row(row, kv) ? p : Number(0); }
 
-    __device__ void apply_block(float* const (&block)[2], i32 row, i32 kv) const {
-        if (kv_offset % 16 != 0) {
-            const u32 bits = eight([&](int e) { return keep_row(row + e / 2 % 2 * 8, kv + e / 4 * 8 + e % 2); });
-            return apply(block, [&](int e) { return bits >> e & 1; });
-        }
+    template <int blocks>
+    __device__ Draws<blocks> draw(i32 row, i32 kv) const {
+        if (kv_offset % 32 != 0) return draw_pairs<blocks>([&](int down, i32 column) { return keep_row(row + down, kv + column); });
+        return draw_words<blocks>(kv, [&](u32 of_32) {
+            Philox::Words found;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const u32 q = rows.q_of(row + 8 * r) + q_offset;
-            const Philox::Words all = words(rows.head_of(head, row + 8 * r), q, kv + kv_offset);
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                float& x = block[c / 2][2 * r + c % 2];
-                x = keeps(all.x[c % 2 * 2 + c / 2], q / 8 % 2) ? x : 0.f;
+            for (int r = 0; r < 2; ++r) {
+                const u32 q = rows.q_of(row + 8 * r) + q_offset;
+                const Philox::Words all = random(rows.head_of(head, row + 8 * r), of_32, batch, place(q, q % 8 * 4 + threadIdx.x % 4));
+                found.x[r] = q / 8 % 2 ? all.x[1] : all.x[0], found.x[2 + r] = q / 8 % 2 ? all.x[3] : all.x[2];
             }
-        }
+            return found;
+        });
     }
 };

@@ -10,6 +10,8 @@ struct Identity {
 
     __device__ static constexpr Number factor(const Args&) { return 1; }
     __device__ Number operator()(Number p, i32, i32) const { return p; }
-    template <int q_blocks, int kv_blocks>
-    __device__ EveryWeight transposed(i32, i32) const { return {}; }
+    template <int blocks>
+    __device__ EveryWeight draw(i32, i32) const { return {}; }
+    template <int q_blocks, int kv_blocks, bool transposed = true>
+    __device__ EveryWeight kept(i32, i32) const { return {}; }
 };

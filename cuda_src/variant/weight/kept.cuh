@@ -1,17 +1,15 @@
 #pragma once
-// This says which pairs of a thread's fragment are kept, whose rows are keys: eight of each block of 16 x 16. They are found once, and asked for
-// the weights and for their gradients.
-#include "ptx/base.cuh"
+// This says which of a thread's weights are kept, in blocks of 16 x 16 pairs, of which it has eight elements.
+#include "ptx/fp16.cuh"
 
-// Four blocks have a word, whose lower half is of the upper eight queries of each. Numbers are shifted in from the left.
+// Of elements: four blocks have a word, in whose halves lie those of a block's first four elements and of the others, side by side, so
+// that one instruction (R2P) makes predicates of them. They are found once, and asked for the weights and for their gradients.
 template <int blocks>
 struct KeptWeights {
-    u32 bits[(blocks + 3) / 4];
+    u32 bits[(blocks + 3) / 4] = {};
 
-    __device__ float operator()(float x, int block, int i) const {
-        const int in_word = min(4, blocks - block / 4 * 4), at = 16 - 4 * in_word + block % 4 * 4 + i % 4;
-        return bits[block / 4] >> (at + i / 4 * 16) & 1 ? x : 0.f;
-    }
+    __device__ static constexpr int place(int block, int i) { return block % 4 * 4 + i % 4 + i / 4 * 16; }
+    __device__ float operator()(float x, int block, int i) const { return bits[block / 4] >> place(block, i) & 1 ? x : 0.f; }
     // The same for a second use: else the compiler finds a bit once for both, and keeps 32 predicates in between.
     __device__ KeptWeights again() const {
         KeptWeights found;
@@ -20,10 +18,37 @@ struct KeptWeights {
         return found;
     }
 };
-// Shifts a number into each half: the highest bit of each half of `pairs`.
-__device__ inline void add_pairs(u32& bits, u32 pairs) { bits = bits >> 1 & 0x7fff7fff | pairs & 0x80008000; }
+
+// Of packed weights: numbers from 0 to 255, two in each half of a word. With the half rotated to the left by a bit they are its bytes,
+// so each is in bits 7 to 14, as it is or with the bytes changed.
+struct Threshold {
+    u32 least, flipped;  // of the numbers in those bits that are kept; all ones where they are dropped, and those below are kept
+
+    __device__ static u32 bytes(u32 word, bool changed) { return changed ? __byte_perm(word, 0, 0x2301) : word; }
+    // All ones in each half whose number is of a weight that is kept.
+    __device__ u32 kept(u32 word) const { return ptx::halves_from(word, least) ^ flipped; }
+};
+template <int blocks>
+struct Draws {
+    static constexpr int each = cfg::tile_kv % 32 ? 1 : 2;  // blocks whose numbers one call makes
+    Threshold threshold;
+    u32 words[blocks][2];  // of the upper and the lower rows; in the upper bytes of the first eight columns
+
+    // They are made where this is called: else the compiler does so where they are used.
+    __device__ void settle() {
+#pragma unroll
+        for (auto& two : words)
+#pragma unroll
+            for (u32& word : two) asm volatile("" : "+r"(word));
+    }
+    __device__ u32 operator()(u32 packed, int i) const {
+        return packed & threshold.kept(Threshold::bytes(words[i / 4][i % 2], i / 2 % 2));
+    }
+};
 
 struct EveryWeight {
+    __device__ void settle() {}
     __device__ float operator()(float x, int, int) const { return x; }
+    __device__ u32 operator()(u32 packed, int) const { return packed; }
     __device__ EveryWeight again() const { return {}; }
 };

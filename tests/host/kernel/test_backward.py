@@ -99,7 +99,7 @@ HOPPER = {
     "64, sinks": Case((64, 64), {"mask": Causal()}, ((100, 70),), dlse=True, sinks=True),
     "128, dropout, packed, final": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final"),
     "64, dropout, offsets": Case(
-        (64, 64), {"dropout": 0.3, "q_offset": 48, "kv_offset": 16}, ((70, 140),), dlse=True, sinks=True
+        (64, 64), {"dropout": 0.3, "q_offset": 96, "kv_offset": 32}, ((70, 140),), dlse=True, sinks=True
     ),
     "64, dropout, offsets between": Case((64, 64), {"dropout": 0.3, "q_offset": 41, "kv_offset": 19}, ((70, 70),)),
     "192 and 128, dropout": Case((192, 128), {"mask": Causal(), "dropout": 0.3}, ((130, 150),) * 2),
@@ -122,6 +122,7 @@ SIMT |= {
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
+    "64, pairs of heads": Case((64, 40), {"mask": Causal()}, ((130, 200),), (5, 1), grid=3, walk="by_pairs"),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
 }
 EIGHTY: dict[str, Any] = {
@@ -193,6 +194,7 @@ MMA: dict[str, tuple[AttnBwdMmaConfig, Case]] = {
     "192 and 136, softcap": (FOURS, Case((192, 136), {"mask": Window(70), "score": Softcap(2.0)}, ((80, 150),), heads=(2, 1))),
     "64, lens, parts": (LONE, Case((64, 40), {"mask": Causal()}, ((70, 140),) * 4, (4, 2), lens=LENS, parts=2)),
     "fp32, 40, parts": (LEAST, Case((40, 24), {"element": FP32}, ((50, 70),), (3, 1), parts=3)),
+    "64, pairs of heads": (LONE, Case((64, 40), {"mask": Causal()}, ((100, 140),), (3, 1), walk="by_pairs")),
     "256, one stage": (
         AttnBwdMmaConfig(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
@@ -360,7 +362,7 @@ class Call:
     def program(self) -> Program:
         case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
         if case.mma:
-            config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts)
+            config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
             assert reason is None or (case.store == "unordered" and "deterministic=False" in reason)
             altered = patched_bwd_mma(case.patch) if case.patch else ATTN_BWD_MMA
@@ -397,13 +399,35 @@ class Call:
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
-    "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks", "simt, dropout",
+    "mma, 128, small tiles", "simt, packed", "64, parts", "64, pairs of heads", "simt, fp64, wide", "simt, no keys, sinks",
+    "simt, dropout",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["64, dropout, offsets", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"])
+def test_pairs_that_are_dropped(name: str, tmp_path: pathlib.Path) -> None:
+    """They are those of the definition, one by one: weights are equal, and a row of dO has a power of two in one column."""
+    case = dataclasses.replace(CASES[name], kinds=CASES[name].kinds | {"mask": Full()}, sinks=False, dlse=False)
+    call = Call(case)
+    queries, columns = np.arange(call.q_lens[0]), call.op.forward.head_dim_v
+    call.arrays["q"][...], call.arrays["do"][...] = 0, 0
+    call.arrays["do"][:, queries, :, queries % columns] = 4.0 ** (queries // columns)[:, None, None]
+    call.wanted()
+    call.run(tmp_path)
+    (heads, kv_heads), kv_len = case.heads, call.kv_lens[0]
+    sums = np.rint(call.arrays["dv"].astype(np.float64) * kv_len / call.op.forward.spec.weight.factor).astype(int)
+    for batch in range(len(case.lengths)):
+        kept = dropped(call.op.forward, batch, len(queries), kv_len) > 0
+        counts = kept.reshape(kv_heads, heads // kv_heads, len(queries), kv_len).sum(1)
+        wanted = np.zeros((kv_heads, kv_len, columns))
+        for i in queries:
+            wanted[..., i % columns] += counts[:, i] * 4.0 ** (i // columns)
+        assert np.array_equal(sums[batch].swapaxes(0, 1), wanted)
 
 
 WRONG: dict[str, Callable[[Array, int], Any]] = {  # cu_seqlens whose sequences from some number on do not lie in so many rows

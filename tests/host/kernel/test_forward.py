@@ -268,6 +268,34 @@ def test_a_lane_that_comes_late(tile_q: int, tmp_path: pathlib.Path, monkeypatch
     check(Case("attn_fwd", tile_q, tile_q, 1), tmp_path)
 
 
+DROPPED = [
+    *(Case(name, kv_len=96, mask=Full(), dropout=0.3) for name in KERNELS),
+    *(Case("attn_fwd", kv_len=96, mask=Full(), dropout=p) for p in (2.0**-8, 0.5, 0.51, 0.99)),
+    *(Case(name, 40, 80, mask=Full(), dropout=0.3, offsets=offsets) for name in KERNELS for offsets in ((64, 32), (9, 17))),
+    Case("attn_fwd_mma", 13, 80, heads=4, mask=Full(), dropout=0.3),
+    Case("attn_fwd_mma", 13, 80, heads=4, mask=Full(), dropout=0.3, offsets=(5, 48)),
+]
+
+
+@pytest.mark.parametrize("case", DROPPED, ids=name_of)
+def test_pairs_that_are_dropped(case: Case, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the definition, one by one: weights are equal, and a column of v has powers of two for six keys."""
+    q, k, v = arrays(case)
+    key, kept = np.arange(case.kv_len), np.empty((2, case.heads, case.q_len, case.kv_len), bool)
+    v[...] = np.where(key[:, None] // 6 == np.arange(16), np.exp2(key[:, None] % 6), 0)[:, None]
+    monkeypatch.setattr(f"{__name__}.arrays", lambda case: (q * 0, k, v))
+    if case.kernel == "attn_fwd_mma" and case.heads == 2:
+        monkeypatch.setitem(KERNELS, case.kernel, (ATTN_FWD_MMA, attn_fwd_mma.AttnFwdMmaConfig(64, 32, 2, 2, 1, 1)))
+    for tile_kv in (32, 48) if case.kernel == "attn_fwd" else (32,):
+        if case.kernel == "attn_fwd":
+            monkeypatch.setitem(KERNELS, case.kernel, (ATTN_FWD, attn_fwd.AttnFwdConfig(128, tile_kv, 2, 1)))
+        o, _ = run(case, _folder(tmp_path / str(tile_kv)))
+        sums = np.rint(o.swapaxes(1, 2) * case.kv_len / case.op.spec.weight.factor).astype(int)
+        for batch, head in np.ndindex(2, case.heads):
+            kept[batch, head] = dropped(case, batch, head, np.arange(case.q_len)[:, None], key) > 0
+        assert np.array_equal(sums[..., key // 6] >> key % 6 & 1, kept)
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_entry_of_options(name: str, tmp_path: pathlib.Path) -> None:
     check(OWN[name], tmp_path)

@@ -26,13 +26,13 @@ from tests import traced, zoo
 from tests.operations import backward, forward
 
 Array = npt.NDArray[Any]
-# kat_vectors of Random123 1.14, philox4x32 with 10 rounds: counter, key, words.
+# kat_vectors of Random123 1.14, philox4x32 with 7 rounds: counter, key, words.
 KNOWN = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]  # fmt: skip
 
@@ -46,22 +46,25 @@ def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], words: tu
     assert tuple(map(int, lanes.philox(*given))) == words
 
 
-@pytest.mark.parametrize("p", [2.0**-15, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [2.0**-8, 0.1, 0.5, 0.9])
 def test_share(p: float) -> None:
-    """The share of what is kept is within five standard deviations, in all and by the place in a block of 16 x 16; and the
-    weights of neighbours, of other heads, batches and seeds have nothing to do with each other."""
+    """The share of what is kept is within five standard deviations, in all and by the place in a block of 16 x 32; and the
+    weights of neighbours, of one counter, of other heads, batches and seeds have nothing to do with each other."""
     option, n = weight.Dropout(p), 1024
     q, kv = np.arange(n)[:, None], np.arange(n)[None]
-    assert abs(option.rate - p) <= 2.0**-16 and option.factor == pytest.approx(1 / (1 - option.rate))
+    assert abs(option.rate - p) <= 2.0**-9 and option.factor == pytest.approx(1 / (1 - option.rate))
     kept = option.kept(12345, 3, 5, q, kv)
-    blocks = kept.reshape(n // 16, 16, n // 16, 16).mean((0, 2))
+    blocks = kept.reshape(n // 16, 16, n // 32, 32).mean((0, 2))
     sigma = (option.rate * (1 - option.rate)) ** 0.5
     assert abs(kept.mean() - (1 - option.rate)) < 5 * sigma / n
-    assert np.abs(blocks - (1 - option.rate)).max() < 5 * sigma / (n / 16)
+    assert np.abs(blocks - (1 - option.rate)).max() < 5 * sigma / (n / 512**0.5)
+    counters = (kept - (1 - option.rate)).reshape(n // 16, 2, 8, n // 32, 4, 4, 2).transpose(0, 2, 3, 5, 1, 4, 6).reshape(-1, 16)
+    together = counters.T @ counters / len(counters) / sigma**2 - np.eye(16)  # of sixteen numbers, each with each
+    assert np.abs(together - np.diag(np.diag(together))).max() < 5 / len(counters) ** 0.5 * (1 if p > 0.01 else 2)
     centred = kept - (1 - option.rate)
     others = [option.kept(12345, 3, 6, q, kv), option.kept(12345, 4, 5, q, kv), option.kept(12346, 3, 5, q, kv)]
     others += [option.kept(12345 + (1 << 32), 3, 5, q, kv)]
-    others += [np.roll(kept, shift, axis) for axis in (0, 1) for shift in (1, 2, 8, 16)]
+    others += [np.roll(kept, shift, axis) for axis in (0, 1) for shift in (1, 2, 8, 16, 32)]
     for other in others:
         correlation = (centred * (other - (1 - option.rate))).mean() / sigma**2
         assert abs(correlation) < 5 / n * (1 if p > 0.01 else 2), correlation
