@@ -30,7 +30,7 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
 #include "tile/fold.cuh"
@@ -72,7 +72,7 @@ struct Work {
 };
 struct Smem {
     Ring ring;
-    QTile q;
+    QBuffer::Board<QTile> q;
     Own own[cfg::m_tiles];
     Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken, listed;
     Work next, work;                // the producer's, and the consumers' copy of it
@@ -85,6 +85,7 @@ struct Smem {
 template struct ElementOption<Element>;
 template struct OperandsOption<KvElement>;
 template struct QOperandOption<QOperand, QTile>;
+template struct QBufferOption<QBuffer, QTile>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
@@ -117,6 +118,7 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
     Scheduler scheduler(args, early ? seen : nullptr);
+    QBuffer q_buffer;
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
@@ -143,6 +145,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (run.is_last()) break;
         before = run;
+        if (threadIdx.x < 32) q_buffer.prefetch(smem.q, args, rows, run);
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
         const Mask mask(args, rows, run);  // after the launch before: it may read what that writes
@@ -163,6 +166,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
     }
     if (threadIdx.x < 32) end_counting(args);
+    q_buffer.finish();
     Kv::finish();
     return true;
 }
@@ -175,10 +179,11 @@ struct Consumer {
     const u32 warp, m;  // of the four that share 16 rows, and which rows these are
     Own& own;
     OwnStrand strand;
+    QBuffer q_buffer;
 
     __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q, smem.ring.k[0], smem.ring.v[0], 16 * m) {}
+        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q.tiles[0], smem.ring.k[0], smem.ring.v[0], 16 * m) {}
 
     // The thread's number among the four warps, anew at each use: what follows from it would take registers over all key tiles.
     __device__ u32 thread() const { return 32 * warp + ptx::lane_id(); }
@@ -192,19 +197,10 @@ struct Consumer {
 
     __device__ void load_q(const Rows& rows) {
         const SplitRun& run = smem.work.run;
-        const u32 to = ptx::smem_address(&smem.q);
-        for (u32 i = 128 * m + thread(); i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
-            const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
-            const bool inside = run.q_begin + row < rows.q_len;
-            const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
-            ptx::cp_async(to + QTile::offset(fragment_place(row), chunk), args.q.data + at + chunk * 16, inside ? 16 : 0);
-        }
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        meet();
+        const u32 place = q_buffer.await(smem.q, args, rows, run, 128 * m + thread(), meet);
         // The states of the work before are done with, and a warp that is ahead writes there when all have met again.
-        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
-        strand.keep_q();
+        strand.q_operand.prepare(args, run, smem.q.tiles[place], 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
+        strand.keep_q(place);
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
@@ -431,7 +427,7 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(cfg::m_tiles);
         Kv::fence_barriers();
     }
-    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), QBuffer::init(smem.q), smem.parity = 0;
     if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();

@@ -89,6 +89,15 @@ template <class A, class Score> struct AheadOption : Given {
     static_assert(requires { (typename A::Source(args, rows, work)), source.load(board, u32(i), full, i); }, "Ahead: Source(args, rows, work), by the producer: load(board, stage, full, tile), before the copies of a tile of K start");
     static_assert(requires { A::multiplied(tell), A::weighed(tell); }, "Ahead: multiplied(tell), weighed(tell): one of them tells that a stage of K was read");
 };
+// q buffer: who loads q, and when. Producers and consumers have one each, which counts works.
+template <class Q, class QTile> struct QBufferOption : Given {
+    static Q q;
+    static typename Q::template Board<QTile>& board;
+    static void meet();
+    static_assert(requires { Q::init(board), board.tiles[0].data; }, "QBuffer: Board<QTile> in shared memory, init(board), board.tiles");
+    static_assert(requires { q.prefetch(board, args, rows, work), q.finish(); }, "QBuffer: prefetch(board, args, rows, work), of each work in turn, and finish(), by producers");
+    static_assert(requires { u32(q.await(board, args, rows, work, u32(i), meet)); }, "QBuffer: await(board, args, rows, work, thread, meet): which tile, by consumers, which have met");
+};
 // softmax: what else is in the sum of a row ...
 template <class S> struct SumOption : Given {
     static const S s;

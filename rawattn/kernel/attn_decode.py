@@ -24,6 +24,7 @@ SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
+Q_BUFFERS = {1: element.SingleBufferedQ(), 2: element.DoubleBufferedQ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class AttnDecodeConfig:
     merge_passes: int = 1  # by which warps exchange columns
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
+    q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
 
     @property
     def tile_q(self) -> int:
@@ -74,7 +76,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
-    return ring + 2 * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
+    return ring + 2 * config.q_buffers * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
 def page_rows(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
@@ -180,6 +182,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return "cp_async is False, but TMA cannot read these pages here"
         if config.producers not in ((1, 2, 4) if config.cp_async else (1,)):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
+        if config.q_buffers not in Q_BUFFERS:
+            return f"q_buffers is {config.q_buffers}; it must be 1 or 2"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
@@ -231,6 +235,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "OElement": op.element,
             "QOperand": operand,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
+            "QBuffer": Q_BUFFERS[config.q_buffers],
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
             "Score": rows.PackGqaScore(score.constant_time),
             "Softmax": sums,
@@ -262,7 +267,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"]
+        del constants["cp_async"], constants["q_buffers"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
