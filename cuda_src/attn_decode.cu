@@ -12,8 +12,8 @@
 //   empty[b]              a lane of each of them        producer            both until refilled; what the option Walk tells of a tile, with K
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   listed                a lane of the producer        a consumer          smem.pieces, .owner
-//   named barrier 1       consumers                     consumers           smem.q, .work, .is_last
+//   listed                a lane of the producer        a consumer          smem.pieces, .fold.list
+//   named barrier 1       consumers                     consumers           smem.q, .work, .fold
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
 //   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
@@ -30,10 +30,9 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Fold, Store, Launch
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
-#include "tile/fold.cuh"
 #include "tile/paged_tile.cuh"
 #include "tile/range.cuh"
 #include "tile/softmax.cuh"
@@ -78,7 +77,7 @@ struct Smem {
     Work next, work;                // the producer's, and the consumers' copy of it
     u32 parity;                     // of the next wait for `given`
     alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
-    i32 owner, is_last;             // the block with the work's first split
+    Fold::Board fold;
     u32 half;                       // the first bit in which arrivals are counted
     Walk::Board board;
 };
@@ -94,6 +93,7 @@ template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
 template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
+template struct FoldOption<Fold>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -363,32 +363,10 @@ struct Consumer {
         } else {
             if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
                 leave_before(place_of_groups(run.split_end), own.groups.get(thread()));
-            arrive();
-            if (smem.is_last) fold_pieces(scale_log2);
+            Fold::run(*this, scale_log2);
         }
         meet();
     }
-    // Says that this block's states are there, and finds out whether all are.
-    __device__ void arrive() {
-        const SplitRun& run = smem.work.run;
-        const Splits& splits = smem.work.run.splits;
-        meet();
-        if (is_first()) {
-            smem.listed.wait(smem.parity ^ 1);
-            u32* const arrived = args.arrived + smem.owner;
-            const u32 here = run.split_end - run.split, all = splits.end - splits.begin, half = smem.half;
-            smem.is_last = (ptx::add_acq_rel(arrived, here << half) >> half & 0xffff) + here == all;
-            if (smem.is_last) atomicAdd(arrived, 0u - (all << half));
-        }
-        meet();
-    }
-
-    __device__ void fold_pieces(float scale_log2) {
-        const PieceFold<Consumer> fold{*this, smem.pieces, own.factors};
-        fold.run(smem.work.run.splits, smem.work.rows - i32(16 * m), scale_log2,
-                 [&](const FloatState& state, i32 lane, i32 column) { store(state, lane, column, scale_log2); });
-    }
-
     // Of the lane that had the rows; `column`: of the state's first block.
     template <int blocks>
     __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {

@@ -208,6 +208,11 @@ template <class S> struct SharesOption : Given {
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
+// fold: how the states that blocks leave of a work become one. run(warps, scale_log2) is for consumers.
+template <class F> struct FoldOption : Given {
+    static typename F::Board& board;
+    static_assert(requires { board.list(i, i); }, "Fold: Board in shared memory, list(number, block): who has a state, by a producer");
+};
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {
     static const S s;

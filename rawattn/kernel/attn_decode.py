@@ -24,6 +24,7 @@ SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
+FOLDS = {1: scheduler.OneLevelFold(), 2: scheduler.TwoLevelFold()}
 Q_BUFFERS = {1: element.SingleBufferedQ(), 2: element.DoubleBufferedQ()}
 
 
@@ -40,6 +41,7 @@ class AttnDecodeConfig:
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
     q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
+    fold_levels: int = 1  # in which states of splits are folded
 
     @property
     def tile_q(self) -> int:
@@ -182,8 +184,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return "cp_async is False, but TMA cannot read these pages here"
         if config.producers not in ((1, 2, 4) if config.cp_async else (1,)):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
-        if config.q_buffers not in Q_BUFFERS:
-            return f"q_buffers is {config.q_buffers}; it must be 1 or 2"
+        if config.q_buffers not in Q_BUFFERS or config.fold_levels not in FOLDS:
+            return f"q_buffers is {config.q_buffers} and fold_levels {config.fold_levels}; each must be 1 or 2"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
@@ -243,6 +245,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
+            "Fold": FOLDS[config.fold_levels],
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
         }
@@ -254,7 +257,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
+            Field("arrived", "u32*", Counter(4 * counters(config) + 4)),
             Field("violations", "u32*", Violations()),
             Field("scale", "Number"),
             Field("heads", "i32"),
@@ -267,12 +270,13 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"], constants["q_buffers"]
+        del constants["cp_async"], constants["q_buffers"], constants["fold_levels"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
             "most_pieces": MOST_SPLITS,
             "most_blocks": MOST_BLOCKS,
+            "counters": counters(config),
         }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
@@ -310,6 +314,11 @@ def slots(op: AttentionKVCache) -> int:
     """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by
     split, and all groups but that one."""
     return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
+
+
+def counters(config: AttnDecodeConfig) -> int:
+    """Counters of who has left states: one for each block and level of the fold."""
+    return MOST_BLOCKS * config.fold_levels
 
 
 def partials_bytes(op: AttentionKVCache, config: AttnDecodeConfig, grid: int) -> int:

@@ -1,5 +1,5 @@
-"""This module says which tile a block takes, and when; in which order its warpgroups issue; whether it begins before the launch
-in front ended."""
+"""This module says which tile a block takes, and when; who folds what several found; in which order warpgroups issue; whether a
+block begins before the launch in front ended."""
 
 from __future__ import annotations
 
@@ -95,6 +95,18 @@ class StreamKScheduler(Option):
     @property
     def fields(self) -> Fields:
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
+
+
+class OneLevelFold(Option):
+    """The block that comes last to a work folds all states of its splits."""
+
+    source: ClassVar[str] = "variant/fold/one_level.cuh"
+
+
+class TwoLevelFold(Option):
+    """The block that comes last to a group of splits folds it, and the one with the last group folds these, to the same bits."""
+
+    source: ClassVar[str] = "variant/fold/two_levels.cuh"
 
 
 DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "ShortestFirst": "shortest_first"}
