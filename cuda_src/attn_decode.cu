@@ -15,7 +15,7 @@
 //   listed                a lane of the producer        a consumer          smem.pieces, .fold.list
 //   named barrier 1       consumers                     consumers           smem.q, .work, .fold
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
-//   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
+//   named barrier 4       producers                     producers           what they have seen and found, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -117,7 +117,7 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 // Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
-    Scheduler scheduler(args, early ? seen : nullptr);
+    Scheduler scheduler(args, early ? seen : nullptr, seen + most_early, (most_seen - most_early) * i32(sizeof(SeenLength)));
     QBuffer q_buffer;
     SplitRun before{};
     u32 place = 0;

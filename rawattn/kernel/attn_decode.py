@@ -42,6 +42,7 @@ class AttnDecodeConfig:
     producers: int = 1  # warps that copy; TMA needs one
     q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
     fold_levels: int = 1  # in which states of splits are folded
+    keeps_sequences: bool = False  # whether a block keeps what it finds of each sequence at its beginning
 
     @property
     def tile_q(self) -> int:
@@ -244,7 +245,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Weight": weight.Identity(),
             "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
-            "Scheduler": scheduler.StreamKScheduler(),
+            "Scheduler": scheduler.StreamKScheduler(config.keeps_sequences),
             "Fold": FOLDS[config.fold_levels],
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
@@ -270,7 +271,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"], constants["q_buffers"], constants["fold_levels"]
+        for name in ("cp_async", "q_buffers", "fold_levels", "keeps_sequences"):  # options stand for them
+            del constants[name]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,

@@ -87,10 +87,17 @@ class ReportingScheduler(Wrapper):
         return (*self.base.fields, Field("violations", "u32*", Violations()))
 
 
+@dataclasses.dataclass(frozen=True)
 class StreamKScheduler(Option):
-    """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device."""
+    """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device. With
+    ``keeps`` it keeps what it has found of each sequence, and reads lengths together."""
 
+    keeps: bool = False
     source: ClassVar[str] = "variant/scheduler/stream_k.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{'FoundOnce' if self.keeps else 'FoundAnew'}>"
 
     @property
     def fields(self) -> Fields:

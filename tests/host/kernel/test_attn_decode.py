@@ -340,9 +340,21 @@ CASES = {
             ("32 rows of 80", dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8, q_len=9, heads=6), (2, 64, 4, 0, 1)),
         )
     },
+    "sequences are kept": Case(kv_lens=LENGTHS, grid=5, config=replace(keeps_sequences=True)),
+    "sequences are kept of some": Case(
+        dataclasses.replace(OP, page=2, heads=2, kv_heads=1),
+        tuple(range(0, 260, 2)),
+        (),
+        4,
+        AttnDecodeConfig(1, 64, 3, 1, 1, 1, True, 4, keeps_sequences=True),
+    ),  # fmt: skip
     "two levels": Case(kv_lens=(5000, 0, 300, 700), grid=44, config=replace(fold_levels=2)),
     "two levels, 32 rows": Case(
-        dataclasses.replace(PAGED, q_len=9, heads=6, split_keys=256), (2100, 3, 900), (9, 4, 7), 23, replace(m_tiles=2, fold_levels=2)
+        dataclasses.replace(PAGED, q_len=9, heads=6, split_keys=256),
+        (2100, 3, 900),
+        (9, 4, 7),
+        23,
+        replace(m_tiles=2, fold_levels=2),
     ),
     "merge in passes": Case(
         dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)
