@@ -30,7 +30,7 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Fold, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Lanes, Fold, Store, Launch
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
 #include "tile/paged_tile.cuh"
@@ -93,6 +93,7 @@ template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
 template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
+template struct LanesOption<Lanes>;
 template struct FoldOption<Fold>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
@@ -283,16 +284,18 @@ struct Consumer {
                 for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }
             meet_strands();
-            SoftmaxState<merge_blocks> state[2], next;
+            if (Lanes::merges(mine)) {
+                SoftmaxState<merge_blocks> state[2], next;
 #pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
-                state[pair].fold(next, softmax.scale_log2);
+                for (int pair = 0; pair < 2; ++pair) {
+                    get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
+                    state[pair].fold(next, softmax.scale_log2);
+                }
+                state[0].fold(state[1], softmax.scale_log2);
+                merged.set(state[0].max_sum());
+#pragma unroll
+                for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             }
-            state[0].fold(state[1], softmax.scale_log2);
-            merged.set(state[0].max_sum());
-#pragma unroll
-            for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             meet_strands();
         }
         return merged;
@@ -314,6 +317,7 @@ struct Consumer {
 
     // Takes in a split's result.
     __device__ void push(i32 split, const Quarter& state, float scale_log2) {
+        if (!Lanes::merges(has_rows())) return;
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);

@@ -208,6 +208,10 @@ template <class S> struct SharesOption : Given {
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
+// lanes: which take part when results of warps become one.
+template <class L> struct LanesOption {
+    static_assert(requires { bool(L::merges(true)); }, "Lanes: merges(has_rows)");
+};
 // fold: how the states that blocks leave of a work become one. run(warps, scale_log2) is for consumers.
 template <class F> struct FoldOption : Given {
     static typename F::Board& board;

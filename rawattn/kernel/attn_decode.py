@@ -41,6 +41,7 @@ class AttnDecodeConfig:
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
     q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
+    merges_rows: bool = False  # whether lanes without rows do nothing when results of warps become one
     fold_levels: int = 1  # in which states of splits are folded
     keeps_sequences: bool = False  # whether a block keeps what it finds of each sequence at its beginning
 
@@ -187,6 +188,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.q_buffers not in Q_BUFFERS or config.fold_levels not in FOLDS:
             return f"q_buffers is {config.q_buffers} and fold_levels {config.fold_levels}; each must be 1 or 2"
+        if config.merges_rows and config.m_tiles != 1:
+            return "merges_rows is for m_tiles of 1: with more all lanes have rows"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
@@ -246,6 +249,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(config.keeps_sequences),
+            "Lanes": scheduler.LanesWithRows() if config.merges_rows else scheduler.EveryLane(),
             "Fold": FOLDS[config.fold_levels],
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
@@ -271,7 +275,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        for name in ("cp_async", "q_buffers", "fold_levels", "keeps_sequences"):  # options stand for them
+        for name in ("cp_async", "q_buffers", "merges_rows", "fold_levels", "keeps_sequences"):  # options stand for them
             del constants[name]
         constants |= {
             "head_dim": op.head_dim,

@@ -104,6 +104,18 @@ class StreamKScheduler(Option):
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
 
 
+class EveryLane(Option):
+    """Every lane merges, whether it has rows or not."""
+
+    source: ClassVar[str] = "variant/lanes/every.cuh"
+
+
+class LanesWithRows(Option):
+    """Lanes with rows alone merge what warps found."""
+
+    source: ClassVar[str] = "variant/lanes/with_rows.cuh"
+
+
 class OneLevelFold(Option):
     """The block that comes last to a work folds all states of its splits."""
 

@@ -6,6 +6,7 @@
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
+#include "ptx/barrier.cuh"
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 

@@ -343,12 +343,14 @@ CASES = {
     "sequences are kept": Case(kv_lens=LENGTHS, grid=5, config=replace(keeps_sequences=True)),
     "sequences are kept of some": Case(
         dataclasses.replace(OP, page=2, heads=2, kv_heads=1),
-        tuple(range(0, 260, 2)),
-        (),
-        4,
-        AttnDecodeConfig(1, 64, 3, 1, 1, 1, True, 4, keeps_sequences=True),
-    ),  # fmt: skip
-    "two levels": Case(kv_lens=(5000, 0, 300, 700), grid=44, config=replace(fold_levels=2)),
+        tuple(97 * i % 300 for i in range(130)),
+        grid=4,
+        config=AttnDecodeConfig(1, 64, 3, 1, 1, cp_async=True, producers=4, keeps_sequences=True),
+    ),
+    "two levels": Case(kv_lens=(5000, 0, 300, 700), grid=44, config=replace(fold_levels=2, merges_rows=True)),
+    "lanes with rows": Case(
+        dataclasses.replace(PAGED, q_len=3, head_dim_v=64), LENGTHS, (), 5, replace(merge_passes=2, merges_rows=True)
+    ),
     "two levels, 32 rows": Case(
         dataclasses.replace(PAGED, q_len=9, heads=6, split_keys=256),
         (2100, 3, 900),
@@ -403,10 +405,12 @@ def test_folds_of_any_levels_and_orders_give_the_same_bits(name: str) -> None:
     """Whichever block comes last to a group, and to a work."""
     case, rng = LEVELS[name], np.random.default_rng(3)
     wanted, count = run(case), len(case.kv_lens)
-    by_two = dataclasses.replace(case, config=dataclasses.replace(case.config, fold_levels=2, q_buffers=2))
+    form = dataclasses.replace(case.config, fold_levels=2, q_buffers=2, merges_rows=case.config.m_tiles == 1)
+    by_two = dataclasses.replace(case, config=form)
     for order in (range(case.grid)[::-1], rng.permutation(case.grid)):
         same(run(by_two, order=order), wanted, count)
-    same(run(dataclasses.replace(by_two, grid=case.grid // 3)), wanted, count)
+    for last in range(5):  # which may have the ends of two groups, and fold both
+        same(run(dataclasses.replace(by_two, grid=5), order=sorted(range(5), key=lambda block: block == last)), wanted, count)
 
 
 @pytest.mark.parametrize("late", [31, 63, 159])
