@@ -340,7 +340,12 @@ CASES = {
             ("32 rows of 80", dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8, q_len=9, heads=6), (2, 64, 4, 0, 1)),
         )
     },
-    "sequences are kept": Case(kv_lens=LENGTHS, grid=5, config=replace(keeps_sequences=True)),
+    "sequences are kept": Case(
+        dataclasses.replace(OP, heads=2, kv_heads=1, split_keys=256),
+        tuple(300 + 97 * i % 200 for i in range(40)),
+        grid=11,
+        config=replace(keeps_sequences=True),
+    ),
     "sequences are kept of some": Case(
         dataclasses.replace(OP, page=2, heads=2, kv_heads=1),
         tuple(97 * i % 300 for i in range(130)),
@@ -597,7 +602,9 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
     """Shares follow from lengths, and works from those that are read later. Memory around the states stays as it was."""
     case, file = TORN[name], "variant/scheduler/stream_k.cuh"
     source = decode.source(dataclasses.replace(case.step, batch=1), case.config, ARCH)
-    old = "const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work"
+    old = (
+        "const Rows rows(args, batch, found.read);\n            const Sequence sequence(args, rows, batch);\n            if (work"
+    )
     late = "Args late = args;\n            late.kv_lens += args.batches;\n            " + old.replace("(args", "(late")
     headers = dict(source.headers)
     assert headers[file].count(old) == 1
