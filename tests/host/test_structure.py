@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 31463,
     "perf": 5976,
     "cuda_src": 12982,
-    "tests": 42723,
+    "tests": 42738,
 }
 FUNCTION_LINES = 60
 

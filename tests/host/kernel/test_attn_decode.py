@@ -763,6 +763,21 @@ def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
     assert binary.spill_bytes == 0 and not binary.advisories
 
 
+@pytest.mark.parametrize(("arch", "page"), [("sm_90a", 16), ("sm_90a", 2), ("sm_80", 16)])
+def test_forms_by_configuration_do_not_spill(arch: str, page: int) -> None:
+    op = Decode(page=page).operation
+    forms = {"q_buffers": 2, "merges_rows": True, "fold_levels": 2, "keeps_sequences": True}
+    config = dataclasses.replace(ATTN_DECODE.candidates(op, TYPICAL[arch])[0], **forms)
+    assert ATTN_DECODE.legal(config, op, TYPICAL[arch]) is None
+    assert compiler.compile(ATTN_DECODE.render(op, config, arch)).spill_bytes == 0
+    for wrong, said in (
+        ({"q_buffers": 3}, "q_buffers is 3"),
+        ({"fold_levels": 0}, "fold_levels 0"),
+        ({"m_tiles": 2}, "merges_rows"),
+    ):
+        assert said in str(ATTN_DECODE.legal(dataclasses.replace(config, **wrong), op, TYPICAL[arch]))
+
+
 @pytest.mark.parametrize("what", [{}, {"mask": "both"}, {"softcap": 30.0}], ids=str)
 def test_32_wide_rows_are_taken_at_once(what: dict[str, Any]) -> None:
     """16 at a time take up to 1.6 times as long: 298 us for 185 over 4 sequences of 32,768 keys on an H100."""
