@@ -12,10 +12,10 @@
 //   empty[b]              a lane of each of them        producer            both until refilled; what the option Walk tells of a tile, with K
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   listed                a lane of the producer        a consumer          smem.pieces, .owner
-//   named barrier 1       consumers                     consumers           smem.q, .work, .is_last
+//   listed                a lane of the producer        a consumer          smem.pieces, .fold.list
+//   named barrier 1       consumers                     consumers           smem.q, .work, .fold
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
-//   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
+//   named barrier 4       producers                     producers           what they have seen and found, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -30,10 +30,9 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Lanes, Fold, Store, Launch
 #include "ptx/barrier.cuh"
 #include "tile/facts.cuh"
-#include "tile/fold.cuh"
 #include "tile/paged_tile.cuh"
 #include "tile/range.cuh"
 #include "tile/softmax.cuh"
@@ -72,19 +71,20 @@ struct Work {
 };
 struct Smem {
     Ring ring;
-    QTile q;
+    QBuffer::Board<QTile> q;
     Own own[cfg::m_tiles];
     Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken, listed;
     Work next, work;                // the producer's, and the consumers' copy of it
     u32 parity;                     // of the next wait for `given`
     alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
-    i32 owner, is_last;             // the block with the work's first split
+    Fold::Board fold;
     u32 half;                       // the first bit in which arrivals are counted
     Walk::Board board;
 };
 template struct ElementOption<Element>;
 template struct OperandsOption<KvElement>;
 template struct QOperandOption<QOperand, QTile>;
+template struct QBufferOption<QBuffer, QTile>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
@@ -93,6 +93,8 @@ template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
 template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
+template struct LanesOption<Lanes>;
+template struct FoldOption<Fold>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -116,7 +118,8 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 // Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
-    Scheduler scheduler(args, early ? seen : nullptr);
+    Scheduler scheduler(args, early ? seen : nullptr, seen + most_early, (most_seen - most_early) * i32(sizeof(SeenLength)));
+    QBuffer q_buffer;
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
@@ -143,6 +146,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (run.is_last()) break;
         before = run;
+        if (threadIdx.x < 32) q_buffer.prefetch(smem.q, args, rows, run);
         const Kv kv(args, rows, run);
         if (tiles.begin >= tiles.end) continue;
         const Mask mask(args, rows, run);  // after the launch before: it may read what that writes
@@ -163,6 +167,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
     }
     if (threadIdx.x < 32) end_counting(args);
+    q_buffer.finish();
     Kv::finish();
     return true;
 }
@@ -175,10 +180,11 @@ struct Consumer {
     const u32 warp, m;  // of the four that share 16 rows, and which rows these are
     Own& own;
     OwnStrand strand;
+    QBuffer q_buffer;
 
     __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q, smem.ring.k[0], smem.ring.v[0], 16 * m) {}
+        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q.tiles[0], smem.ring.k[0], smem.ring.v[0], 16 * m) {}
 
     // The thread's number among the four warps, anew at each use: what follows from it would take registers over all key tiles.
     __device__ u32 thread() const { return 32 * warp + ptx::lane_id(); }
@@ -192,19 +198,10 @@ struct Consumer {
 
     __device__ void load_q(const Rows& rows) {
         const SplitRun& run = smem.work.run;
-        const u32 to = ptx::smem_address(&smem.q);
-        for (u32 i = 128 * m + thread(); i < cfg::tile_q * QTile::chunks; i += 128 * cfg::m_tiles) {
-            const i32 row = i / QTile::chunks, chunk = i % QTile::chunks;
-            const bool inside = run.q_begin + row < rows.q_len;
-            const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? run.q_begin + row : 0, run.head);
-            ptx::cp_async(to + QTile::offset(fragment_place(row), chunk), args.q.data + at + chunk * 16, inside ? 16 : 0);
-        }
-        ptx::cp_async_commit();
-        ptx::cp_async_wait<0>();
-        meet();
+        const u32 place = q_buffer.await(smem.q, args, rows, run, 128 * m + thread(), meet);
         // The states of the work before are done with, and a warp that is ahead writes there when all have met again.
-        strand.q_operand.prepare(args, run, smem.q, 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
-        strand.keep_q();
+        strand.q_operand.prepare(args, run, smem.q.tiles[place], 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
+        strand.keep_q(place);
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
@@ -287,16 +284,18 @@ struct Consumer {
                 for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }
             meet_strands();
-            SoftmaxState<merge_blocks> state[2], next;
+            if (Lanes::merges(mine)) {
+                SoftmaxState<merge_blocks> state[2], next;
 #pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
-                state[pair].fold(next, softmax.scale_log2);
+                for (int pair = 0; pair < 2; ++pair) {
+                    get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
+                    state[pair].fold(next, softmax.scale_log2);
+                }
+                state[0].fold(state[1], softmax.scale_log2);
+                merged.set(state[0].max_sum());
+#pragma unroll
+                for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             }
-            state[0].fold(state[1], softmax.scale_log2);
-            merged.set(state[0].max_sum());
-#pragma unroll
-            for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             meet_strands();
         }
         return merged;
@@ -318,6 +317,7 @@ struct Consumer {
 
     // Takes in a split's result.
     __device__ void push(i32 split, const Quarter& state, float scale_log2) {
+        if (!Lanes::merges(has_rows())) return;
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
@@ -367,32 +367,10 @@ struct Consumer {
         } else {
             if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
                 leave_before(place_of_groups(run.split_end), own.groups.get(thread()));
-            arrive();
-            if (smem.is_last) fold_pieces(scale_log2);
+            Fold::run(*this, scale_log2);
         }
         meet();
     }
-    // Says that this block's states are there, and finds out whether all are.
-    __device__ void arrive() {
-        const SplitRun& run = smem.work.run;
-        const Splits& splits = smem.work.run.splits;
-        meet();
-        if (is_first()) {
-            smem.listed.wait(smem.parity ^ 1);
-            u32* const arrived = args.arrived + smem.owner;
-            const u32 here = run.split_end - run.split, all = splits.end - splits.begin, half = smem.half;
-            smem.is_last = (ptx::add_acq_rel(arrived, here << half) >> half & 0xffff) + here == all;
-            if (smem.is_last) atomicAdd(arrived, 0u - (all << half));
-        }
-        meet();
-    }
-
-    __device__ void fold_pieces(float scale_log2) {
-        const PieceFold<Consumer> fold{*this, smem.pieces, own.factors};
-        fold.run(smem.work.run.splits, smem.work.rows - i32(16 * m), scale_log2,
-                 [&](const FloatState& state, i32 lane, i32 column) { store(state, lane, column, scale_log2); });
-    }
-
     // Of the lane that had the rows; `column`: of the state's first block.
     template <int blocks>
     __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
@@ -431,7 +409,7 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(cfg::m_tiles);
         Kv::fence_barriers();
     }
-    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), QBuffer::init(smem.q), smem.parity = 0;
     if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();

@@ -35,18 +35,20 @@ struct Strand {
     const BlockReader<VTile> v_blocks;
     u32 q[kept + Operands::steps][4];  // the last ones for the steps that are not kept
     QOperand q_operand;
+    u32 q_shift;  // of the tile of q, from the first
     float o[cfg::head_dim_v / 2];
 
-    // Of the 16 rows of q from `first` on; k and v are the first stages of their rings.
+    // Of the 16 rows of q from `first` on; q, k and v are the first of their tiles.
     __device__ Strand(const QTile& q, const KTile& k, const VTile& v, int first)
         : q_blocks(BlockReader<QTile>::down(q, first)), k_blocks(BlockReader<KTile>::right(k)), v_blocks(BlockReader<VTile>::down(v)) {}
 
     __device__ void load_q(u32 (&to)[4], int step) {
-        ptx::ldmatrix(to, q_blocks.block(0, step));
+        ptx::ldmatrix(to, q_blocks.block(0, step, q_shift));
 #pragma unroll
         for (u32& x : to) x ^= u32(cfg::q_signs);
     }
-    __device__ void keep_q() {
+    __device__ void keep_q(u32 tile) {
+        q_shift = tile * sizeof(QTile);
 #pragma unroll
         for (int step = 0; step < kept; ++step) load_q(q[step], step);
     }

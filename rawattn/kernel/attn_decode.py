@@ -24,6 +24,8 @@ SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
+FOLDS = {1: scheduler.OneLevelFold(), 2: scheduler.TwoLevelFold()}
+Q_BUFFERS = {1: element.SingleBufferedQ(), 2: element.DoubleBufferedQ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,10 @@ class AttnDecodeConfig:
     merge_passes: int = 1  # by which warps exchange columns
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
+    q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
+    merges_rows: bool = False  # whether lanes without rows do nothing when results of warps become one
+    fold_levels: int = 1  # in which states of splits are folded
+    keeps_sequences: bool = False  # whether a block keeps what it finds of each sequence at its beginning
 
     @property
     def tile_q(self) -> int:
@@ -74,7 +80,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
-    return ring + 2 * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
+    return ring + 2 * config.q_buffers * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
 def page_rows(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
@@ -180,6 +186,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return "cp_async is False, but TMA cannot read these pages here"
         if config.producers not in ((1, 2, 4) if config.cp_async else (1,)):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
+        if config.q_buffers not in Q_BUFFERS or config.fold_levels not in FOLDS:
+            return f"q_buffers is {config.q_buffers} and fold_levels {config.fold_levels}; each must be 1 or 2"
+        if config.merges_rows and config.m_tiles != 1:
+            return "merges_rows is for m_tiles of 1: with more all lanes have rows"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
@@ -231,13 +241,16 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "OElement": op.element,
             "QOperand": operand,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
+            "QBuffer": Q_BUFFERS[config.q_buffers],
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
             "Score": rows.PackGqaScore(score.constant_time),
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
-            "Scheduler": scheduler.StreamKScheduler(),
+            "Scheduler": scheduler.StreamKScheduler(config.keeps_sequences),
+            "Lanes": scheduler.LanesWithRows() if config.merges_rows else scheduler.EveryLane(),
+            "Fold": FOLDS[config.fold_levels],
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
         }
@@ -249,7 +262,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
+            Field("arrived", "u32*", Counter(4 * counters(config) + 4)),
             Field("violations", "u32*", Violations()),
             Field("scale", "Number"),
             Field("heads", "i32"),
@@ -262,12 +275,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"]
+        for name in ("cp_async", "q_buffers", "merges_rows", "fold_levels", "keeps_sequences"):  # options stand for them
+            del constants[name]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
             "most_pieces": MOST_SPLITS,
             "most_blocks": MOST_BLOCKS,
+            "counters": counters(config),
         }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
@@ -305,6 +320,11 @@ def slots(op: AttentionKVCache) -> int:
     """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by
     split, and all groups but that one."""
     return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
+
+
+def counters(config: AttnDecodeConfig) -> int:
+    """Counters of who has left states: one for each block and level of the fold."""
+    return MOST_BLOCKS * config.fold_levels
 
 
 def partials_bytes(op: AttentionKVCache, config: AttnDecodeConfig, grid: int) -> int:

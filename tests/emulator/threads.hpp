@@ -105,9 +105,15 @@ static std::function<void()> body;
 static long progress, switches, idle;
 static i32 late_thread = -1;  // it looks at an mbarrier only when nothing else can happen
 static std::vector<std::function<void()>> copies;  // of TMA, on their way
-// A thread's asynchronous copies, by groups: they are made as late as may be, when it waits for them. The last group is open.
-struct Copy { u32 to, width, bytes; const void* from; };
+// A thread's asynchronous copies, by groups: they are made as late as may be, when it waits for them, or an mbarrier that they arrive on
+// does and nothing else can happen. The last group is open.
+namespace ptx {
+struct Mbarrier;
+static void finish_copies(u32 pending, i32 thread);
+}  // namespace ptx
+struct Copy { u32 to, width, bytes; const void* from; ptx::Mbarrier* arrival = nullptr; };
 static std::vector<std::vector<Copy>> copy_groups[1024];
+static std::vector<i32> arriving;  // threads whose copies an mbarrier awaits
 static bool waited[1024];                          // for the launch in front
 
 static void yield() {
@@ -207,6 +213,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         for (Meeting& each : of_warps) each = {};
         memset(waited, !uses_pdl, sizeof waited);
         for (auto& own : copy_groups) own.clear();
+        arriving.clear();
         fibers.resize(threads);
         for (Fiber& fiber : fibers) fiber.begin(start);
         for (i32 left = threads; left > 0;) {
@@ -220,6 +227,11 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
                 left -= fibers[i].ended;
             }
             if (progress != before || left == 0) continue;
+            if (!arriving.empty()) {
+                const i32 thread = arriving.back();
+                arriving.pop_back(), ptx::finish_copies(0, thread);
+                continue;
+            }
             if (copies.empty()) {
                 if (late_thread < 0 || woken == progress) return 1;
                 woken = progress, ++idle;
@@ -269,13 +281,6 @@ static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
 static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
 static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
-static void finish_copies(u32 pending) {
-    auto& own = copy_groups[threadIdx.x];
-    const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
-    for (size_t i = 0; i < count; ++i)
-        for (const Copy& each : own[i]) memset(raw + each.to, 0, each.width), memcpy(raw + each.to, each.from, each.bytes);
-    own.erase(own.begin(), own.begin() + count);
-}
 static void start_copy(const Copy& copy) {
     if (copy_groups[threadIdx.x].empty()) copy_groups[threadIdx.x].resize(1);
     copy_groups[threadIdx.x].back().push_back(copy);
@@ -283,7 +288,7 @@ static void start_copy(const Copy& copy) {
 static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
 static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
 static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
-template <int pending> void cp_async_wait() { finish_copies(pending); }
+template <int pending> void cp_async_wait() { finish_copies(pending, threadIdx.x); }
 // Blocks run one after the other: a turn that has not come never will.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
 static i32 load_relaxed(const i32* from) { return *from; }
@@ -322,10 +327,19 @@ struct Mbarrier {
 };
 struct PolledMbarrier : Mbarrier {
     void arrive_after_copies() {
-        cp_async_commit(), finish_copies(0);
-        arrive();
+        start_copy({0, 0, 0, nullptr, this}), cp_async_commit();
+        arriving.push_back(threadIdx.x);
     }
 };
+static void finish_copies(u32 pending, i32 thread) {
+    auto& own = copy_groups[thread];
+    const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
+    for (size_t i = 0; i < count; ++i)
+        for (const Copy& each : own[i])
+            if (each.arrival) each.arrival->arrive();
+            else memset(raw + each.to, 0, each.width), memcpy(raw + each.to, each.from, each.bytes);
+    own.erase(own.begin(), own.begin() + count);
+}
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
 
