@@ -57,7 +57,8 @@ def attention(
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
             then see positions, and no alignment applies. Where one is given the other is 0.
         dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
-            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-8, to neither 0 nor 1.
+            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-8; what would
+            be rounded to 0 or 1 is refused.
         seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.

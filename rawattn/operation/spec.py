@@ -292,9 +292,11 @@ def is_int(seed: Any) -> bool:
 
 
 def make_dropout(p: Any) -> float:
-    """The probability with which a weight is dropped."""
-    need = "a number from 0.0 up, less than 1.0"
+    """The probability with which a weight is dropped: one that its random bits can express, rounded to their steps."""
+    need = (
+        f"0.0, or a number above {0.5 / weight.LEVELS} and below {1 - 0.5 / weight.LEVELS}, of which eight random bits are made"
+    )
     rate = scores.number("dropout", p, need)
-    if not 0 <= rate < 1:
+    if rate and not (0 < rate < 1 and 0 < round(rate * weight.LEVELS) < weight.LEVELS):
         raise ProblemError(f"dropout is {p!r}; it must be {need}.")
     return rate

@@ -22,7 +22,7 @@ class Identity(Option):
 
 @dataclasses.dataclass(frozen=True)
 class Dropout(Option):
-    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-8 from 2^-8 to 1 - 2^-8, and divides
+    """Makes a weight 0 with probability ``rate``, which is p rounded to a multiple of 2^-8, neither 0 nor 1, and divides
     the others by 1 - ``rate``.
 
     ``kept`` is the definition in Python, which the reference and the tests read; the loops of ``lanes.py`` compute it, too.
@@ -34,7 +34,7 @@ class Dropout(Option):
     @property
     def threshold(self) -> int:
         """The numbers that mean that a weight is dropped: those below it, or from 256 less it on where it is above 128."""
-        return min(max(round(self.p * LEVELS), 1), LEVELS - 1)
+        return round(self.p * LEVELS)
 
     @property
     def rate(self) -> float:

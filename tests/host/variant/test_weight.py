@@ -186,7 +186,7 @@ def test_what_is_dropped() -> None:
 
 def test_errors() -> None:
     q = np.ones((1, 4, 1, 8), np.float32)
-    for p in (1.0, -0.1, float("nan"), True, "a", np.ones(1)):
+    for p in (1.0, -0.1, float("nan"), True, "a", np.ones(1), 0.0019, 0.999):
         with pytest.raises(ProblemError, match="dropout is"):
             rawattn.attention(q, q, q, dropout=p, seed=1)  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match=r"seed is None, and dropout is 0.1; give an int"):
