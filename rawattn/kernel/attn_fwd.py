@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +14,16 @@ import numpy.typing as npt
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
+from ..operation.base import queries_in_steps
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
-from ..variant.field import Field, Fields, PageRows, TensorMap
+from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.walk import IntervalWalk, ListWalk, lists
-from . import tiling
+from . import combine, few_rows, tiling
 from .base import ForwardKernel
+from .program import Program
 from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
@@ -43,6 +47,8 @@ class AttnFwdConfig:
     tile_kv: int = 128
     stages: int = 2  # of the rings of K and V
     q_stages: int = 1
+    pack_gqa: bool = False  # whether the query heads that share a key head share tiles; over caches they do where they can
+    splits: int = 1  # of the keys of each tile of queries; 0 for as many as the sizes suggest
 
     @property
     def consumers(self) -> int:
@@ -105,6 +111,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
+    del constants["pack_gqa"], constants["splits"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -117,6 +124,31 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
 def _count_keys(config: AttnFwdConfig) -> int:
     """The keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than these keys."""
     return min(config.stages * config.tile_kv, 192)
+
+
+def packed(op: Forward, config: AttnFwdConfig) -> Forward:
+    """The operation whose queries and heads are the rows of tiles."""
+    return op.packed if config.pack_gqa else op
+
+
+def unnumbered(config: AttnFwdConfig, splits: int) -> AttnFwdConfig:
+    """The configuration that is rendered for so many splits: all numbers of them above one share a source."""
+    return dataclasses.replace(config, splits=min(splits, 2))
+
+
+def split_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
+    """The reasons why keys are not split so, or heads do not share tiles."""
+    refusals, heads = [], op.heads_per_kv
+    functions = op.mask.is_function or op.score.is_function or lists(op.mask)
+    if not 0 <= config.splits <= few_rows.MOST:
+        refusals.append(f"splits is {config.splits}; it must be from 0 to {few_rows.MOST}")
+    if config.splits != 1 and (functions or op.varlen or op.invariant):
+        where = "packed sequences, functions, masks with holes and invariant calls"
+        refusals.append(f"splits is {config.splits}; it must be 1 for {where}")
+    if config.pack_gqa and (functions or op.varlen or op.q_lens or heads == 1 or config.tile_q % heads):
+        needs = f"several query heads for each key head, a divisor of {config.tile_q}"
+        refusals.append(f"pack_gqa is True; it needs {needs}, and dense sequences without q_lens and functions")
+    return refusals
 
 
 def _is_cut(op: Forward) -> bool:
@@ -149,7 +181,7 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        if reasons := tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) or tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
@@ -195,11 +227,26 @@ class AttnFwd(ForwardKernel):
         return configs
 
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
-        return self.seconds(config, op, device)
+        if config.splits == 1 and not config.pack_gqa:
+            return self.seconds(config, op, device)
+        return self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
 
-    def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1) -> float:
+    def seconds_of_few(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> float:
+        """The same for few queries over many keys, which must be read, in as many splits as the configuration or the sizes say,
+        and the fold of these."""
+        return _of_splits(config, op, device, rows_each)[0]
+
+    def count_splits(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> int:
+        """The splits of each tile's keys; for all numbers of queries that are rounded alike as many."""
+        q_len = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads)
+        op = op if op.varlen or q_len == op.q_len else op.resized(op.batch, q_len, op.kv_len, op.spec.offsets)
+        count = 1 if config.splits == 1 else _of_splits(config, op, device, rows_each)[1]
+        return count if tiling.tiles(op, config.tile_q, rows_each) * count <= tiling.MOST_TILES else 1
+
+    def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1, splits: int = 1) -> float:
         """Counts for every query tile the clocks of its steps over key tiles, at the rate of the tensor cores (4096 FLOP a clock)
-        and the exponentials (16 a clock), and what a tile costs besides. Over caches ``rows_each`` heads share a tile."""
+        and the exponentials (16 a clock), and what a tile costs besides. ``rows_each`` heads share a tile, and its keys are in
+        ``splits`` works."""
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
         products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
         overlap = _OVERLAP[config.consumers]
@@ -207,18 +254,24 @@ class AttnFwd(ForwardKernel):
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
+        strips = -(-strips // splits)
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
-        return makespan(work, tiles(op, config.tile_q, rows_each), device.sm_count) / _CLOCK + _LAUNCH
+        return makespan(work, tiles(op, config.tile_q, rows_each) * splits, device.sm_count) / _CLOCK + _LAUNCH
 
     def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
-        span: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
-        return tiling.options(
-            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out,
-            Order=self.order(op, config), Walk=walk, **span,
-        )  # fmt: skip
+        changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
+        if config.pack_gqa:
+            changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
+        if config.splits != 1:
+            changed |= few_rows.options(changed.get("Mask", op.mask))
+            op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
+        return tiling.options(op, **{
+            "Ahead": ahead_of(op, config), "Softmax": softmax.SpeculativeMax(), "Kv": kv.TmaKv(), "Scheduler": plan, "Store": out,
+            "Order": self.order(op, config), "Walk": walk, **changed,
+        })  # fmt: skip
 
     def order(self, op: Forward, config: AttnFwdConfig) -> Option:
         """The order of the warpgroups' products. Two take turns, but at head_dim 256, where the products of one leave the other's
@@ -232,16 +285,52 @@ class AttnFwd(ForwardKernel):
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
         tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
+        if config.pack_gqa:
+            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(op, config, arch, self.fields(op, config), self.options(op, config))
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
-        return tiling.values(op, config.tile_q, device)
+        values = tiling.values(packed(op, config), config.tile_q, device)
+        return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
+
+    def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:
+        return *super().rendered_kind(op, config), config.pack_gqa and op.heads_per_kv
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
-        return super().tiles(op, config, device)._replace(most_blocks=device.sm_count)
+        found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count)
+        return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
+
+    def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:
+        return self._lower(op, config, device, self.count_splits(config, op, device, op.heads_per_kv if config.pack_gqa else 1))
+
+    def _lower(self, op: Forward, config: AttnFwdConfig, device: Device, count: int) -> Program:
+        """The program with so many splits."""
+        whole = super().lower(op, unnumbered(config, count), device)
+        if count == 1 or not whole.launches:
+            return whole
+        main, rows = whole.launches[-1], queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads) * op.heads * op.batch
+        main = main.at(op.q_len, self.tiles(op, config, device)._replace(splits=count))
+        rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
+        return combine.folded(whole._replace(launches=(*whole.launches[:-1], main)), op, count, rows, rendered)
+
+    def programs(self, op: Forward, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
+        return (self.lower(op, config, device),) if config.splits else tuple(self._lower(op, config, device, n) for n in (1, 2))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_splits(config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> tuple[float, int]:
+    """The seconds in the best number of splits, or in that of the configuration, and this number."""
+    begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
+    read = few_rows.read_seconds(op, int(end.max() - begin.min()))
+
+    def seconds(n: int) -> float:
+        return few_rows.overlap(ATTN_FWD.seconds(config, op, device, rows_each, n), read) + few_rows.fold_seconds(op, n)
+
+    numbers = (config.splits,) if config.splits else few_rows.numbers(-(-op.kv_len // config.tile_kv))
+    return min((seconds(n), n) for n in numbers)
 
 
 ATTN_FWD = AttnFwd()
