@@ -36,6 +36,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
+_IDLE = 0.03  # of the time, that warpgroups without rows take from the others, if all were; guessed
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
@@ -48,7 +49,7 @@ class AttnFwdConfig:
     stages: int = 2  # of the rings of K and V
     q_stages: int = 1
     pack_gqa: bool = False  # whether the query heads that share a key head share tiles; over caches they do where they can
-    splits: int = 1  # of the keys of each tile of queries; 0 for as many as the sizes suggest
+    kv_splits: int = 1  # of the keys of each tile of queries; 0 for as many as the sizes suggest
 
     @property
     def consumers(self) -> int:
@@ -111,7 +112,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    del constants["pack_gqa"], constants["splits"]
+    del constants["pack_gqa"], constants["kv_splits"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -133,19 +134,20 @@ def packed(op: Forward, config: AttnFwdConfig) -> Forward:
 
 def unnumbered(config: AttnFwdConfig, splits: int) -> AttnFwdConfig:
     """The configuration that is rendered for so many splits: all numbers of them above one share a source."""
-    return dataclasses.replace(config, splits=min(splits, 2))
+    return dataclasses.replace(config, kv_splits=min(splits, 2))
 
 
 def split_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     """The reasons why keys are not split so, or heads do not share tiles."""
     refusals, heads = [], op.heads_per_kv
     functions = op.mask.is_function or op.score.is_function or lists(op.mask)
-    if not 0 <= config.splits <= few_rows.MOST:
-        refusals.append(f"splits is {config.splits}; it must be from 0 to {few_rows.MOST}")
-    if config.splits != 1 and (functions or op.varlen or op.invariant):
+    if not 0 <= config.kv_splits <= few_rows.MOST:
+        refusals.append(f"kv_splits is {config.kv_splits}; it must be from 0 to {few_rows.MOST}")
+    if config.kv_splits != 1 and (functions or op.varlen or op.invariant):
         where = "packed sequences, functions, masks with holes and invariant calls"
-        refusals.append(f"splits is {config.splits}; it must be 1 for {where}")
-    if config.pack_gqa and (functions or op.varlen or op.q_lens or heads == 1 or config.tile_q % heads):
+        refusals.append(f"kv_splits is {config.kv_splits}; it must be 1 for {where}")
+    others = functions or op.varlen or op.q_lens or op.layout.repeats_heads
+    if config.pack_gqa and (others or heads == 1 or config.tile_q % heads):
         needs = f"several query heads for each key head, a divisor of {config.tile_q}"
         refusals.append(f"pack_gqa is True; it needs {needs}, and dense sequences without q_lens and functions")
     return refusals
@@ -227,7 +229,7 @@ class AttnFwd(ForwardKernel):
         return configs
 
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
-        if config.splits == 1 and not config.pack_gqa:
+        if config.kv_splits == 1 and not config.pack_gqa:
             return self.seconds(config, op, device)
         return self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
 
@@ -240,7 +242,7 @@ class AttnFwd(ForwardKernel):
         """The splits of each tile's keys; for all numbers of queries that are rounded alike as many."""
         q_len = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads)
         op = op if op.varlen or q_len == op.q_len else op.resized(op.batch, q_len, op.kv_len, op.spec.offsets)
-        count = 1 if config.splits == 1 else _of_splits(config, op, device, rows_each)[1]
+        count = 1 if config.kv_splits == 1 else _of_splits(config, op, device, rows_each)[1]
         return count if tiling.tiles(op, config.tile_q, rows_each) * count <= tiling.MOST_TILES else 1
 
     def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1, splits: int = 1) -> float:
@@ -265,7 +267,7 @@ class AttnFwd(ForwardKernel):
         changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         if config.pack_gqa:
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
-        if config.splits != 1:
+        if config.kv_splits != 1:
             changed |= few_rows.options(changed.get("Mask", op.mask))
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
         return tiling.options(op, **{
@@ -317,7 +319,8 @@ class AttnFwd(ForwardKernel):
         return combine.folded(whole._replace(launches=(*whole.launches[:-1], main)), op, count, rows, rendered)
 
     def programs(self, op: Forward, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
-        return (self.lower(op, config, device),) if config.splits else tuple(self._lower(op, config, device, n) for n in (1, 2))
+        numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)
+        return tuple(self._lower(op, config, device, n) for n in numbers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -325,11 +328,13 @@ def _of_splits(config: AttnFwdConfig, op: Forward, device: Device, rows_each: in
     """The seconds in the best number of splits, or in that of the configuration, and this number."""
     begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
     read = few_rows.read_seconds(op, int(end.max() - begin.min()))
+    idle = 1 - -(-op.q_len * rows_each // 64) / (config.consumers * -(-op.q_len * rows_each // config.tile_q) or 1)
 
     def seconds(n: int) -> float:
-        return few_rows.overlap(ATTN_FWD.seconds(config, op, device, rows_each, n), read) + few_rows.fold_seconds(op, n)
+        computed = ATTN_FWD.seconds(config, op, device, rows_each, n) * (1 + _IDLE * idle)
+        return few_rows.overlap(computed, read) + few_rows.fold_seconds(op, n)
 
-    numbers = (config.splits,) if config.splits else few_rows.numbers(-(-op.kv_len // config.tile_kv))
+    numbers = (config.kv_splits,) if config.kv_splits else few_rows.numbers(-(-op.kv_len // config.tile_kv))
     return min((seconds(n), n) for n in numbers)
 
 

@@ -57,6 +57,9 @@ class AttnFwdKVCache(OverCache):
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return reasons
 
+    def competes(self, op: AttentionKVCache) -> bool:
+        return few_rows.compete(op) and not op.layout.repeats_heads
+
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):
@@ -91,7 +94,7 @@ class AttnFwdKVCache(OverCache):
         return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
 
     def options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
-        if config.splits == 1:
+        if config.kv_splits == 1:
             return super().options(op, config)
         options = super().options(dataclasses.replace(op, sinks=False), config)  # which join where the splits are folded
         split = few_rows.options(options["Mask"])
@@ -145,7 +148,8 @@ class AttnFwdKVCache(OverCache):
         return combine.folded(whole._replace(launches=(*whole.launches[:-1], main)), op, count, op.total_q * op.heads, rendered)
 
     def programs(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
-        return (self.lower(op, config, device),) if config.splits else tuple(self._lower(op, config, device, n) for n in (1, 2))
+        numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)
+        return tuple(self._lower(op, config, device, n) for n in numbers)
 
     def rendered_kind(self, op: AttentionKVCache, config: AttnFwdConfig) -> tuple[Any, ...]:
         pages = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv
