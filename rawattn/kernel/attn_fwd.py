@@ -311,12 +311,11 @@ class AttnFwd(ForwardKernel):
     def _lower(self, op: Forward, config: AttnFwdConfig, device: Device, count: int) -> Program:
         """The program with so many splits."""
         whole = super().lower(op, unnumbered(config, count), device)
-        if count == 1 or not whole.launches:
+        if count == 1:
             return whole
-        main, rows = whole.launches[-1], queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads) * op.heads * op.batch
-        main = main.at(op.q_len, self.tiles(op, config, device)._replace(splits=count))
+        rows = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads) * op.heads * op.batch
         rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole._replace(launches=(*whole.launches[:-1], main)), op, count, rows, rendered)
+        return combine.folded(whole, op, self.tiles(op, config, device)._replace(splits=count), rows, rendered)
 
     def programs(self, op: Forward, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
         numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)

@@ -140,12 +140,13 @@ class AttnFwdKVCache(OverCache):
     def _lower(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device, count: int) -> Program:
         """The program with so many splits."""
         whole = super().lower(op, unnumbered(config, count), device)
-        if count == 1 or not whole.launches:
+        if count == 1:
             return whole
-        tiles = ATTN_FWD.tiles(self.tiled(op, config), config, device)._replace(splits=count)
-        main = whole.launches[-1]._replace(grid=tiles.at(self.tiled(op, config).q_len)[1])
+        tiles = ATTN_FWD.tiles(self.tiled(op, config), config, device)._replace(
+            rows_each=self.rows_each(op, config), splits=count
+        )
         rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole._replace(launches=(*whole.launches[:-1], main)), op, count, op.total_q * op.heads, rendered)
+        return combine.folded(whole, op, tiles, op.total_q * op.heads, rendered)
 
     def programs(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
         numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)

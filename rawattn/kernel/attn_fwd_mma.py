@@ -249,10 +249,10 @@ class AttnFwdMma(ForwardKernel):
         whole, rows = super().lower(op, config, device), op.batch * op.heads * op.q_len
         if whole.launches:
             main = whole.launches[-1]
-            main = main._replace(values={**main.values, "split_keys": keys}, grid=main.grid * splits, tiles=None)
-            whole = whole._replace(launches=(*whole.launches[:-1], main))
+            whole = whole._replace(launches=(*whole.launches[:-1], main._replace(values={**main.values, "split_keys": keys})))
+        tiles = self.tiles(op, config, device)._replace(splits=splits)
         rendered = self._keep((op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole, op, splits, rows, rendered)
+        return combine.folded(whole, op, tiles, rows, rendered)
 
     def programs(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)

@@ -14,6 +14,7 @@ from ..variant.field import Field, Fields, Fill, Parts, Pointer, Stride, Value
 from .base import Kernel
 from .program import Buffer, Launch, Program
 from .render import config_header, source
+from .tiling import QueryTiles
 
 NAME, FILE = "combine", "combine.cu"
 THREADS = 128  # four rows
@@ -71,18 +72,16 @@ def fold(op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields
     return Launch(NAME, *rendered, values, 0).at(op.q_len, tiles)
 
 
-def folded(whole: Program, op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields]) -> Program:
-    """The program of ``whole``, whose last launch leaves each row's results over ``splits`` splits of the keys in scratch, and of
-    their fold; none without rows."""
+def folded(whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields]) -> Program:
+    """The program of ``whole``, whose last launch computes ``tiles``, and leaves each row's results over each split of the keys in
+    scratch, and of their fold; none without rows."""
     if not whole.launches:
         return whole
-    main = whole.launches[-1]
+    main, splits = whole.launches[-1].at(op.q_len, tiles), tiles.splits
     main = main._replace(values={**main.values, "splits": splits, "partial_rows": partial_rows})
     size = splits * partial_rows * op.element.lse_bytes
     scratch = Buffer("o_partial", size * op.head_dim_v), Buffer("lse_partial", size)
-    last = fold(op, splits, partial_rows, rendered)
-    last = last if main.tiles else last._replace(tiles=None)  # nothing is known of other numbers of queries
-    return Program((*whole.launches[:-1], main, last), (*whole.scratch, *scratch))
+    return Program((*whole.launches[:-1], main, fold(op, splits, partial_rows, rendered)), (*whole.scratch, *scratch))
 
 
 @dataclasses.dataclass(frozen=True)

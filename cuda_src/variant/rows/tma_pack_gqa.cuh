@@ -1,6 +1,6 @@
 #pragma once
-// Rows of the heads that share a key head (variant/rows/pack_gqa.cuh), where TMA reads them (tile/tma_heads.cuh). With KvPlace =
-// BatchSpan the keys may be cut (variant/rows/used_keys.cuh).
+// Rows of the heads that share a key head (variant/rows/pack_gqa.cuh), where TMA reads them (tile/tma_heads.cuh). KvPlace is
+// BatchSpan where variant/rows/used_keys.cuh says where the keys end.
 #include "variant/rows/pack_gqa.cuh"
 
 template <class KvPlace>
@@ -8,5 +8,5 @@ struct TmaPackGqa : PackGqa {
     BatchEntry q;
     KvPlace kv;
 
-    __device__ TmaPackGqa(const Args& args, i32 batch) : PackGqa(args, batch), q{batch}, kv{batch} { cut(kv, kv_len); }
+    __device__ TmaPackGqa(const Args& args, i32 batch) : PackGqa(args, batch), q{batch}, kv{batch} {}
 };
