@@ -73,7 +73,7 @@ def fold(op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields
 
 
 def folded(whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields]) -> Program:
-    """The program of ``whole``, whose last launch computes ``tiles``, and leaves each row's results over each split of the keys in
+    """The program of ``whole``, whose last launch computes ``tiles`` and leaves each row's results over each split of its keys in
     scratch, and of their fold; none without rows."""
     if not whole.launches:
         return whole

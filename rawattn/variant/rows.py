@@ -39,7 +39,7 @@ class PackGqa(Dense):
 
 @dataclasses.dataclass(frozen=True)
 class TmaPackGqa(PackGqa):
-    """The same, where TMA reads them; where ``UsedKeys`` says when keys end, they are ``cut``, and TMA brings zeros behind them."""
+    """The same, where TMA reads them. Where ``UsedKeys`` says when keys end they are ``cut``: TMA brings zeros behind them."""
 
     cut: bool = False
     source: ClassVar[str] = "variant/rows/tma_pack_gqa.cuh"
