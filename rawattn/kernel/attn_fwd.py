@@ -48,8 +48,10 @@ class AttnFwdConfig:
     tile_kv: int = 128
     stages: int = 2  # of the rings of K and V
     q_stages: int = 1
-    pack_gqa: bool = False  # whether the query heads that share a key head share tiles; over caches they do where they can
-    kv_splits: int = 1  # of the keys of each tile of queries; 0 for as many as the sizes suggest
+    # For few rows: whether the query heads that share a key head share tiles, as over caches they do where they can, and the
+    # splits of each tile's keys, 0 for as many as the sizes suggest. A search leaves both as they are.
+    pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
+    kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
 
     @property
     def consumers(self) -> int:

@@ -327,6 +327,17 @@ def test_chunks_in_any_configuration(tile_q: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 2, 7])
+@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 8", "pages of 64", "begins, pages of 256"])
+def test_chunks_in_splits(name: str, splits: int) -> None:
+    """Sequences of many lengths, each of which is cut by its own."""
+    for q_len in (16, 513):
+        case = of(CHUNKS[name], lengths=tuple((q_len, kv) for _, kv in SAME.lengths))
+        check(case, attend(case, kernel="attn_fwd", config=AttnFwdConfig(64 if q_len == 16 else 128, 64, 2, 1, kv_splits=splits)))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [8, 64, 512])
 def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
     """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
