@@ -214,9 +214,11 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return [lighter for lighter in configs if lighter != config]
 
     def cost(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> float:
-        """Counts how often the keys are read, once for each tile of rows, besides the start and the fold."""
-        readings = ceil_div(max(1, most_rows(op)), config.tile_q)
-        return _START[config.m_tiles] + readings * few_rows.read_seconds(op, op.kv_len)
+        """Counts how often the keys are read, once for each tile of rows, besides the start and the fold; of all configurations
+        alike, by the first: ``candidates`` has them in their order."""
+        first = (self.candidates(op, device) or [config])[0]
+        readings = ceil_div(max(1, most_rows(op)), first.tile_q)
+        return _START[first.m_tiles] + readings * few_rows.read_seconds(op, op.kv_len)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[AttentionKVCache, ...]:
         return (op,)
