@@ -36,7 +36,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
-_IDLE = 0.03  # of the time, that warpgroups without rows take from the others, if all were; guessed
+_IDLE = 0.25  # of the time of a block, were all its warpgroups without rows: less overlaps then; guessed
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
