@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 31400,
-    "perf": 5976,
-    "cuda_src": 12695,
-    "tests": 42720,
+    "rawattn": 31666,
+    "perf": 5978,
+    "cuda_src": 12733,
+    "tests": 43027,
 }
 FUNCTION_LINES = 60
 

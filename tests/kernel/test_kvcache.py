@@ -81,6 +81,7 @@ CASES = {
     "pages of 4, packed": of(PACKED, page_size=4, layout="HND", form="indptr"),
     "group of 16": of(STEP, heads=32),
     "group of 16, draft": of(DRAFT, heads=32),
+    "group of 64": of(STEP, heads=128),
     "columns 64": of(PACKED, head_dim=64, head_dim_v=64),
     "columns 80": of(STEP, head_dim=80, head_dim_v=80),
     "columns 80, draft": of(DRAFT, head_dim=80, head_dim_v=80, page_size=8),

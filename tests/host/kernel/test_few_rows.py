@@ -79,6 +79,7 @@ CACHES = {
     "large pages": of(SAME, page_size=256, sinks=True),
     "small pages of two panels": of(SAME, lengths=((33, 203), (33, 65)), head_dim=128, head_dim_v=128, page_size=8),
     "dense": of(SAME, form="dense", page_size=301, heads=3, kv_heads=1),
+    "one query of many heads": of(SAME, lengths=((1, 300), (1, 40), (1, 0)), heads=128, kv_heads=1, page_size=32),
     "end to end": of(SAME, form="indptr", layout="HND", window=(70, 0)),
     "first keys, causal for some": of(SAME, causal=(0, 1, 1), begins=(131, 5, 0), whole=False),
 }
