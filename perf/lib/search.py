@@ -14,9 +14,11 @@ CROSSOVER, STEP = 0.2, 0.5  # probabilities: a child of two; a mutation to the n
 
 
 def genes(candidates: Sequence[Any]) -> dict[str, list[Any]]:
-    """The values to try for each field: those of the candidates, for numbers also those between them and one step beyond."""
+    """The values to try for each field that is not fixed: those of candidates, for numbers also those between and one beyond."""
     found: dict[str, list[Any]] = {}
     for field in dataclasses.fields(candidates[0]):
+        if field.metadata.get("is_fixed"):
+            continue
         values = sorted({getattr(candidate, field.name) for candidate in candidates}, key=lambda x: (x is not None, x))
         if all(type(value) is int for value in values):
             step = math.gcd(*(b - values[0] for b in values)) or max(1, values[0] // 2)

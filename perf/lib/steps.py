@@ -155,13 +155,15 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
 
 
 def changed(changes: str, caches: Caches) -> list[Callable[[], Any]]:
-    """Ours with splits of other lengths, ``split=512``, or in another configuration, ``m_tiles=1+stages=6``."""
-    given = {name: int(number) for name, _, number in (each.partition("=") for each in changes.split("+"))}
-    options: dict[str, Any] = {"split": given.pop("split")} if "split" in given else {}
+    """Ours with splits of other lengths, ``split=512``, in another configuration, ``m_tiles=1+stages=6``, or by another kernel,
+    ``kernel=attn_fwd+kv_splits=0``."""
+    given: dict[str, Any] = {name: text for name, _, text in (each.partition("=") for each in changes.split("+"))}
+    options: dict[str, Any] = {"split": int(given.pop("split"))} if "split" in given else {}
+    options |= {"kernel": given.pop("kernel")} if "kernel" in given else {}
     if given:
         step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
         config = rawattn.plan_kvcache(caches.q, rawattn.KVCache(*caches.pools[0], "NHD", *caches.scales), step, **options).config
-        fields = {name: type(getattr(config, name))(number) for name, number in given.items()}
+        fields = {name: type(getattr(config, name))(int(number)) for name, number in given.items()}
         options["config"] = dataclasses.replace(config, **fields)
     return ours(caches, **options)
 

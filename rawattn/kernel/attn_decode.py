@@ -12,7 +12,7 @@ from ..operation.operand import Layout
 from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
-from . import paging, pyramid, tiling
+from . import few_rows, paging, pyramid, tiling
 from .base import Kernel
 from .paging import LONGEST, WHOLE, page_shift
 from .program import Buffer, Launch, Program
@@ -26,6 +26,7 @@ MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 FOLDS = {1: scheduler.OneLevelFold(), 2: scheduler.TwoLevelFold()}
 Q_BUFFERS = {1: element.SingleBufferedQ(), 2: element.DoubleBufferedQ()}
+_START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +166,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None
 
+    def competes(self, op: AttentionKVCache) -> bool:
+        return few_rows.compete(op)
+
     def is_tried(self, op: AttentionKVCache) -> bool:
         return paging.has_functions(op) or is_crowded(op)
 
@@ -220,7 +224,11 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return [lighter for lighter in configs if lighter != config]
 
     def cost(self, config: AttnDecodeConfig, op: AttentionKVCache, device: Device) -> float:
-        return 8e-6 + op.bytes / 4e12
+        """Counts how often the keys are read, once for each tile of rows, besides the start and the fold; of all configurations
+        alike, by the first: ``candidates`` has them in their order."""
+        first = (self.candidates(op, device) or [config])[0]
+        readings = ceil_div(max(1, most_rows(op)), first.tile_q)
+        return _START[first.m_tiles] + readings * few_rows.read_seconds(op, op.kv_len)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[AttentionKVCache, ...]:
         return (op,)

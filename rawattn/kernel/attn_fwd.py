@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +14,16 @@ import numpy.typing as npt
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
+from ..operation.base import queries_in_steps
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
-from ..variant.field import Field, Fields, PageRows, TensorMap
+from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.walk import IntervalWalk, ListWalk, lists
-from . import tiling
+from . import combine, few_rows, tiling
 from .base import ForwardKernel
+from .program import Program
 from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
@@ -32,6 +36,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
+_IDLE = 0.25  # of the time of a block, were all its warpgroups without rows: less overlaps then; guessed
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
@@ -43,6 +48,10 @@ class AttnFwdConfig:
     tile_kv: int = 128
     stages: int = 2  # of the rings of K and V
     q_stages: int = 1
+    # For few rows: whether the query heads that share a key head share tiles, as over caches they do where they can, and the
+    # splits of each tile's keys, 0 for as many as the sizes suggest. A search leaves both as they are.
+    pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
+    kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
 
     @property
     def consumers(self) -> int:
@@ -105,6 +114,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
+    del constants["pack_gqa"], constants["kv_splits"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -117,6 +127,32 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
 def _count_keys(config: AttnFwdConfig) -> int:
     """The keys that a ring holds, as far as more of them are of use: two stages of Q are worth less than these keys."""
     return min(config.stages * config.tile_kv, 192)
+
+
+def packed(op: Forward, config: AttnFwdConfig) -> Forward:
+    """The operation whose queries and heads are the rows of tiles."""
+    return op.packed if config.pack_gqa else op
+
+
+def unnumbered(config: AttnFwdConfig, splits: int) -> AttnFwdConfig:
+    """The configuration that is rendered for so many splits: all numbers of them above one share a source."""
+    return dataclasses.replace(config, kv_splits=min(splits, 2))
+
+
+def split_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
+    """The reasons why keys are not split so, or heads do not share tiles."""
+    refusals, heads = [], op.heads_per_kv
+    functions = op.mask.is_function or op.score.is_function or lists(op.mask)
+    if not 0 <= config.kv_splits <= few_rows.MOST:
+        refusals.append(f"kv_splits is {config.kv_splits}; it must be from 0 to {few_rows.MOST}")
+    if config.kv_splits != 1 and (functions or op.varlen or op.invariant):
+        where = "packed sequences, functions, masks with holes and invariant calls"
+        refusals.append(f"kv_splits is {config.kv_splits}; it must be 1 for {where}")
+    others = functions or op.varlen or op.q_lens or op.layout.repeats_heads
+    if config.pack_gqa and (others or heads == 1 or config.tile_q % heads):
+        needs = f"several query heads for each key head, a divisor of {config.tile_q}"
+        refusals.append(f"pack_gqa is True; it needs {needs}, and dense sequences without q_lens and functions")
+    return refusals
 
 
 def _is_cut(op: Forward) -> bool:
@@ -149,7 +185,7 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        if reasons := tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) or tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
@@ -195,11 +231,26 @@ class AttnFwd(ForwardKernel):
         return configs
 
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
-        return self.seconds(config, op, device)
+        if config.kv_splits == 1 and not config.pack_gqa:
+            return self.seconds(config, op, device)
+        return self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
 
-    def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1) -> float:
+    def seconds_of_few(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> float:
+        """The same for few queries over many keys, which must be read, in as many splits as the configuration or the sizes say,
+        and the fold of these."""
+        return _of_splits(config, op, device, rows_each)[0]
+
+    def count_splits(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> int:
+        """The splits of each tile's keys; for all numbers of queries that are rounded alike as many."""
+        q_len = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads)
+        op = op if op.varlen or q_len == op.q_len else op.resized(op.batch, q_len, op.kv_len, op.spec.offsets)
+        count = 1 if config.kv_splits == 1 else _of_splits(config, op, device, rows_each)[1]
+        return count if tiling.tiles(op, config.tile_q, rows_each) * count <= tiling.MOST_TILES else 1
+
+    def seconds(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int = 1, splits: int = 1) -> float:
         """Counts for every query tile the clocks of its steps over key tiles, at the rate of the tensor cores (4096 FLOP a clock)
-        and the exponentials (16 a clock), and what a tile costs besides. Over caches ``rows_each`` heads share a tile."""
+        and the exponentials (16 a clock), and what a tile costs besides. ``rows_each`` heads share a tile, and its keys are in
+        ``splits`` works."""
         columns = -(-op.head_dim // 16) * 16 + op.head_dim_v
         products, exponentials = 64 * config.tile_kv * columns / 2048, 4 * config.tile_kv  # of 64 rows by one key tile
         overlap = _OVERLAP[config.consumers]
@@ -207,18 +258,24 @@ class AttnFwd(ForwardKernel):
         alone = products + _ALONE_PER_KEY * config.tile_kv + _ALONE
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
+        strips = -(-strips // splits)
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
-        return makespan(work, tiles(op, config.tile_q, rows_each), device.sm_count) / _CLOCK + _LAUNCH
+        return makespan(work, tiles(op, config.tile_q, rows_each) * splits, device.sm_count) / _CLOCK + _LAUNCH
 
     def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=True)
         walk = ListWalk() if lists(op.mask) else IntervalWalk()
-        span: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
-        return tiling.options(
-            op, Ahead=ahead_of(op, config), Softmax=softmax.SpeculativeMax(), Kv=kv.TmaKv(), Scheduler=plan, Store=out,
-            Order=self.order(op, config), Walk=walk, **span,
-        )  # fmt: skip
+        changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
+        if config.pack_gqa:
+            changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
+        if config.kv_splits != 1:
+            changed |= few_rows.options(changed.get("Mask", op.mask))
+            op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
+        return tiling.options(op, **{
+            "Ahead": ahead_of(op, config), "Softmax": softmax.SpeculativeMax(), "Kv": kv.TmaKv(), "Scheduler": plan, "Store": out,
+            "Order": self.order(op, config), "Walk": walk, **changed,
+        })  # fmt: skip
 
     def order(self, op: Forward, config: AttnFwdConfig) -> Option:
         """The order of the warpgroups' products. Two take turns, but at head_dim 256, where the products of one leave the other's
@@ -232,16 +289,54 @@ class AttnFwd(ForwardKernel):
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
         tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
+        if config.pack_gqa:
+            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(op, config, arch, self.fields(op, config), self.options(op, config))
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
-        return tiling.values(op, config.tile_q, device)
+        values = tiling.values(packed(op, config), config.tile_q, device)
+        return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
+
+    def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:
+        return *super().rendered_kind(op, config), config.pack_gqa and op.heads_per_kv
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
-        return super().tiles(op, config, device)._replace(most_blocks=device.sm_count)
+        found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count)
+        return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
+
+    def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:
+        return self._lower(op, config, device, self.count_splits(config, op, device, op.heads_per_kv if config.pack_gqa else 1))
+
+    def _lower(self, op: Forward, config: AttnFwdConfig, device: Device, count: int) -> Program:
+        """The program with so many splits."""
+        whole = super().lower(op, unnumbered(config, count), device)
+        if count == 1:
+            return whole
+        rows = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads) * op.heads * op.batch
+        rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
+        return combine.folded(whole, op, self.tiles(op, config, device)._replace(splits=count), rows, rendered)
+
+    def programs(self, op: Forward, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
+        numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)
+        return tuple(self._lower(op, config, device, n) for n in numbers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_splits(config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> tuple[float, int]:
+    """The seconds in the best number of splits, or in that of the configuration, and this number."""
+    begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
+    read = few_rows.read_seconds(op, int(end.max() - begin.min()))
+    idle = 1 - -(-op.q_len * rows_each // 64) / (config.consumers * -(-op.q_len * rows_each // config.tile_q) or 1)
+
+    def seconds(n: int) -> float:
+        computed = ATTN_FWD.seconds(config, op, device, rows_each, n) * (1 + _IDLE * idle)
+        return few_rows.overlap(computed, read) + few_rows.fold_seconds(op, n)
+
+    numbers = (config.kv_splits,) if config.kv_splits else few_rows.numbers(-(-op.kv_len // config.tile_kv))
+    return min((seconds(n), n) for n in numbers)
 
 
 ATTN_FWD = AttnFwd()

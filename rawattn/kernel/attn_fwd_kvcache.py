@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,9 +15,10 @@ from ..variant.ahead import ahead_of
 from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, TensorMap
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
-from . import paging, tiling
-from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered
+from . import combine, few_rows, paging, tiling
+from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered, unnumbered
 from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
+from .program import Program
 
 
 def page_rows(op: AttentionKVCache, config: AttnFwdConfig) -> int:
@@ -55,11 +57,16 @@ class AttnFwdKVCache(OverCache):
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return reasons
 
+    def competes(self, op: AttentionKVCache) -> bool:
+        return few_rows.compete(op) and not op.layout.repeats_heads
+
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):
             tiles = f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}"
             return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
+        if config.pack_gqa:
+            return "pack_gqa is True; over caches heads share tiles wherever they can"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
@@ -68,7 +75,11 @@ class AttnFwdKVCache(OverCache):
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
             return ATTN_FWD.cost(config, op, device)
-        return ATTN_FWD.seconds(config, over_tensors(op), device, op.heads_per_kv if self.packs(op, config) else 1)
+        return ATTN_FWD.seconds_of_few(config, over_tensors(op), device, self.rows_each(op, config))
+
+    def rows_each(self, op: AttentionKVCache, config: AttnFwdConfig) -> int:
+        """The rows that a query has in tiles."""
+        return op.heads_per_kv if self.packs(op, config) else 1
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         if paging.has_functions(op):
@@ -81,6 +92,13 @@ class AttnFwdKVCache(OverCache):
     def packs(self, op: AttentionKVCache, config: AttnFwdConfig) -> bool:
         heads = op.heads_per_kv
         return heads > 1 and config.tile_q % heads == 0 and max(op.q_len, op.total_q) * heads < LONGEST
+
+    def options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
+        if config.kv_splits == 1:
+            return super().options(op, config)
+        options = super().options(dataclasses.replace(op, sinks=False), config)  # which join where the splits are folded
+        split = few_rows.options(options["Mask"])
+        return options | split | {"Scheduler": scheduler.ReportingScheduler(split["Scheduler"])}
 
     def kernel_options(self, op: AttentionKVCache, config: AttnFwdConfig) -> dict[str, Option]:
         forward = over_tensors(op)
@@ -114,6 +132,25 @@ class AttnFwdKVCache(OverCache):
 
     def grid(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> int:
         return ATTN_FWD.grid(self.tiled(op, config), config, device)
+
+    def lower(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> Program:
+        count = ATTN_FWD.count_splits(config, over_tensors(op), device, self.rows_each(op, config))
+        return self._lower(op, config, device, count)
+
+    def _lower(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device, count: int) -> Program:
+        """The program with so many splits."""
+        whole = super().lower(op, unnumbered(config, count), device)
+        if count == 1:
+            return whole
+        tiles = ATTN_FWD.tiles(self.tiled(op, config), config, device)._replace(
+            rows_each=self.rows_each(op, config), splits=count
+        )
+        rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
+        return combine.folded(whole, op, tiles, op.total_q * op.heads, rendered)
+
+    def programs(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
+        numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)
+        return tuple(self._lower(op, config, device, n) for n in numbers)
 
     def rendered_kind(self, op: AttentionKVCache, config: AttnFwdConfig) -> tuple[Any, ...]:
         pages = page_rows(op, config), kv_kind(op, config), self.packs(op, config) and op.heads_per_kv

@@ -11,13 +11,13 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
 from ..operation.operand import Layout
-from ..variant import Option, kv, rows, scheduler, softmax, store, weight
+from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, View
 from ..variant.mask import And, Causal, Full, SplitMask, Window
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import ForwardKernel
-from .program import Buffer, Program
+from .program import Program
 from .render import config_header, source
 from .tiling import kept_keys, tiles
 
@@ -208,9 +208,7 @@ class AttnFwdMma(ForwardKernel):
         options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         options["Walk"] = tiling.cursor(op)
         if config.pack_gqa:
-            mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)
-            dropout = weight.make(op.spec.dropout, pack_gqa=True)
-            options |= {"Rows": rows.PackGqa(), "Mask": mask, "Score": score, "Weight": dropout}
+            options |= tiling.packed_options(op, rows.PackGqa())
         if config.split:
             options |= {"Mask": SplitMask(options.get("Mask", op.mask)), "Store": store.StorePartial()}
             options["Scheduler"] = scheduler.LptScheduler(persistent=False, split=True)
@@ -247,30 +245,18 @@ class AttnFwdMma(ForwardKernel):
         return self._split(op, config, device, splits, keys)
 
     def _split(self, op: Forward, config: AttnFwdMmaConfig, device: Device, splits: int, keys: int) -> Program:
-        """The program of two launches: each row's results over ``splits`` splits of keys, and their fold; none without rows."""
-        whole = super().lower(op, config, device)
-        if not whole.launches:
-            return whole
-        main = whole.launches[-1]
-        fold = combine.fold(op, splits, device, self._keep((op.kind, device.arch), lambda: combined(op, device.arch)))
-        rows = op.batch * op.heads * op.q_len
-        main = main._replace(
-            values={**main.values, "splits": splits, "split_keys": keys, "partial_rows": rows},
-            grid=main.grid * splits,
-            tiles=None,
-        )
-        size = op.element.lse_bytes
-        scratch = Buffer("o_partial", splits * rows * op.head_dim_v * size), Buffer("lse_partial", splits * rows * size)
-        return Program((*whole.launches[:-1], main, fold), (*whole.scratch, *scratch))
+        """The program of two launches: each row's results over ``splits`` splits of ``keys`` keys, and their fold."""
+        whole, rows = super().lower(op, config, device), op.batch * op.heads * op.q_len
+        if whole.launches:
+            main = whole.launches[-1]
+            whole = whole._replace(launches=(*whole.launches[:-1], main._replace(values={**main.values, "split_keys": keys})))
+        tiles = self.tiles(op, config, device)._replace(splits=splits)
+        rendered = self._keep((op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
+        return combine.folded(whole, op, tiles, rows, rendered)
 
     def programs(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)
         return (whole, self._split(op, config, device, 2, tiling.SPLIT_KEYS)) if config.split else (whole,)
-
-
-def combined(op: Forward, arch: str) -> tuple[Source, Fields]:
-    """The source and the fields of the fold."""
-    return combine.render(op, arch), combine.fields(op, arch)
 
 
 ATTN_FWD_MMA = AttnFwdMma()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 from ..compile.compiler import Source
 from ..driver.device import Device
@@ -11,16 +12,17 @@ from ..operation.operand import Layout
 from ..variant import Option, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Fill, Parts, Pointer, Stride, Value
 from .base import Kernel
-from .program import Launch, Program
+from .program import Buffer, Launch, Program
 from .render import config_header, source
+from .tiling import QueryTiles
 
 NAME, FILE = "combine", "combine.cu"
 THREADS = 128  # four rows
 WIDTH = 4  # columns that a lane reads at once; head_dim_v is a multiple of it
 
 
-def options(op: Forward, arch: str) -> dict[str, Option]:
-    """The option on each axis, to fold the splits of a forward operation."""
+def options(op: Any, arch: str) -> dict[str, Option]:
+    """The option on each axis, to fold the splits of a forward operation, or of one over a cache."""
     plain = softmax.Plain()
     return {
         "Element": op.element,
@@ -32,24 +34,54 @@ def options(op: Forward, arch: str) -> dict[str, Option]:
     }
 
 
-def fields(op: Forward, arch: str) -> Fields:
-    """The fields of struct Args, in order."""
-    of_options = (field for option in options(op, arch).values() for field in option.fields)
-    return (Field("heads", "i32"), Field("batches", "i32"), *dict.fromkeys(of_options))
+def fields(op: Any, arch: str) -> Fields:
+    """The fields of struct Args, in order. Over a cache there is no k; nothing here depends on its length."""
+    of_options = dict.fromkeys(field for option in options(op, arch).values() for field in option.fields)
+    is_plain = isinstance(op, Forward)
+    found = (field if is_plain or field.name != "kv_len" else field._replace(fill=Value()) for field in of_options)
+    return (Field("heads", "i32"), Field("batches", "i32"), *found)
 
 
-def render(op: Forward, arch: str) -> Source:
+def render(op: Any, arch: str) -> Source:
     """The source that folds the splits of operations of one kind."""
     constants = {"head_dim_v": op.head_dim_v, "width": WIDTH, "threads": THREADS}
     return source(FILE, config_header(constants, fields(op, arch), [], options(op, arch)), arch)
 
 
-def fold(op: Forward, splits: int, device: Device, rendered: tuple[Source, Fields]) -> Launch:
-    """The launch that folds the splits of an operation."""
-    result_rows = op.batch * op.heads * op.q_len
-    values = {"heads": op.heads, "batches": op.batch, "q_len": op.q_len, "splits": splits}
-    values["partial_rows"] = result_rows
-    return Launch(NAME, *rendered, values, -(-result_rows * 32 // THREADS))
+class FoldTiles(NamedTuple):
+    """The part of the fold that follows from the number of queries."""
+
+    heads: int  # of all sequences
+
+    def at(self, q_len: int) -> tuple[dict[str, int], int]:
+        """That number, and the number of blocks."""
+        return {"q_len": q_len}, -(-self.heads * q_len * 32 // THREADS)
+
+
+def source_and_fields(op: Any, arch: str) -> tuple[Source, Fields]:
+    """The source and the fields of the fold."""
+    return render(op, arch), fields(op, arch)
+
+
+def fold(op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields]) -> Launch:
+    """The launch that folds the splits of an operation; scratch has room for ``partial_rows`` rows of each."""
+    tiles = FoldTiles(op.heads * op.batch)
+    values = {"heads": op.heads, "batches": op.batch, "kv_len": 0, "splits": splits, "partial_rows": partial_rows}
+    if isinstance(op, Forward):
+        del values["kv_len"]
+    return Launch(NAME, *rendered, values, 0).at(op.q_len, tiles)
+
+
+def folded(whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields]) -> Program:
+    """The program of ``whole``, whose last launch computes ``tiles`` and leaves each row's results over each split of its keys in
+    scratch, and of their fold; none without rows."""
+    if not whole.launches:
+        return whole
+    main, splits = whole.launches[-1].at(op.q_len, tiles), tiles.splits
+    main = main._replace(values={**main.values, "splits": splits, "partial_rows": partial_rows})
+    size = splits * partial_rows * op.element.lse_bytes
+    scratch = Buffer("o_partial", size * op.head_dim_v), Buffer("lse_partial", size)
+    return Program((*whole.launches[:-1], main, fold(op, splits, partial_rows, rendered)), (*whole.scratch, *scratch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from ..driver.device import Device
 from ..operation import Forward
 from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
-from ..variant import Option, constant_time, element, rows, scheduler, softmax
+from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.field import Field, Fields
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
@@ -146,6 +146,12 @@ def options(op: Forward, **kernel_options: Option) -> dict[str, Option]:
     return constant_time(by_axis) if op.spec.data_independent else by_axis
 
 
+def packed_options(op: Forward, packed: Option) -> dict[str, Option]:
+    """The options of tiles whose rows are the queries of all heads that share a key head; ``packed`` are these rows."""
+    mask, score = rows.PackGqaMask(op.mask), rows.PackGqaScore(op.spec.placed_score)
+    return {"Rows": packed, "Mask": mask, "Score": score, "Weight": weight.make(op.spec.dropout, pack_gqa=True)}
+
+
 def cursor(op: Forward, up: bool = False) -> Option:
     """The option for how warps that go along the key tiles of their queries by themselves find these tiles."""
     return ListCursor(up) if lists(op.mask) else IntervalCursor(up)
@@ -205,13 +211,14 @@ class QueryTiles(NamedTuple):
     last_tiles: int  # of the last group, where it has no more heads than
     most_last: int
     most_blocks: int = MOST_TILES
+    splits: int = 1  # of a tile's keys, each of which is a work of its own
 
     def at(self, q_len: int) -> tuple[dict[str, int], int]:
         """The values that follow from the number of queries, and the number of blocks."""
         q_tiles = -(-q_len * self.rows_each // self.tile_q)
         group, groups = self.groups(q_tiles)
         values = {"q_len": q_len, "q_tiles": q_tiles, "l2_head_group": group, "last_group": groups}
-        return values, min(self.most_blocks, q_tiles * self.heads)
+        return values, min(self.most_blocks, q_tiles * self.heads * self.splits)
 
     def groups(self, q_tiles: int) -> tuple[int, int]:
         """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs

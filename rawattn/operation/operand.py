@@ -16,20 +16,22 @@ from ..variant.element import KV_ELEMENTS
 class Layout(NamedTuple):
     """The facts that kernels may ask about how arrays lie in memory: why TMA cannot read them, and why threads cannot read them
     16 bytes at a time; None where they can. ``tma_captured`` are the arrays that a score captured of which TMA reads tiles of
-    queries and keys, and the gradients of such to which it writes them."""
+    queries and keys, and the gradients of such to which it writes them. ``repeats_heads`` says whether the heads of q share their
+    memory, which boxes of TMA with rows of several heads cannot."""
 
     tma_unsupported: str | None = None
     unaligned: str | None = None
     tma_captured: tuple[str, ...] = ()
+    repeats_heads: bool = False
 
     def to_json(self) -> list[Any]:
         """The facts as JSON can hold them."""
-        return [*self[:2], *[list(self.tma_captured)] * bool(self.tma_captured)]
+        return [*self[:2], *[list(self.tma_captured)] * any(self[2:]), *[True] * self.repeats_heads]
 
     @classmethod
     def from_json(cls, fields: list[Any]) -> Layout:
         """The inverse of ``to_json``."""
-        return cls(*fields[:2], *map(tuple, fields[2:]))
+        return cls(*fields[:2], *map(tuple, fields[2:3]), *fields[3:])
 
 
 PLAIN = Layout()
@@ -39,13 +41,15 @@ PLACES = {CPU: "the CPU", META: "torch's device meta"}  # others are GPUs
 def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
     """The facts of several arrays, each with its name: the first reason that one of them gives."""
     tma = unaligned = None
+    repeats_heads = False
     for name, array in arrays:
         size = KV_ELEMENTS[array.dtype].itemsize
         if readable(array.shape, array.strides, size, array.pointer):
             continue
+        repeats_heads |= name == "q" and array.strides[-2] == 0 and array.shape[-2] > 1
         tma = tma or tma_unsupported_reason(name, array.shape, array.strides, size, array.pointer)
         unaligned = unaligned or unaligned_reason(name, array.shape, array.strides, size, array.pointer)
-    return Layout(tma, unaligned) if tma or unaligned else PLAIN
+    return Layout(tma, unaligned, repeats_heads=repeats_heads) if tma or unaligned or repeats_heads else PLAIN
 
 
 class Operand(NamedTuple):

@@ -219,6 +219,12 @@ class SplitMask(Wrapper):
         return (*self.base.fields, Field("split_keys", "i32"))
 
 
+class SplitTilesMask(Wrapper):
+    """A mask for one of ``splits`` equal parts of the key tiles that a work's queries visit, whatever they are; likewise."""
+
+    source: ClassVar[str] = "variant/mask/split_tiles.cuh"
+
+
 def of_head(mask: Pairs, head: int) -> Pairs:
     """The pairs of one query head."""
     pairs: Pairs = mask if mask.of_head is None else mask.of_head(head)

@@ -37,6 +37,18 @@ class PackGqa(Dense):
         return (*super().fields, Field("pack_gqa_heads", "i32"))
 
 
+@dataclasses.dataclass(frozen=True)
+class TmaPackGqa(PackGqa):
+    """The same, where TMA reads them. Where ``UsedKeys`` says when keys end they are ``cut``: TMA brings zeros behind them."""
+
+    cut: bool = False
+    source: ClassVar[str] = "variant/rows/tma_pack_gqa.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{'BatchSpan' if self.cut else 'BatchEntry'}>"
+
+
 class _OfPackGqa(Wrapper):
     """An option that knows queries and one head, in a kernel whose rows are of several heads: each row has its own."""
 

@@ -81,6 +81,7 @@ CASES = {
     "pages of 4, packed": of(PACKED, page_size=4, layout="HND", form="indptr"),
     "group of 16": of(STEP, heads=32),
     "group of 16, draft": of(DRAFT, heads=32),
+    "group of 64": of(STEP, heads=128),
     "columns 64": of(PACKED, head_dim=64, head_dim_v=64),
     "columns 80": of(STEP, head_dim=80, head_dim_v=80),
     "columns 80, draft": of(DRAFT, head_dim=80, head_dim_v=80, page_size=8),
@@ -324,6 +325,17 @@ def test_chunks_in_any_configuration(tile_q: int) -> None:
     for case, tile_kv in ((of(CHUNK, head_dim=64, head_dim_v=64, page_size=64), 48), (of(SAME, head_dim=64, head_dim_v=64), 80)):
         config = AttnFwdConfig(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
         check(case, attend(case, kernel="attn_fwd", config=config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 2, 7])
+@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 8", "pages of 64", "begins, pages of 256"])
+def test_chunks_in_splits(name: str, splits: int) -> None:
+    """Sequences of many lengths, each of which is cut by its own."""
+    for q_len in (16, 513):
+        case = of(CHUNKS[name], lengths=tuple((q_len, kv) for _, kv in SAME.lengths))
+        check(case, attend(case, kernel="attn_fwd", config=AttnFwdConfig(64 if q_len == 16 else 128, 64, 2, 1, kv_splits=splits)))
+    assert rawattn.violations() == ()
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import pytest
 import rawattn
 from rawattn.driver import context
 from rawattn.kernel import tiling
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.runtime.select import select
 from rawattn.testing import Case
@@ -35,6 +36,41 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_against_the_reference(kind: str, q_len: int, heads: int, kv_heads: int, kv_len: int) -> None:
     sizes = {"batch": 2, "q_len": q_len, "kv_len": kv_len, "heads": heads, "kv_heads": kv_heads}
     check(Case(**{**sizes, "head_dim": 64, "head_dim_v": 64, **KINDS[kind]}), kernel=ATTN_FWD_MMA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "config",
+    [AttnFwdConfig(64, 64, 2, 1, True, 5), AttnFwdConfig(128, 64, 2, 1, True), AttnFwdConfig(192, 64, 2, 1, kv_splits=16)],
+)
+@pytest.mark.parametrize("q_len, kv_len", [(1, 5000), (16, 4097), (70, 900), (300, 255)])
+def test_attn_fwd_against_the_reference(kind: str, config: AttnFwdConfig, q_len: int, kv_len: int) -> None:
+    """With heads that share tiles, and without."""
+    sizes = {"batch": 2, "q_len": q_len, "kv_len": kv_len, "heads": 8, "kv_heads": 2, "head_dim": 64, "head_dim_v": 64}
+    check(Case(**{**sizes, **KINDS[kind]}), kernel=ATTN_FWD, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_attn_fwd_in_as_many_splits_as_sizes_suggest(head_dim: int) -> None:
+    """Repeats are equal, and a graph replays."""
+    import torch
+
+    case = Case(batch=2, q_len=33, kv_len=9000, heads=32, kv_heads=8, head_dim=head_dim, head_dim_v=head_dim, causal=True)
+    config = AttnFwdConfig(64, 64, 2, 1, True, 0)
+    check(case, kernel=ATTN_FWD, config=config)
+    q, k, v = case.inputs("torch", "cuda")
+    call = lambda: rawattn.attention(q, k, v, causal=True, kernel="attn_fwd", config=config)  # noqa: E731
+    wanted = call()
+    assert all((call() == wanted).all() for _ in range(50))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call()
+    q.neg_()
+    wanted = call()
+    graph.replay()
+    assert (o == wanted).all()
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(0, 5), (2, 0)])

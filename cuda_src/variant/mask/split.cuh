@@ -2,22 +2,15 @@
 // A mask for one split of the keys: [split * args.split_keys, (split + 1) * args.split_keys), the last one to the end. The borders
 // are multiples of a fixed number of keys, so they do not move with a sequence's length or with the mask. args.split_keys is a
 // multiple of cfg::tile_kv.
-#include "tile/range.cuh"
-#include "variant/work_tile.cuh"
+#include "variant/mask/within_tiles.cuh"
 
 template <class M>
-struct SplitMask : M {
-    i32 first, last;  // key tiles
+struct SplitMask : WithinTiles<M> {
+    using WithinTiles<M>::first, WithinTiles<M>::last;
 
-    __device__ SplitMask(const Args& args, const Rows& rows, const WorkTile& work)
-        : M(args, rows, work), first(work.split * (args.split_keys / cfg::tile_kv)),
-          last(work.split + 1 < args.splits ? first + args.split_keys / cfg::tile_kv : 0x7fffffff) {}
-
-    __device__ TileRange kv_tiles(i32 q_begin, i32 q_end) const {
-        const TileRange all = M::kv_tiles(q_begin, q_end);
-        const i32 begin = max(all.begin, first), end = min(all.end, last);
-        if (begin >= end) return {0, 0, 0, 0};
-        return {begin, all.full_begin, all.full_end, end};
+    __device__ SplitMask(const Args& args, const Rows& rows, const WorkTile& work) : WithinTiles<M>(args, rows, work) {
+        first = work.split * (args.split_keys / cfg::tile_kv);
+        last = work.split + 1 < args.splits ? first + args.split_keys / cfg::tile_kv : 0x7fffffff;
     }
     template <class Bounds>
     __device__ i32 classify(Bounds q, Bounds head, Bounds kv) const {

@@ -26,6 +26,7 @@ from rawattn.compile import compiler
 from rawattn.driver import context, counters, graph, tensor_map
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, SlowKernelWarning
+from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.operation import Forward
 from rawattn.operation.base import three_bits
@@ -313,6 +314,8 @@ OF_QUERIES: dict[str, dict[str, Any]] = {  # q has 6 heads, k 2
     "tensor cores": {"kernel": "attn_fwd_mma", "causal": True, "return_lse": True},
     "shared tiles": {"config": AttnFwdMmaConfig(64, 64, pack_gqa=True, split=True), "kernel": "attn_fwd_mma", "return_lse": True},
     "split keys": {"config": AttnFwdMmaConfig(64, 64, split=True), "kernel": "attn_fwd_mma", "sinks": torch.zeros(6)},
+    "parts of tiles": {"config": AttnFwdConfig(192, 64, 2, 1, True, 3), "kernel": "attn_fwd", "causal": True, "return_lse": True},
+    "parts by sizes": {"config": AttnFwdConfig(64, 64, kv_splits=0), "kernel": "attn_fwd", "sinks": torch.zeros(6)},
     "any array": {"kernel": "attn_fwd_simt", "window": (9, 0), "return_lse": True},
     "documents": FUNCTIONS["documents"],
     "a table": {"score": lambda s, h, q, kv: s + WIDE[h, (q - kv).clip(0, 119)]},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import itertools
+from typing import ClassVar
 
 import hypothesis
 import numpy as np
@@ -10,7 +13,8 @@ import pytest
 from hypothesis import strategies as st
 
 from rawattn.testing.option_checks import MASK, TILES, Offsets, OnHost, check_boxes, check_mask
-from rawattn.variant.mask import ALIGNMENTS, And, Causal, Full, Mask, Window
+from rawattn.variant.field import Field, Fields
+from rawattn.variant.mask import ALIGNMENTS, And, Causal, Full, Mask, SplitTilesMask, Window
 from tests import native, options
 
 
@@ -119,3 +123,57 @@ def test_longest_sequences() -> None:
             first, _, _, last = asked.tiles("q_tiles", key, key + 1)
             tile = q[(begin <= key) & (key < end)] // 64
             assert ((first <= tile) & (tile < last)).all(), (mask, q_len, kv_len, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(SplitTilesMask):
+    """The mask for so many splits, which a kernel has from its scheduler."""
+
+    splits: int
+    type: ClassVar[str] = "SplitTilesMask"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("splits", "i32"))
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {**self.base.values, "splits": self.splits}
+
+
+OF_SPLIT = """\
+extern "C" void of_split(const Args* args, const Rows* rows, i32 split, i32 q_begin, i32 begin, i32 end, TileRange* range) {
+    *range = O(*args, *rows, {0, 0, q_begin, split}).kv_tiles(begin, end);
+}
+"""
+
+
+@hypothesis.settings(max_examples=150, derandomize=True, database=None, deadline=None)
+@hypothesis.given(
+    st.one_of(KINDS["full"], CAUSAL, WINDOW, SAME), LENGTHS, LENGTHS, st.integers(1, 9), st.sampled_from([128, 192]),
+    st.sampled_from([32, 48, 128]),
+)  # fmt: skip
+def test_splits_of_tiles(mask: Mask, q_len: int, kv_len: int, splits: int, tile_q: int, tile_kv: int) -> None:
+    """They follow each other, are of equal sizes but for one tile, and are all that a work visits; each part of its queries has
+    what it needs of them. Which tiles are full is no matter of splits."""
+    whole = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv))
+    split = OnHost(Parts(mask, splits), OF_SPLIT, (q_len, kv_len), (tile_q, tile_kv))
+
+    def of_split(i: int, first: int, begin: int, end: int) -> list[int]:
+        ends = (ctypes.c_int * 4)()
+        split.library.of_split(*split.arguments[:2], i, first, begin, end, ends)
+        return list(ends)
+
+    for first in range(0, q_len, tile_q):
+        last = min(first + tile_q, q_len)
+        begin, *full, end = whole.tiles("kv_tiles", first, last)
+        found = [of_split(i, first, first, last) for i in range(splits)]
+        sizes = [part[3] - part[0] for part in found]
+        assert sum(sizes) == max(0, end - begin) and max(sizes) - min(sizes) <= 1
+        some = [part for part in found if part[0] < part[3]]
+        assert [part[0] for part in some] == [begin, *(part[3] for part in some[:-1])][: len(some)]
+        assert all(part[1:3] == full for part in some)
+        for at in range(first, last, 64):
+            own = whole.tiles("kv_tiles", at, min(at + 64, last))
+            parts = [of_split(i, first, at, min(at + 64, last)) for i in range(splits)]
+            assert [tile for part in parts for tile in range(part[0], part[3])] == [*range(own[0], own[3])]

@@ -1,0 +1,249 @@
+"""Few rows over many keys: attn_fwd splits the keys of a tile, and heads share tiles. On the CPU, thread by thread; and what
+follows from sizes alone: the number of splits, the kernel, and the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawattn
+from perf import sass
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel.attn_decode import ATTN_DECODE
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
+from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
+from rawattn.kernel.program import Buffer
+from rawattn.operation.operand import Layout
+from rawattn.runtime.select import config_set, nearest, select
+from rawattn.testing import expect
+from rawattn.variant import store
+from rawattn.variant.element import BF16
+from rawattn.variant.mask import And, Causal, SplitTilesMask, Window
+from tests.decode import Decode
+from tests.emulator.gpu import stand_in
+from tests.host.kernel.test_attn_fwd_kvcache import CHUNKS, attend, check, of
+from tests.operations import forward, replace
+from tests.options import Alibi, HeadWindow
+
+H200 = TYPICAL["sm_90a"]
+FEW = forward(BF16, 1, 32, 16384, 32, 8, 128, 128, mask=Causal(), return_lse=True)
+SHARED = AttnFwdConfig(64, 32, 2, 1, True)
+
+CALLS: dict[str, tuple[dict[str, int], dict[str, Any], AttnFwdConfig]] = {  # sizes, options, configuration
+    "causal": ({}, {"causal": True}, dataclasses.replace(SHARED, kv_splits=3)),
+    "shared tiles alone": ({}, {"causal": True}, SHARED),
+    "parts of one head": ({"heads": 3, "kv_heads": 3, "q_len": 70}, {"causal": True}, AttnFwdConfig(128, 32, 2, 1, kv_splits=4)),
+    "more splits than tiles": ({}, {"window": (20, 0), "sinks": True}, dataclasses.replace(SHARED, kv_splits=9)),
+    "window": ({"q_len": 40}, {"window": (90, 7), "softcap": 2.0}, AttnFwdConfig(128, 48, 2, 1, True, 2)),
+    "lengths": ({}, {"causal": True, "kv_lens": (170, 0)}, dataclasses.replace(SHARED, kv_splits=3)),
+    "lengths of queries": ({}, {"q_lens": (20, 3), "kv_lens": (170, 33)}, AttnFwdConfig(64, 32, 2, 1, kv_splits=3)),
+    "offsets": ({}, {"causal": True, "q_offset": 150, "kv_offset": 9}, dataclasses.replace(SHARED, kv_splits=2)),
+    "masks of heads": ({}, {"mask": HeadWindow(9, 40), "score": Alibi(0.9)}, dataclasses.replace(SHARED, kv_splits=3)),
+    "dropout": ({}, {"dropout": 0.3, "seed": 5}, dataclasses.replace(SHARED, kv_splits=3)),
+    "no keys": ({"kv_len": 0}, {}, dataclasses.replace(SHARED, kv_splits=2)),
+    "constant time": ({}, {"constant_time": True}, dataclasses.replace(SHARED, kv_splits=3)),
+    "one tile of queries": ({"q_len": 1, "heads": 128, "kv_heads": 1, "batch": 1}, {}, AttnFwdConfig(128, 32, 2, 1, True, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fewer multiprocessors than works, so that blocks draw several."""
+    torch = pytest.importorskip("torch")
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    sizes, options, config = CALLS[name]
+    size = {"batch": 2, "q_len": 21, "kv_len": 210, "heads": 8, "kv_heads": 2, **sizes}
+    rng = np.random.default_rng(0)
+    shapes = [
+        (size["batch"], size[f"{side}_len"], size[heads], 32) for side, heads in (("q", "heads"), *[("kv", "kv_heads")] * 2)
+    ]
+    q, k, v = (torch.from_numpy(rng.standard_normal(shape, np.float32)).bfloat16() for shape in shapes)
+    given = dict(options)
+    if given.pop("sinks", False):
+        given["sinks"] = torch.linspace(-2, 3, size["heads"])
+    given |= {side: torch.tensor(given[side], dtype=torch.int32) for side in ("q_lens", "kv_lens") if side in given}
+    wanted = expect(q, k, v, **{name: x for name, x in given.items() if name != "constant_time"})
+    for i, kv_len in enumerate(options.get("kv_lens", ())):
+        k[i, kv_len:] = v[i, kv_len:] = float("nan")
+    wanted.check(*rawattn.attention(q, k, v, **given, return_lse=True, kernel="attn_fwd", config=config))
+
+
+SAME = of(CHUNKS, lengths=((33, 300), (33, 40), (33, 0)), ragged=False)
+CACHES = {
+    "pages": SAME,
+    "large pages": of(SAME, page_size=256, sinks=True),
+    "small pages of two panels": of(SAME, lengths=((33, 203), (33, 65)), head_dim=128, head_dim_v=128, page_size=8),
+    "dense": of(SAME, form="dense", page_size=301, heads=3, kv_heads=1),
+    "one query of many heads": of(SAME, lengths=((1, 300), (1, 40), (1, 0)), heads=128, kv_heads=1, page_size=32),
+    "end to end": of(SAME, form="indptr", layout="HND", window=(70, 0)),
+    "first keys, causal for some": of(SAME, causal=(0, 1, 1), begins=(131, 5, 0), whole=False),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_public_call_over_caches(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of other lengths, each of which is cut by its own; two numbers of splits."""
+    word = stand_in(monkeypatch, tmp_path, sm_count=5)
+    for splits in (2, 7):
+        check(CACHES[name], *attend(CACHES[name], config=AttnFwdConfig(128, 48, 2, 1, kv_splits=splits))[:2])
+    assert word[0] == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "negative": ({"kv_splits": -1}, {}, "kv_splits is -1; it must be from 0 to 64"),
+    "too many": ({"kv_splits": 65}, {}, "kv_splits is 65; it must be from 0 to 64"),
+    "packed": ({"kv_splits": 2}, {"varlen": True, "total_q": 32, "total_kv": 16384}, "it must be 1 for packed sequences"),
+    "invariant": ({"kv_splits": 0}, {"invariant": True}, "it must be 1 for .* invariant calls"),
+    "one head each": ({"pack_gqa": True}, {"kv_heads": 32}, "pack_gqa is True; it needs several query heads"),
+    "no divisor": ({"pack_gqa": True}, {"heads": 24}, "a divisor of 128"),
+    "used queries": ({"pack_gqa": True}, {"q_lens": True}, "without q_lens"),
+    "repeated": ({"pack_gqa": True}, {"layout": Layout(repeats_heads=True)}, "pack_gqa is True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    fields, changes, said = REFUSED[name]
+    with pytest.raises(rawattn.ProblemError, match=said):
+        select(replace(FEW, **changes), H200, "attn_fwd", AttnFwdConfig(**fields))
+
+
+def test_over_caches_heads_share_tiles_anyway() -> None:
+    op = Decode(page=16, q_len=64).operation
+    with pytest.raises(rawattn.ProblemError, match="over caches heads share tiles wherever they can"):
+        select(op, H200, "attn_fwd", AttnFwdConfig(pack_gqa=True))
+    with pytest.raises(rawattn.ProblemError, match="kv_splits is 2; it must be 1 for packed sequences"):
+        select(dataclasses.replace(op, ragged=True, total_q=64), H200, "attn_fwd", AttnFwdConfig(kv_splits=2))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_two_launches(cached: bool) -> None:
+    """A work for each split of each tile, results in scratch, and their fold; one launch where one split is best."""
+    kernel: Any = ATTN_FWD_KVCACHE if cached else ATTN_FWD
+    op: Any = (
+        Decode(2, 33, 32, 8, page=64, kv_len=8192, sinks=True).operation
+        if cached
+        else replace(FEW, batch=2, q_len=33, sinks=True)
+    )
+    config = AttnFwdConfig(128, pack_gqa=not cached, kv_splits=4)
+    program = kernel.lower(op, config, H200)
+    main, fold = program.launches
+    rows = 2 * 32 * (33 if cached else 40)  # those of all numbers of queries that are lowered as one
+    assert program.scratch == (Buffer("o_partial", 4 * rows * 128 * 4), Buffer("lse_partial", 4 * rows * 4))
+    assert (main.grid, fold.entry, fold.grid) == (2 * 8 * 2 * 4, "combine", -(-2 * 32 * 33 // 4))
+    assert [(x.values["splits"], x.values["partial_rows"], x.values["q_len"]) for x in program.launches] == [(4, rows, 33)] * 2
+    options = kernel.options(op, config)
+    assert type(options["Mask"]) is SplitTilesMask and type(options["Store"]) is store.StorePartial
+    names = [{field.name for field in launch.fields} for launch in program.launches]
+    assert "sinks" in names[1] - names[0], "a sink joins once"
+    assert len(kernel.lower(op, dataclasses.replace(config, kv_splits=1), H200).launches) == 1
+    every = kernel.programs(op, dataclasses.replace(config, kv_splits=0), H200)
+    assert [len(each.launches) for each in every] == [1, 2]
+    assert every[1].launches[0].source == main.source, "numbers of splits share a kernel"
+    many = dataclasses.replace(op, batch=999)
+    assert len(kernel.lower(many, dataclasses.replace(config, kv_splits=0), H200).launches) == 1
+
+
+@pytest.mark.parametrize(
+    "changes, tile_q, splits",
+    [
+        ({}, 128, 16),  # 8 tiles on 132 multiprocessors
+        ({"q_len": 16}, 64, 16),
+        ({"q_len": 64}, 128, 8),
+        ({"q_len": 128}, 128, 4),
+        ({"batch": 4, "kv_len": 4096}, 128, 4),
+        ({"batch": 16}, 128, 1),
+        ({"kv_len": 100}, 128, 1),
+        ({"mask": And(Causal(), Window(500, 0))}, 128, 5),  # each has a key tile, whatever lies before
+        ({"kv_heads": 32, "q_len": 512}, 128, 1),
+    ],
+    ids=str,
+)
+def test_number_of_splits(changes: dict[str, Any], tile_q: int, splits: int) -> None:
+    """As many as fill the multiprocessors, while the fold costs less than they save."""
+    op, config = replace(FEW, **changes), AttnFwdConfig(tile_q, pack_gqa=changes.get("kv_heads") != 32, kv_splits=0)
+    assert ATTN_FWD.count_splits(config, op, H200, op.heads_per_kv) == splits
+
+
+MEASURED = {  # microseconds of attn_decode on an H200, by batch, queries, keys, heads, key heads, head_dim
+    (1, 1, 8192, 16, 1, 128): 12.3,
+    (1, 1, 8192, 128, 1, 128): 16.0,
+    (16, 1, 8192, 32, 1, 128): 34.4,
+    (16, 1, 8192, 128, 1, 128): 68.1,
+    (64, 1, 8192, 128, 1, 128): 217.3,
+    (16, 1, 8192, 64, 1, 64): 33.6,
+    (16, 1, 8192, 64, 1, 192): 82.9,
+    (16, 1, 8192, 64, 1, 256): 109.1,
+    (1, 1, 8192, 32, 8, 128): 15.7,
+    (1, 16, 8192, 32, 8, 128): 32.8,
+    (1, 64, 8192, 32, 8, 128): 72.7,
+    (16, 8, 4096, 32, 8, 128): 72.7,
+    (16, 16, 4096, 32, 8, 128): 136.0,
+    (16, 64, 4096, 32, 8, 128): 526.5,
+    (64, 1, 8192, 64, 2, 128): 134.9,
+}
+# The kernel of a step over a cache, and what attn_fwd is expected to take for it, whole and in splits.
+CHOSEN = {
+    (1, 16, 8192, 32, 8, 128): ("attn_decode", 64.1, 13.8),  # FlashAttention 3 takes 21.1
+    (1, 64, 8192, 32, 8, 128): ("attn_decode", 64.1, 22.9),  # 30.4
+    (16, 8, 4096, 32, 8, 128): ("attn_decode", 62.4, 62.4),  # 74.1
+    (16, 16, 4096, 32, 8, 128): ("attn_fwd", 62.4, 62.4),  # 75.4
+    (16, 32, 4096, 32, 8, 128): ("attn_fwd", 68.6, 68.6),  # 76.7
+    (16, 64, 4096, 32, 8, 128): ("attn_fwd", 108.2, 108.2),  # 134.1
+    (64, 1, 8192, 64, 1, 128): ("attn_fwd", 74.4, 67.1),  # 79.4
+    (64, 1, 8192, 128, 1, 128): ("attn_fwd", 106.3, 74.9),  # 84.3
+    (64, 1, 8192, 128, 2, 128): ("attn_fwd", 124.3, 124.3),  # 137.5
+    (16, 1, 8192, 128, 1, 128): ("attn_decode", 103.3, 25.2),  # 32.8
+    (16, 1, 8192, 64, 1, 256): ("attn_decode", 107.6, 37.6),  # 49.2
+}
+
+
+def step(batch: int, q_len: int, kv_len: int, heads: int, kv_heads: int, dim: int) -> Any:
+    return Decode(batch, q_len, heads, kv_heads, dim, dim, page=64, kv_len=kv_len).operation
+
+
+def expected(kernel: Any, op: Any) -> float:
+    """Microseconds in the configuration that a call gets."""
+    return 1e6 * nearest(kernel, config_set(kernel, kernel.tuning_shapes(op), H200), op, H200)[1]
+
+
+@pytest.mark.parametrize("sizes", MEASURED, ids=str)
+def test_expected_time_of_attn_decode(sizes: Any) -> None:
+    assert 0.7 < expected(ATTN_DECODE, step(*sizes)) / MEASURED[sizes] < 1.25
+
+
+@pytest.mark.parametrize("sizes", CHOSEN, ids=str)
+def test_kernel_of_a_step(sizes: Any) -> None:
+    """The expected times choose it, unless bits must follow from the sequence alone; of splits no call makes use by itself."""
+    kernel, whole, split = CHOSEN[sizes]
+    op = step(*sizes)
+    found = select(op, H200)
+    assert found.kernel.name == kernel and found.slow is None and getattr(found.config, "kv_splits", 1) == 1
+    assert expected(ATTN_FWD_KVCACHE, op) == pytest.approx(whole, 0.03)
+    configs = [dataclasses.replace(config, kv_splits=0) for config in ATTN_FWD_KVCACHE.candidates(op, H200)]
+    assert 1e6 * min(ATTN_FWD_KVCACHE.cost(config, op, H200) for config in configs) == pytest.approx(split, 0.03)
+    others = {"spec": dataclasses.replace(op.spec, invariant=True)}, {"split_keys": 512}, {"layout": Layout(repeats_heads=True)}
+    assert all(select(dataclasses.replace(op, **changes), H200).kernel is ATTN_DECODE for changes in others)
+    assert select(op, TYPICAL["sm_80"]).kernel is ATTN_DECODE
+    drafts = dataclasses.replace(op, ragged=True, total_q=op.batch * op.q_len)
+    assert select(drafts, H200).kernel.name == kernel, "most sequences have as many queries"
+    if op.q_len > 2 and op.batch > 2:
+        assert select(dataclasses.replace(drafts, total_q=op.batch + op.q_len), H200).kernel is ATTN_DECODE, "one has"
+
+
+@pytest.mark.parametrize("dim, tile", [(128, (128, 128)), (256, (64, 80))], ids=str)
+@pytest.mark.parametrize("cached", [False, True])
+def test_splits_cost_the_main_loop_nothing(cached: bool, dim: int, tile: tuple[int, int]) -> None:
+    """No spills, and as many instructions."""
+    kernel: Any = ATTN_FWD_KVCACHE if cached else ATTN_FWD
+    op: Any = step(16, 64, 4096, 32, 8, dim) if cached else replace(FEW, head_dim=dim, head_dim_v=dim)
+    configs = [AttnFwdConfig(*tile, 2, 1, not cached, kv_splits) for kv_splits in (1, 0)]
+    binaries = [compiler.compile(kernel.render(op, config, "sm_90a")) for config in configs]
+    assert not any(binary.spill_bytes or binary.advisories for binary in binaries)
+    whole, split = (len(sass.main_loop(sass.disassemble(binary.cubin))) for binary in binaries)
+    assert abs(split - whole) <= whole // 100 + 2
