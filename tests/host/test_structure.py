@@ -18,9 +18,9 @@ from rawattn.compile import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 31400,
-    "perf": 5976,
+    "perf": 6218,
     "cuda_src": 12695,
-    "tests": 42720,
+    "tests": 42940,
 }
 FUNCTION_LINES = 60
 
