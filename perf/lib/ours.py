@@ -97,10 +97,20 @@ def _literal(text: str) -> Any:
         return text
 
 
+def _asked(case: Case, options: dict[str, Any]) -> Any:
+    """The operation of a case with the options that a name adds."""
+    op, own = operation(case), {name: options[name] for name in ("deterministic", "invariant") if name in options}
+    forward = op.forward if isinstance(op, Backward) else op
+    forward = dataclasses.replace(forward, spec=dataclasses.replace(forward.spec, **own))
+    if "split" in options:
+        forward = dataclasses.replace(forward, split_keys=options["split"])
+    return dataclasses.replace(op, forward=forward) if isinstance(op, Backward) else forward
+
+
 def chosen(case: Case, name: str, kernel: str | None = None) -> str:
     """The kernel and the configuration of a contender on this GPU, as the rest of a name that asks for them."""
     options = our_options(case, name, kernel)
-    selection = select(operation(case), context.device(0), options.get("kernel"), options.get("config"))
+    selection = select(_asked(case, options), context.device(0), options.get("kernel"), options.get("config"))
     fields = vars(selection.config) if hasattr(selection.config, "__dict__") else {}
     return f"{selection.kernel.name}:" + "+".join(f"{name}={value}" for name, value in fields.items())
 
@@ -111,7 +121,7 @@ def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = N
     for case in names:
         for name in names[case]:
             with contextlib.suppress(RawattnError):
-                options, op = our_options(case, name, kernel), operation(case)
+                op = _asked(case, options := our_options(case, name, kernel))
                 selection = select(op, device, options.get("kernel"), options.get("config"))
                 yield from launched(selection.kernel, op, selection.config, device)
                 if isinstance(op, Backward):

@@ -221,6 +221,7 @@ def test_names_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.our_options(gradients, "ours:attn_bwd_pair") == {"causal": True, "kernel": "attn_bwd_pair"}
     at_once = ours.our_options(gradients, "ours:attn_bwd:order=at_once+deterministic=False")
     assert (at_once["config"].order, at_once["deterministic"]) == ("at_once", False)
+    assert "store=unordered" in ours.chosen(gradients, "ours:attn_bwd_mma:deterministic=False"), "with the name's options"
     assert ours.our_options(step, "ours:attn_decode+attn_fwd") == {"kernel": "attn_decode+attn_fwd"}
     changed = ours.our_options(step, "ours::split=512+cp_async=True+producers=4")
     usual = select(step.op, DEVICE).config
