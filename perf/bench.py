@@ -13,7 +13,7 @@ Sets: seeds, paper, gqa, kinds, varlen, small, heads, mla, fp32, smoke; of gradi
 Python functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of
 objects with the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in
 is ours without the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours:
-above 1 we are faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json, .csv and .md after every case, so an
+above 1 we are faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json and .md after every case, so an
 interruption keeps what was timed; ``python -m perf.plot`` draws them."""
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.protocol,
     ]
     stem = "-".join(["bench", *words])
-    settings = benchmark.Settings(**{f.name: getattr(options, f.name) for f in dataclasses.fields(benchmark.Settings)})
+    fields = [f.name for f in dataclasses.fields(benchmark.Settings) if f.name != "light"]
+    settings = benchmark.Settings(**{name: getattr(options, name) for name in fields})
     save = functools.partial(run.write, folder, stem)
     try:
-        benchmark.measure(settings, device, cases, run, save, console)
+        benchmark.measure(settings, device, [(sets.label(case), case) for case in cases], run, save, console)
         if options.cold:
             run.cold = cold.measure(["ours", *run.peers], options.fa3)
     except KeyboardInterrupt:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     save()
     left_out = f"not timed for lack of time: {', '.join(run.left_out)}" if run.left_out else ""
     ceilings = ", ".join(f"{name} {value:.0f}" for name, value in run.ceilings.items())
-    last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {folder / stem}.json .csv .md"
+    last = f"{run.machine.get('device')}, {ceilings}, {run.arguments['took_seconds']} s; {folder / stem}.json .md"
     tables = [
         report.table(rows) for rows in (run.rows(), cold.rows(run.cold) if run.cold else [], run.before(), run.summary()) if rows
     ]

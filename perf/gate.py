@@ -3,8 +3,7 @@
 python -m perf.gate              tests on the GPU, compile checks, timing; exit status 0 if nothing got worse
 python -m perf.gate --update     the same, and what it finds becomes the record
 
-Some steps over caches are timed beside cuDNN, ours on plain tensors and a kernel that reads as many bytes (``perf.decode``), and
-compared likewise.
+Steps over caches, and shapes beyond those of the papers, have a gate of their own: ``python -m perf.map --gate``.
 
 Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio that is worse than the recorded one by
 more than 2 % and by more than the noise of both runs: to cuDNN or FlashAttention 2, in float32 to SDPA's efficient backend, or of
@@ -15,31 +14,23 @@ not. What was recorded and is missing now is a failure too. Cases: the set "gate
 
 from __future__ import annotations
 
-import json
 import math
-import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 
 from rawattn.compile import compiler
 from rawattn.testing import Case
 
-from .lib import benchmark, command, machine, report, sets, steps
+from .lib import benchmark, command, machine, report, sets
 from .lib.compiling import faults
 from .lib.ours import sources
 from .lib.peers import Adapter
-from .lib.report import NONE, Run
+from .lib.report import Ratios, Run, moved
 
 PEERS = ("cudnn", "fa2", "efficient")  # the last in float32, which the others do not compute
-WORSE = 0.98
-ROUNDS = 21  # of a step over caches
-
-
-Ratios = dict[str, tuple[float, float, float]]  # peer -> value, low, high
 
 
 def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
@@ -61,36 +52,10 @@ def ratios(run: Run) -> dict[str, Ratios]:
     return found
 
 
-def ratios_of_steps(rows: Sequence[dict[str, Any]]) -> dict[str, Ratios]:
-    """Of each step over caches the ratio to cuDNN, of chunks to plain tensors, and of others to reading as many bytes."""
-    found = dict[str, Ratios]()
-    for row in rows:
-        of = row.get("ratios", {})
-        peer = next((name for name in ("cudnn", "tensors") if name in of), "read")
-        found[f"caches: {row['label']}"] = {peer: tuple(of[peer])} if peer in of else {}
-    return found
-
-
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
     was, rate = (run.ceilings.get("matmul_tflops", math.nan) for run in (before, now))
     return moved(ratios(before), ratios(now), min(1.0, rate / was) if rate > 0 < was else 1.0)
-
-
-def moved(recorded: dict[str, Ratios], found: dict[str, Ratios], share: float = 1.0) -> tuple[list[list[str]], list[str]]:
-    """The same of ratios by case; ``share`` is what a machine that is slower today has of its matrix product's rate."""
-    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
-    for label in dict.fromkeys([*found, *recorded]):
-        old, new = recorded.get(label, {}), found.get(label, {})
-        for peer in dict.fromkeys([*new, *old]):
-            a, b = old.get(peer, NONE), new.get(peer, NONE)
-            allowed = 1.0 if peer == "matmul" else share
-            worse = b[0] < WORSE * allowed * a[0] and b[2] < allowed * a[1]
-            what = "new" if peer not in old else "missing" if peer not in new else "worse" if worse else ""
-            by = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
-            rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", by, what])
-            bad += [f"{label} against {peer}: {a[0]:.3f} -> {b[0]:.3f}"] * (what in ("worse", "missing"))
-    return rows, bad
 
 
 def run_tests() -> list[str]:
@@ -99,20 +64,6 @@ def run_tests() -> list[str]:
     ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
     print(last := "tests: " + (ran.stdout + ran.stderr).strip().splitlines()[-1])
     return [last] if ran.returncode else []
-
-
-def gate_steps(folder: pathlib.Path, update: bool) -> list[str]:
-    """Times steps over caches; returns what got worse, in words, and records them where there is no record or it is asked for."""
-    path = folder / "gate-caches.json"  # of a chunk, reading its keys takes next to no time
-    rows = [steps.measure(case, ("ours", "tensors" if case.q_len > 1 else "cudnn"), ROUNDS) for case in steps.GATE]
-    bad = [f"{row['label']}: ours: {row['failures']['ours']}" for row in rows if "ours" in row["failures"]]
-    if path.exists():
-        table, worse = moved(ratios_of_steps(json.loads(path.read_text())["rows"]), ratios_of_steps(rows))
-        bad += worse
-        print(report.table(table))
-    if update or not path.exists():
-        report.write(path, json.dumps({"machine": machine.facts(), "rows": rows}, indent=1) + "\n")
-    return bad
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,11 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = [] if options.no_tests else run_tests()
     run = Run(machine.facts(), {"set": "gate", "protocol": "burst"})
     settings = benchmark.Settings(peers=",".join(PEERS), quick=True)
-    benchmark.measure(settings, device, cases, run, lambda: None, Console(stderr=True), rivals)
+    benchmark.measure(
+        settings, device, [(sets.label(case), case) for case in cases], run, lambda: None, Console(stderr=True), rivals
+    )
     bad += [failure for failure in run.failures() if ": ours: " in failure]
     built = [compiler.compile(source) for source in sources({case: ["ours"] for case in cases}, device)]
     bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
-    bad += gate_steps(folder, options.update)
     recorded = folder / "gate.json"
     if recorded.exists():
         rows, worse = compare(Run.read(recorded), run)

@@ -16,7 +16,7 @@ from .lib.report import Result, Run
 from .lib.sets import from_json, mask_label
 
 LABELS = {"ours": "rawattn", "fa3": "FlashAttention 3", "cudnn": "cuDNN", "fa2": "FlashAttention 2"}
-COLORS = {"ours": "#c0392b", "fa3": "#2c3e50", "cudnn": "#76b900", "fa2": "#7f8c8d", "fa4": "#2980b9", "triton": "#8e44ad"}
+COLORS = {"ours": "#c0392b", "fa3": "#2c3e50", "cudnn": "#76b900", "fa2": "#7f8c8d", "fa4": "#2980b9"}
 
 
 def bars(run: Run, names: Sequence[str]) -> Any:

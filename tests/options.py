@@ -157,10 +157,11 @@ EXAMPLES = [
 def run_time_values(draw: Any, case: testing.Case, longest: int) -> dict[str, Any]:
     """Other heads, lengths and numbers of a case's options, for which the compiled kernels are the same."""
     length = st.integers(0, longest) | st.sampled_from([0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 384])
-    pair = length.map(lambda n: (n, n)) | st.tuples(length, length)
+    few, many = st.integers(1, 16), st.integers(longest, 8 * longest)
+    pair = length.map(lambda n: (n, n)) | st.tuples(length, length) | st.tuples(few, many) | st.tuples(many, few)
     side = st.none() | st.integers(0, longest)
     kv_heads = draw(st.integers(1, 3))
-    changes: dict[str, Any] = {"heads": kv_heads * draw(st.sampled_from((1, 1, 2, 5))), "kv_heads": kv_heads}
+    changes: dict[str, Any] = {"heads": kv_heads * draw(st.sampled_from((1, 1, 2, 5, 16, 40))), "kv_heads": kv_heads}
     if case.lengths is None:
         changes["batch"], (changes["q_len"], changes["kv_len"]) = draw(st.integers(1, 3)), draw(pair)
     else:

@@ -21,22 +21,23 @@ from rawattn.operation.captures import take
 
 from . import peers
 from .checking import part_of
-from .ours import plain_of
+from .ours import our_options, plain_of
 from .peers import PACKED, window_of
 from .task import Task, Unserved
 
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-5}  # of the relative error; measured in bf16: peers to 2.6e-3, we to 3e-3
 
 
-def ours(task: Task, kernel: str | None = None) -> Call:
+def ours(task: Task, name: str = "ours", kernel: str | None = None) -> Call:
     """``rawattn.attention_backward`` on o and lse of our own forward."""
-    case, d_o, kernel = task.case, gradient(task), kernel or getattr(task.case, "kernel", "")
-    options = {name: value for name, value in case.options.items() if name != "sinks"} | task.functions
+    d_o, asked = gradient(task), our_options(task.case, name, kernel)
+    own = {name: asked.pop(name) for name in ("kernel", "config", "deterministic") if name in asked}
+    options = {name: value for name, value in asked.items() if name != "sinks"} | task.functions
     lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"), task.packed, strict=bool(task.packed)))
     attention = rawattn.attention_varlen if task.packed else rawattn.attention
     o, lse = attention(task.q, task.k, task.v, *task.packed, return_lse=True, **options)
-    inputs, more = (d_o, task.q, task.k, task.v, o, lse), {**lengths, **options, **({"kernel": kernel} if kernel else {})}
-    more |= {"wrt": captured(task)} if captured(task) else {}
+    inputs, more = (d_o, task.q, task.k, task.v, o, lse), {**lengths, **options}
+    more |= own | ({"wrt": captured(task)} if captured(task) else {})
     return Call(lambda: rawattn.attention_backward(*inputs, **more))
 
 
@@ -89,7 +90,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def sdpa(backend: str, same_bits: bool, task: Task) -> Call:
+def sdpa(backend: str, same_bits: bool, task: Task, as_rows: bool = False) -> Call:
     """The backward of torch's attention, held to one backend, as autograd runs it. do lies in memory as o does."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -98,7 +99,7 @@ def sdpa(backend: str, same_bits: bool, task: Task) -> Call:
     case = task.case
     if case.causal and case.q_len != case.kv_len:
         raise Unserved("aligns causal to the first key")
-    leaves = [x.requires_grad_() for x in task.heads_first]
+    leaves = [x.requires_grad_() for x in (task.views if as_rows else task.heads_first)]
     with sdpa_kernel(getattr(SDPBackend, backend)):
         more = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
         o = torch.nn.functional.scaled_dot_product_attention(*leaves, **more)
@@ -135,6 +136,7 @@ PEERS: dict[str, Callable[[Task], Call]] = {
     "fa3": functools.partial(fa3, False),
     "fa3_det": functools.partial(fa3, True),
     "cudnn": functools.partial(sdpa, "CUDNN_ATTENTION", False),
+    "cudnn_nhd": functools.partial(sdpa, "CUDNN_ATTENTION", False, as_rows=True),
     "cudnn_det": functools.partial(sdpa, "CUDNN_ATTENTION", True),
     "fa2": functools.partial(sdpa, "FLASH_ATTENTION", False),
     "efficient": functools.partial(sdpa, "EFFICIENT_ATTENTION", False),
@@ -149,8 +151,8 @@ def peers_among(installed: Iterable[str]) -> list[str]:
 
 def prepare(name: str, task: Task, kernel: str | None = None) -> Call:
     """A contender on a task. Raises Unserved, or whatever the library raises."""
-    if name == "ours":
-        return ours(task, kernel)
+    if name.partition(":")[0] == "ours":
+        return ours(task, name, kernel)
     return {**PEERS, "built_in": built_in, "flex": flex}[name](task)
 
 

@@ -58,6 +58,25 @@ class Check:
         return math.sqrt(square / size) if bool(output.isfinite().all()) else math.nan
 
 
+ALIKE = 2e-2  # most that two right results in 16 bits are apart, in the Euclidean norm
+
+
+def differing(outputs: dict[str, tuple[Any, ...]]) -> dict[str, float]:
+    """Which contenders' outputs, by name, are apart from ours, and by how much; where all peers' are, ours is what is wrong."""
+    if "ours" not in outputs:
+        return {}
+    apart = {name: max(map(_distance, each, outputs["ours"])) for name, each in outputs.items()}
+    wrong = {name: distance for name, distance in apart.items() if not distance < ALIKE}
+    peers = [name for name in apart if name.partition(":")[0] != "ours"]
+    return {"ours": min(apart[name] for name in peers)} if peers and not {*peers} - {*wrong} else wrong
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Relative to b; infinite where an element is not finite."""
+    apart = float((a.float() - b.float()).norm() / b.float().norm())
+    return apart if math.isfinite(apart) else math.inf
+
+
 @dataclasses.dataclass(frozen=True)
 class PartScore(Option):
     """A score, where the first batch and head are not the score's."""

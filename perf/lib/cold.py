@@ -27,7 +27,7 @@ def child(name: str, fa3: str | None) -> dict[str, float]:
     clock.append(time.perf_counter())
     from . import peers, sets, task
 
-    found = {} if name == "ours" else peers.installed(fa3 if name == "fa3" else None)
+    found = {} if name == "ours" else peers.installed(fa3 if name.startswith("fa3") else None)
     clock.append(time.perf_counter())
     call = peers.prepare(name, task.Task.make(sets.dense(2, 1024, 16, 128, True)), found)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import re
@@ -15,12 +16,12 @@ from rawattn.driver import context
 from rawattn.driver.device import Device
 from rawattn.errors import RawattnError
 from rawattn.kernel.base import Kernel
-from rawattn.operation import Forward, captures
+from rawattn.operation import AttentionKVCache, Backward, Forward, captures
 from rawattn.runtime.plan import Plan
-from rawattn.runtime.select import KERNELS, Selection, select
+from rawattn.runtime.select import KERNELS, KERNELS_OF, Selection, select
 from rawattn.testing import Case
 
-from .sets import ConstantTimeCase, FunctionCase, operation
+from .sets import ConstantTimeCase, FunctionCase, StepCase, is_backward, operation
 from .task import Task, Unserved
 
 
@@ -50,33 +51,82 @@ def parse_config(config_type: Any, text: str) -> Any:
 
 
 def our_names(case: Case, configs: str, device: Device) -> list[str]:
-    """The names of our contenders in a case: the library's choice, then the configurations that were asked for, or all."""
+    """The names of our contenders in a case: the library's choice, then those that were asked for, or all configurations. One of
+    a kernel that computes other operations is left away."""
     op, names = operation(case), list(filter(None, configs.split(",")))
     if configs == "all":
         served = [kernel for kernel in KERNELS if not kernel.supports(op, device)]
         names = [f"{kernel.name}/{config_name(config)}" for kernel in served for config in kernel.candidates(op, device)]
-    return ["ours", *(f"ours:{name}" for name in names)]
+    others = {kernel.name for kernels in KERNELS_OF.values() for kernel in kernels} - {*kernels_of(case)}
+    return ["ours", *(f"ours:{name}" for name in names if re.split("[/:]", name)[0] not in others)]
+
+
+def kernels_of(case: Case) -> dict[str, Any]:
+    """The kernels of the operation that a case is, by name."""
+    kind = Backward if is_backward(case) else AttentionKVCache if isinstance(case, StepCase) else Forward
+    return {kernel.name: kernel for kernel in KERNELS_OF[kind]}
 
 
 def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2`` or ``ours:KERNEL/128x96s2q2``. Where the name
-    has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
-    own, _, config = name.removeprefix("ours").removeprefix(":").rpartition("/")
-    kernel = kernel or getattr(case, "kernel", "")
+    """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2``, ``ours:KERNEL/128x96s2q2``, ``ours:KERNEL``,
+    or ``ours:KERNEL:stages=2+order=at_once``: the configuration that is chosen, with other fields, and what is no field of it is
+    an option. Where the name has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
+    own, _, changes = name.removeprefix("ours").removeprefix(":").partition(":")
+    own, _, config = own.rpartition("/")
+    known = kernels_of(case)
+    own, config = (config, "") if config in known else (own, config)
+    kernel = own or kernel or getattr(case, "kernel", "") or None
     options = case.options | ({"constant_time": True} if isinstance(case, ConstantTimeCase) else {})
-    if not config:
-        return options | ({"kernel": kernel} if kernel else {})
-    served = next((k for k in KERNELS if k.name == (own or kernel)), KERNELS[0])
-    return options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
+    options |= {"kernel": kernel} if kernel else {}
+    if config:
+        served = known.get(kernel or "", KERNELS[0])
+        return options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
+    given = {field: _literal(text) for field, _, text in (each.partition("=") for each in changes.split("+") if each)}
+    if given:
+        chosen = select(operation(case), context.device(0), kernel).config
+        fields = {field: given.pop(field) for field in [*given] if hasattr(chosen, field)}
+        options |= given | ({"config": dataclasses.replace(chosen, **fields)} if fields else {})
+    return options
+
+
+def _literal(text: str) -> Any:
+    """A number, True or False; else the text."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _asked(case: Case, options: dict[str, Any]) -> Any:
+    """The operation of a case with the options that a name adds."""
+    op, own = operation(case), {name: options[name] for name in ("deterministic", "invariant") if name in options}
+    forward = op.forward if isinstance(op, Backward) else op
+    forward = dataclasses.replace(forward, spec=dataclasses.replace(forward.spec, **own))
+    if "split" in options:
+        forward = dataclasses.replace(forward, split_keys=options["split"])
+    return dataclasses.replace(op, forward=forward) if isinstance(op, Backward) else forward
+
+
+def chosen(case: Case, name: str, kernel: str | None = None) -> str:
+    """The kernel and the configuration of a contender on this GPU, as the rest of a name that asks for them."""
+    options = our_options(case, name, kernel)
+    selection = select(_asked(case, options), context.device(0), options.get("kernel"), options.get("config"))
+    fields = vars(selection.config) if hasattr(selection.config, "__dict__") else {}
+    return f"{selection.kernel.name}:" + "+".join(f"{name}={value}" for name, value in fields.items())
 
 
 def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = None) -> Iterator[Source]:
-    """Yields the sources that our contenders will run; a configuration that cannot run will say so when its turn comes."""
+    """Yields the sources that our contenders will run; a configuration that cannot run will say so when its turn comes. Gradients
+    need what the forward keeps."""
     for case in names:
-        for options in (our_options(case, name, kernel) for name in names[case]):
+        for name in names[case]:
             with contextlib.suppress(RawattnError):
-                selection = select(operation(case), device, options.get("kernel"), options.get("config"))
-                yield from launched(selection.kernel, operation(case), selection.config, device)
+                op = _asked(case, options := our_options(case, name, kernel))
+                selection = select(op, device, options.get("kernel"), options.get("config"))
+                yield from launched(selection.kernel, op, selection.config, device)
+                if isinstance(op, Backward):
+                    selection = select(case.op, device)
+                    yield from launched(selection.kernel, case.op, selection.config, device)
 
 
 def launched(kernel: Any, op: Forward, config: Any, device: Device) -> list[Source]:

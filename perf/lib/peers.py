@@ -27,15 +27,15 @@ MATH_BYTES = 8 << 30  # most that the plain formula may take for its logits
 PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
-def sdpa(backend: str, task: Task) -> Call:
-    """torch.nn.functional.scaled_dot_product_attention held to one backend."""
+def sdpa(backend: str, task: Task, as_rows: bool = False) -> Call:
+    """torch.nn.functional.scaled_dot_product_attention held to one backend, with heads before lengths or as ours."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if backend == "FLASH_ATTENTION" and task.packed:
         return packed_flash(task)
     task.refuse("lengths", "window", "softcap")
-    case, (q, k, v) = task.case, task.heads_first
+    case, (q, k, v) = task.case, task.views if as_rows else task.heads_first
     if case.causal and case.q_len != case.kv_len:
         raise Unserved("aligns causal to the first key")
     if backend == "MATH" and 4 * case.batch * case.heads * case.q_len * case.kv_len > MATH_BYTES:
@@ -101,14 +101,14 @@ def load_fa3(file: str) -> None:
     torch.ops.load_library(str(library))
 
 
-def fa3(task: Task) -> Call:
-    """FlashAttention 3 by its operator, as a library file brings it."""
+def fa3(task: Task, splits: int = 1) -> Call:
+    """FlashAttention 3 by its operator, as a library file brings it; 0 splits are as many as it chooses."""
     import torch
 
     task.refuse("softcap")
     (left, right), more = window_of(task.case), dict(zip(PACKED, task.packed, strict=bool(task.packed)))
     more |= {"window_size_left": left, "window_size_right": right} if task.case.window else {}
-    more |= {"softmax_scale": task.case.op.scale, "is_causal": task.case.causal, "num_splits": 1}
+    more |= {"softmax_scale": task.case.op.scale, "is_causal": task.case.causal, "num_splits": splits}
     forward, q, k, v = torch.ops.flash_attn_3.fwd, task.q, task.k, task.v
     return Call(lambda: forward(q, k, v, **more)[0])
 
@@ -144,31 +144,11 @@ def flashinfer(task: Task) -> Call:
     return Call(functools.partial(wrapper.run, *inputs), lambda o: o.view(task.o_shape))
 
 
-def xformers(task: Task) -> Call:
-    from xformers.ops import fmha
-
-    case = task.case
-    task.refuse("lengths", "window", "softcap")
-    if case.kv_heads != case.heads:
-        raise Unserved("no grouped heads in this adapter")
-    bias = fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
-    return Call(functools.partial(fmha.memory_efficient_attention, task.q, task.k, task.v, attn_bias=bias, scale=case.scale))
-
-
-def triton(task: Task) -> Call:
-    from .plain_triton import attention
-
-    task.refuse("lengths", "window", "softcap")
-    case = task.case
-    if case.head_dim != case.head_dim_v or case.head_dim & (case.head_dim - 1):
-        raise Unserved("head_dim is no power of two")
-    return Call(lambda: attention(task.q, task.k, task.v, case.causal, case.op.scale))
-
-
 Adapter = Callable[[Task], Call]
 PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, adapter
     "fa3": ("flash_attn_interface", functools.partial(flash, "flash_attn_interface")),  # or --fa3 FILE
     "cudnn": ("torch", functools.partial(sdpa, "CUDNN_ATTENTION")),
+    "cudnn_nhd": ("torch", functools.partial(sdpa, "CUDNN_ATTENTION", as_rows=True)),
     "fa2": ("torch", functools.partial(sdpa, "FLASH_ATTENTION")),
     "efficient": ("torch", functools.partial(sdpa, "EFFICIENT_ATTENTION")),
     "math": ("torch", functools.partial(sdpa, "MATH")),
@@ -176,8 +156,6 @@ PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, 
     "flash_attn": ("flash_attn_2_cuda", functools.partial(flash, "flash_attn")),
     "fa4": ("flash_attn", functools.partial(flash, "flash_attn.cute")),
     "flashinfer": ("flashinfer", flashinfer),
-    "xformers": ("xformers", xformers),
-    "triton": ("triton", triton),
 }
 
 
@@ -189,7 +167,7 @@ def installed(fa3_file: str | None = None, names: str | None = None) -> dict[str
     found = {name: adapter for name, (module, adapter) in PEERS.items() if importlib.util.find_spec(module)}
     if fa3_file:
         load_fa3(fa3_file)
-        found["fa3"] = fa3
+        found |= {"fa3": fa3, "fa3_auto": functools.partial(fa3, splits=0)}
     wanted = found if names is None else list(filter(None, names.split(",")))
     if missing := set(wanted) - set(found):
         raise SystemExit(f"no {', '.join(sorted(missing))} here; there are {', '.join(found)}, and fa3 with --fa3 FILE")

@@ -1,10 +1,8 @@
-"""This module writes what a timing run found: JSON with everything, CSV with a line per contender, Markdown to read."""
+"""This module writes what a timing run found: JSON with everything, Markdown to read."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import math
 import os
@@ -22,6 +20,12 @@ from .sets import from_json, mask_label
 
 NONE = (math.nan, math.nan, math.nan)
 STATE = ("sm_mhz", "power_w", "celsius")
+YARDSTICKS = (
+    "built_in",
+    "tensors",
+    "apart",
+    "read",
+)  # no peers: ours without the case's function, and what perf/lib/steps.py has
 
 
 @dataclasses.dataclass
@@ -69,13 +73,15 @@ class Result:
     ratios: dict[str, dict[str, tuple[float, float, float]]] = dataclasses.field(default_factory=dict)
     state: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def compare(self) -> None:
-        """Fills ``ratios``; ``best`` is the fastest peer."""
+    def compare(self, draws: int = 2000) -> None:
+        """Fills ``ratios``, whose intervals take so many draws; ``best`` is the fastest peer."""
         timed = [timing for timing in self.timings if timing.rounds]
         rivals = [timing for timing in timed if not timing.is_ours]
-        others = [rival for rival in rivals if rival.name != "built_in"]  # which is ours, without the case's function
+        others = [rival for rival in rivals if rival.name not in YARDSTICKS]
         for mine in (timing for timing in timed if timing.is_ours):
-            found = {rival.name: dataclasses.astuple(statistics.ratio(rival.rounds, mine.rounds)) for rival in rivals}
+            found = {
+                rival.name: dataclasses.astuple(statistics.ratio(rival.rounds, mine.rounds, draws=draws)) for rival in rivals
+            }
             if others:
                 found["best"] = found[min(others, key=lambda rival: rival.us).name]
             self.ratios[mine.name] = found
@@ -84,6 +90,13 @@ class Result:
         """To a peer, or to one that is expected (``expected.py``); NaN where it has no part in the case."""
         of = self.ratios.get(mine, {})
         return (of if peer in of else expected.ratios(from_json(self.case), of)).get(peer, NONE)[0]
+
+    def row(self) -> dict[str, Any]:
+        """The times and failures of all contenders by name, and the ratios to ours, to be written in short."""
+        us = {t.name: round(t.us, 2) for t in self.timings if math.isfinite(t.us)}
+        of = {name: [round(x, 4) for x in ratio] for name, ratio in self.ratios.get("ours", {}).items()}
+        failures = {t.name: t.failure or t.note for t in self.timings if t.failure or (t.note and t.name not in us)}
+        return {"label": self.label, "us": us, "ratios": of, "failures": failures}
 
     def timing(self, name: str) -> Timing:
         return next(timing for timing in self.timings if timing.name == name)
@@ -115,7 +128,7 @@ class Run:
         fields = dataclasses.asdict(self)
         for timing in (timing for result in fields["results"] for timing in result["timings"]):
             del timing["rounds"]
-        for suffix, text in (("json", json.dumps(fields, default=str)), ("csv", self.csv()), ("md", self.markdown())):
+        for suffix, text in (("json", json.dumps(fields, default=str)), ("md", self.markdown())):
             write(folder / f"{stem}.{suffix}", text)
 
     @classmethod
@@ -123,20 +136,6 @@ class Run:
         fields = json.loads(path.read_text())
         results = [Result(**{**result, "timings": [Timing(**t) for t in result["timings"]]}) for result in fields["results"]]
         return cls(**{**fields, "results": results})
-
-    def csv(self) -> str:
-        out, peers = io.StringIO(), ("best", *self.columns)
-        names = [f.name for f in dataclasses.fields(Timing) if f.name not in ("rounds", "medians")]
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(["case", *names, "flops", "bytes", "timer", *(f"ratio_{peer}" for peer in peers), *STATE])
-        for result in self.results:
-            for timing in result.timings:
-                values = [getattr(timing, name) for name in names] + [result.flops, result.bytes, result.timer]
-                values += [result.ratio(peer, timing.name) for peer in peers]
-                values += [result.state.get(name, math.nan) for name in STATE]
-                cells = [f"{value:.6g}".replace("nan", "") if isinstance(value, float) else value for value in values]
-                writer.writerow([result.label, *cells])
-        return out.getvalue()
 
     def markdown(self) -> str:
         found = {**self.machine, **{name: f"{value:.0f}" for name, value in self.ceilings.items()}}
@@ -187,6 +186,27 @@ class Run:
     def failures(self) -> list[str]:
         timings = [(result.label, timing) for result in self.results for timing in result.timings]
         return [f"{label}: {t.name}: {t.failure or t.note}" for label, t in timings if t.failure or t.note]
+
+
+Ratios = dict[str, tuple[float, float, float]]  # peer -> value, low, high
+WORSE = 0.98
+
+
+def moved(recorded: dict[str, Ratios], found: dict[str, Ratios], share: float = 1.0) -> tuple[list[list[str]], list[str]]:
+    """The table of what moved, of ratios by case, and the regressions in words; ``share`` is what a machine that is slower today
+    has of its matrix product's rate."""
+    rows, bad = [["case", "peer", "recorded", "now", "moved", ""]], list[str]()
+    for label in dict.fromkeys([*found, *recorded]):
+        old, new = recorded.get(label, {}), found.get(label, {})
+        for peer in dict.fromkeys([*new, *old]):
+            a, b = old.get(peer, NONE), new.get(peer, NONE)
+            allowed = 1.0 if peer == "matmul" else share
+            worse = b[0] < WORSE * allowed * a[0] and b[2] < allowed * a[1]
+            what = "new" if peer not in old else "missing" if peer not in new else "worse" if worse else ""
+            by = f"{b[0] / a[0] - 1:+.1%}" if peer in old and peer in new else "-"
+            rows.append([label, peer, f"{a[0]:.3f}", f"{b[0]:.3f}", by, what])
+            bad += [f"{label} against {peer}: {a[0]:.3f} -> {b[0]:.3f}"] * (what in ("worse", "missing"))
+    return rows, bad
 
 
 def write(path: pathlib.Path, text: str) -> None:

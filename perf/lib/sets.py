@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from rawattn.array.array import contiguous
-from rawattn.operation import Backward, Forward
+from rawattn.operation import AttentionKVCache, Backward, Forward
 from rawattn.operation.captures import FLOATS, with_captured
+from rawattn.operation.spec import Spec
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
 
@@ -62,6 +63,77 @@ class FunctionBackwardCase(FunctionCase, BackwardCase):
     def built_in(self) -> Case | None:
         found = super().built_in
         return None if found is None else backward([found])[0]
+
+
+SCALES = 1.25, 0.75  # of keys and values in eight bits
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCase(Case):
+    """A causal step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache, ``cache`` its number format.
+    ``chunks`` are the queries of the last sequences, which have more than the others."""
+
+    kv_lens: tuple[int, ...] = ()
+    page: int = 0
+    cache: str = "bf16"
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.window is None else {"window": self.window}
+
+    @property
+    def q_lens(self) -> tuple[int, ...]:
+        """The queries of each sequence."""
+        return (*(self.q_len,) * (self.batch - len(self.chunks)), *self.chunks)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value."""
+        return (2 if self.cache == "bf16" else 1) * self.kv_heads * (self.head_dim + self.head_dim_v)
+
+    @property
+    def pool_shape(self) -> tuple[int, int, int]:
+        """Pages, those of a sequence, and keys in each."""
+        width = -(-self.kv_len // self.page) if self.page else 1
+        return self.batch * width, width, self.page or self.kv_len
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool_shape[0] * self.pool_shape[2] * self.key_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values that are read."""
+        left = self.kv_len if self.window is None else self.window[0] or 0
+        return self.key_bytes * sum(min(kv, left + q) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
+
+    @property
+    def op(self) -> Any:
+        pages, width, rows = self.pool_shape
+        of_q = (sum(self.q_lens),) if self.chunks else (self.batch, self.q_len)
+        arrays = {"q": contiguous((*of_q, self.heads, self.head_dim), "bf16"), "kv_lens": contiguous((self.batch,), "int32")}
+        for name, columns in (("k_cache", self.head_dim), ("v_cache", self.head_dim_v)):
+            arrays[name] = contiguous((pages, rows, self.kv_heads, columns), self.cache)
+        arrays |= {"page_table": contiguous((self.batch, width), "int32")} if self.page else {}
+        arrays |= {"cu_seqlens_q": contiguous((self.batch + 1,), "int32")} if self.chunks else {}
+        scales = (1.0, 1.0) if self.cache == "bf16" else SCALES
+        return AttentionKVCache.of(arrays, Spec.of(causal=True, window=self.window), max(self.q_lens), scales=scales)
+
+
+def step(
+    kv_lens: tuple[int, ...], page: int = 0, q_len: int = 1, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, **more: Any
+) -> StepCase:
+    """A step over the caches of sequences of these lengths, after it."""
+    own: dict[str, Any] = {"batch": len(kv_lens), "kv_len": max(kv_lens), "kv_lens": kv_lens, "page": page, "q_len": q_len}
+    own |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim, "causal": True}
+    return StepCase(**{**own, **more})
+
+
+def zipf(count: int, total: int) -> tuple[int, ...]:
+    """``count`` lengths that fall like 1 / n, of about this total."""
+    weights = [1 / n for n in range(1, count + 1)]
+    return tuple(max(1, int(total * w / sum(weights))) for w in weights)
 
 
 def dense(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
@@ -182,7 +254,7 @@ def from_json(fields: dict[str, Any]) -> Case:
     """A case from what ``to_json`` gave."""
     fields = dict(fields)
     made: Any = _backward if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
-    made = ConstantTimeCase if fields.pop("constant_time", False) else made
+    made = ConstantTimeCase if fields.pop("constant_time", False) else StepCase if "kv_lens" in fields else made
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
         tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
@@ -202,6 +274,7 @@ def label(case: Case) -> str:
     """A case in a few characters, such as ``16x1024 h16 d128 causal``."""
     length = f"{case.q_len}" if case.q_len == case.kv_len else f"{case.q_len}:{case.kv_len}"
     shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
+    shape += f" page {case.page}" if isinstance(case, StepCase) else ""
     count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
     dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
     rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else "", getattr(case, "kernel", "")]
@@ -235,17 +308,26 @@ def flops(case: Case) -> int:
     if isinstance(case, FunctionCase):
         return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
+    if isinstance(case, StepCase):
+        lengths = tuple(zip(case.q_lens, case.kv_lens, strict=True))
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 
 
 def operation(case: Case, constant_time: bool = False) -> Any:
     """The operation that a plain call of the case computes, or of its gradients; ``Case.op`` is the forward with lse."""
+    if isinstance(case, StepCase):
+        return case.op
     constant_time = constant_time or isinstance(case, ConstantTimeCase)
     spec = dataclasses.replace(case.op.spec, return_lse=False, constant_time=constant_time)
     forward = dataclasses.replace(case.op, spec=spec)
     wrt = tuple(each.name for each in spec.score.arrays if each.element in FLOATS)
     return Backward(forward, wrt=wrt) if is_backward(case) else forward
+
+
+def moved_bytes(case: Case) -> int:
+    """Fewest bytes that must cross device memory."""
+    return case.bytes if isinstance(case, StepCase) else int(operation(case).bytes)
 
 
 def pick(text: str) -> Case:

@@ -44,7 +44,12 @@ class Task:
     @functools.cached_property
     def heads_first(self) -> list[Any]:
         """Copies of q, k, v as (batch, heads, length, dim), the layout of torch."""
-        return [x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v)]
+        return [x.contiguous() for x in self.views]
+
+    @property
+    def views(self) -> list[Any]:
+        """q, k, v as they lie, seen in the layout of torch."""
+        return [x.transpose(1, 2) for x in (self.q, self.k, self.v)]
 
     @property
     def o_shape(self) -> tuple[int, ...]:

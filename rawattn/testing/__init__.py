@@ -559,17 +559,17 @@ def cases(
     sinks: bool | None = False, masks: Mapping[str, SearchStrategy[Mask]] = {}, scores: Mapping[str, SearchStrategy[Score]] = {},
     lens: bool = False,
 ) -> SearchStrategy[Case]:  # fmt: skip
-    """Makes a Hypothesis strategy for cases over all that attention takes: lengths from 0 to ``longest``, equal or not, grouped
-    heads, all masks, softcap, scales of either sign, positions of the first rows. Each kind of mask and of score has an equal
-    share. ``packed`` says whether sequences are packed and ``sinks`` whether heads have sinks, None for both. With ``lens``
-    half of the cases use a part of their rows. ``masks`` and ``scores`` are masks and scores of your own, a strategy for each
-    kind."""
+    """Makes a Hypothesis strategy for cases over all that attention takes: lengths from 0 to ``longest``, equal or not, many of
+    them of 16 at most, grouped heads, up to 128 for a key head where queries are few, all masks, softcap, scales of either sign,
+    positions of the first rows. Each kind of mask and of score has an equal share. ``packed`` says whether sequences are packed
+    and ``sinks`` whether heads have sinks, None for both. With ``lens`` half of the cases use a part of their rows. ``masks``
+    and ``scores`` are masks and scores of your own, a strategy for each kind."""
     from hypothesis import strategies as st
 
     length = st.sampled_from(
         [n for n in (0, 1, 2, 15, 16, 17, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257) if n <= longest]
     )
-    length = length | st.integers(0, longest)
+    length = length | st.integers(0, longest) | st.integers(0, min(16, longest))
     side = st.none() | st.integers(0, longest) | st.sampled_from([n for n in AWKWARD if n <= longest])
     mask = _draw_kinds({name: {"mask": kind} for name, kind in masks.items()} | _list_mask_kinds(side))
     score = _draw_kinds(
@@ -591,8 +591,8 @@ def cases(
         return Case(
             dtype=draw(st.sampled_from(dtypes)), batch=batch, q_len=q_len, kv_len=kv_len,
             lens=draw(parts(pairs)) if lens else (None, None),
-            heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4))), kv_heads=kv_heads, head_dim=head_dim,
-            head_dim_v=draw(st.sampled_from(head_dims)),
+            heads=kv_heads * draw(st.sampled_from((1, 1, 2, 3, 4) + (8, 33, 128) * (sum(q for q, _ in pairs) <= 16))),
+            kv_heads=kv_heads, head_dim=head_dim, head_dim_v=draw(st.sampled_from(head_dims)),
             scale=draw(st.none() | st.sampled_from((-1.0, -0.5, 0.0, 0.5)).map(lambda x: x / head_dim**0.5)),
             lengths=lengths, layout=draw(st.sampled_from(layouts)), sinks=draw(st.booleans()) if sinks is None else sinks,
             seed=draw(st.integers(0, 2**32 - 1)), **draw(mask), **draw(score), **draw(offsets),

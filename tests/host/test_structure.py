@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 31463,
-    "perf": 5976,
-    "cuda_src": 12982,
-    "tests": 42738,
+    "rawattn": 31870,
+    "perf": 6240,
+    "cuda_src": 13270,
+    "tests": 43600,
 }
 FUNCTION_LINES = 60
 

@@ -83,7 +83,7 @@ def test_what_is_compiled(kernel: str | None) -> None:
     options = bench.arguments().parse_args([] if kernel is None else ["--kernel", kernel])
     found = {source.name.removesuffix(".cu") for source in ours.sources({case: ["ours"]}, TYPICAL["sm_90a"], options.kernel)}
     wanted = {"attn_bwd_simt": {"attn_bwd_dkdv_simt", "attn_bwd_dq_simt"}}.get(str(kernel), {kernel or "attn_bwd"})
-    assert found - {"attn_bwd_convert"} == {"attn_bwd_delta", *wanted}
+    assert found - {"attn_bwd_convert"} == {"attn_fwd", "attn_bwd_delta", *wanted}, "the forward keeps what gradients need"
 
 
 # ---- the check
