@@ -57,10 +57,6 @@ class Cpu:
         """True: nothing goes before it on the CPU."""
         return True
 
-    def competes(self, op: Any) -> bool:
-        """False: no other kernel computes on the CPU."""
-        return False
-
     def layout_reason(self, layout: Layout) -> str | None:
         """None: it reads whatever NumPy reads."""
         return None

@@ -166,9 +166,6 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None
 
-    def competes(self, op: AttentionKVCache) -> bool:
-        return few_rows.compete(op)
-
     def is_tried(self, op: AttentionKVCache) -> bool:
         return paging.has_functions(op) or is_crowded(op)
 

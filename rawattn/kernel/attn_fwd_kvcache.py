@@ -57,9 +57,6 @@ class AttnFwdKVCache(OverCache):
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return reasons
 
-    def competes(self, op: AttentionKVCache) -> bool:
-        return few_rows.compete(op) and not op.layout.repeats_heads
-
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
         if tight and not is_plain(op):

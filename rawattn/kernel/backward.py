@@ -162,8 +162,9 @@ def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int =
     heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
     size, groups = group.head_groups(heads, tiles, blocks, sums)
     is_square = not 0 < sums < tiles and isinstance(op.mask, Causal) and op.heads_per_kv == 1
-    if is_square and groups % 2 and groups < heads and heads * tiles > blocks:
-        size, groups = heads // (groups + 1), groups + 1
+    if is_square and groups % 2 and heads > 1 and heads * tiles > blocks:
+        groups = max(2, groups - 1)
+        size = heads // groups
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}
     return order if parts == 1 else order | {"heads_per_kv": op.heads_per_kv // parts} | part_values(op, parts)
 

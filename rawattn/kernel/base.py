@@ -63,11 +63,6 @@ class Kernel(abc.ABC, Generic[Op]):
         """Says whether the kernel comes first for an operation that it supports; where not, another kernel goes before it."""
         return True
 
-    def competes(self, op: Op) -> bool:
-        """Says whether expected times choose between this kernel and others that compete for an operation; else the first of them
-        computes it."""
-        return False
-
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why the kernel cannot read arrays of this layout, which a copy would mend; None where it can."""

@@ -8,21 +8,11 @@ from typing import Any
 from ..variant import Option, scheduler, store
 from ..variant.mask import SplitTilesMask
 
-ROWS_AT_ONCE = 32  # for which attn_decode reads the keys once
 MOST = 64  # splits of a tile of queries
 _NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Fitted to timings on an H200 (perf/notes/attn_fwd.md, "Few rows over many keys").
 _READ = 4.4e12  # bytes a second, from memory
 _FOLD, _FOLD_READ = 3e-6, 5e12  # seconds of the launch that folds; bytes a second that are written for it and read by it
-
-
-def compete(op: Any) -> bool:
-    """Says whether the expected times choose the kernel for an operation over a cache: where attn_decode would read the keys more
-    than once, in calls of which nobody asked that a row's bits follow from its sequence alone. Of packed queries most sequences
-    must have as many."""
-    alike = not op.ragged or 2 * op.total_q >= op.batch * op.q_len
-    is_free = not (op.spec.invariant or op.split_keys or op.mask.is_function or op.score.is_function)
-    return alike and is_free and op.q_len * op.heads_per_kv > ROWS_AT_ONCE
 
 
 def options(mask: Option) -> dict[str, Option]:

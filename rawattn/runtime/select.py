@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -113,7 +112,6 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
     for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)
         if not reasons:
-            candidate = candidate if kernel or config else _find_fastest(candidate, ordered, op, device)
             best, why, others = _configure(candidate, op, device, config)
             slow = slow and f"{candidate.name} computes this, slowly; {slow}"
             return Selection(candidate, best, why, tuple(refusals), slow, others)
@@ -129,20 +127,6 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
     refusals.sort(key=lambda refusal: (refusal[0] == "cpu") != device.is_cpu)  # the device's own first
     lines = "".join(f"\n  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no kernel computes {op} on {device.name}:{lines}")
-
-
-SURELY = 0.8  # of the first kernel's expected time: what another must promise, so that errors of the models do not matter
-
-
-def _find_fastest(first: Any, kernels: list[Any], op: Any, device: Device) -> Any:
-    """The first of ``kernels`` that supports the operation, or one that competes with it and surely takes less time."""
-    if not first.competes(op):
-        return first
-    rivals = [first, *(k for k in kernels if k is not first and k.competes(op) and not k.supports(op, device))]
-    sets = [config_set(k, k.tuning_shapes(op), device) for k in rivals]
-    seconds = [nearest(k, members, op, device)[1] if members else math.inf for k, members in zip(rivals, sets, strict=True)]
-    best = min(range(len(rivals)), key=seconds.__getitem__)
-    return rivals[best] if seconds[best] < SURELY * seconds[0] else first
 
 
 def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, str, tuple[Any, ...]]:

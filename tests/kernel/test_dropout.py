@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu("any")
 SHAPES: dict[str, dict[str, Any]] = {
     "causal": {"batch": 2, "q_len": 300, "kv_len": 500, "heads": 4, "kv_heads": 2, "causal": True},
     "packed": {"lengths": ((130, 200), (0, 7), (77, 0), (257, 300)), "heads": 2, "kv_heads": 1, "softcap": 5.0},
-    "offsets": {"q_len": 200, "kv_len": 260, "heads": 2, "window": (150, 40), "q_offset": 64, "kv_offset": 16},
+    "offsets": {"q_len": 200, "kv_len": 260, "heads": 2, "window": (150, 40), "q_offset": 64, "kv_offset": 32},
     "offsets between": {"q_len": 200, "kv_len": 260, "heads": 2, "q_offset": 41, "kv_offset": 7},
     "few queries": {"q_len": 3, "kv_len": 3000, "heads": 8, "kv_heads": 2, "sinks": True},
     "packed heads": {"q_len": 21, "kv_len": 600, "heads": 12, "kv_heads": 3, "causal": True},

@@ -17,7 +17,7 @@ struct KvVarlenScheduler {
         const i32 heads = args.heads / args.heads_per_kv, id = numbers.draw(args);
         const auto [sequence, end, of_lane] = find(args, id / heads, [](const Rows& rows) { return ceil_div(max(0, rows.kv_len), cfg::tile_kv); });
         if (sequence < 0) return {-1, 0, 0, 0, 0};
-        const i32 tiles = __shfl_sync(0xffffffffu, of_lane, sequence % 32), group = min(heads, ceil_div(gridDim.x, tiles));
+        const i32 tiles = __shfl_sync(0xffffffffu, of_lane, sequence % 32), group = min(heads, (i32(gridDim.x) - 1) / tiles + 1);
         const i32 in_sequence = id - (end - tiles) * heads, last = heads / group - 1, number = min(in_sequence / (group * tiles), last);
         const i32 first = number * group, size = number == last ? heads - first : group, rest = in_sequence - first * tiles;
         const i32 turn = args.batches - sequence + last - number, up = Direction::kv_ascends(turn);  // 1 for the last group of all

@@ -24,7 +24,7 @@ from rawattn.driver.graph import drop, retain, spared_capture, stream_state
 from rawattn.driver.launch import BoundLaunch, Facts, LoadedFunction
 from rawattn.errors import BinaryError, DeviceError, ProblemError, UnsupportedError
 
-FACTS = Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1)
+FACTS = Facts(smem_bytes=100_000, args_bytes=24, threads=384, uses_pdl=1, needs_all_blocks=0)
 
 
 class CUresult(enum.IntEnum):
@@ -173,7 +173,7 @@ class Bindings(types.ModuleType):
 
     def _cuMemcpyDtoHAsync(self, memory: bytearray, address: int, size: int, stream: int) -> None:
         assert stream == 555
-        memory[:] = struct.pack("=4I", *FACTS)
+        memory[:] = struct.pack("=5I", *FACTS)
 
     def _cuModuleLoadData(self, cubin: bytes) -> str:
         return "module"
@@ -183,7 +183,7 @@ class Bindings(types.ModuleType):
 
     def _cuModuleGetGlobal(self, module: str, name: bytes) -> tuple[int, int]:
         assert name == b"facts"
-        return 4321, 16
+        return 4321, 20
 
     def _cuTensorMapEncodeTiled(self, *args: Any) -> Any:
         self.encoded = ctypes.create_string_buffer(b"map".ljust(128), 128)
@@ -197,8 +197,8 @@ def others() -> None:
 
 
 def forget() -> None:
-    for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._make_pdl, of_device,
-                   tensor_map.tensor_maps):  # fmt: skip
+    for cached in (context.library, context.device, context._primary_context, context.side_stream, launch._make_attributes,
+                   of_device, tensor_map.tensor_maps):  # fmt: skip
         cached.cache_clear()
     graph._kept.clear()
     gc.collect()
@@ -251,7 +251,7 @@ def test_without_a_gpu(cuda: Bindings) -> None:
 def test_what_a_call_gives(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
     assert context.call("cuCtxSynchronize") is None
     assert context.call("cuDeviceGet", 3) == 3
-    assert context.call("cuModuleGetGlobal", "module", b"facts") == (4321, 16)
+    assert context.call("cuModuleGetGlobal", "module", b"facts") == (4321, 20)
     assert context.version() == (13, 0)
     cuda.failing["cuMemAlloc"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError, match=r"^cuMemAlloc failed: CUDA_ERROR_OUT_OF_MEMORY \(2\)\.$") as caught:
@@ -309,6 +309,14 @@ def test_launch(cuda: Bindings) -> None:
     cuda.failing["cuLaunchKernelEx"] = CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(DeviceError, match="cuLaunchKernelEx failed: CUDA_ERROR_OUT_OF_MEMORY"):
         launch()
+
+
+def test_launch_of_blocks_that_all_run_together(cuda: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "FACTS", FACTS._replace(needs_all_blocks=1))
+    BoundLaunch(LoadedFunction(b"cubin", "kernel", 0), 132, bytes(24), 0)()
+    config = cuda.said[-1][1]
+    (attribute,) = config.attrs
+    assert attribute.id == Constants().CU_LAUNCH_ATTRIBUTE_COOPERATIVE and attribute.value.cooperative == 1
 
 
 def test_tensor_map(cuda: Bindings) -> None:

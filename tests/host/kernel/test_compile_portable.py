@@ -147,8 +147,8 @@ def test_smem_is_what_the_kernel_says(name: str) -> None:
         given = operation(BF16, size, size_v)
         selection = select(given, TYPICAL["sm_89"], name)
         facts = words(compiler.compile(selection.kernel.render(given, selection.config, "sm_89")).cubin, "facts")
-        smem_bytes, _, threads, uses_pdl = facts
-        assert not uses_pdl, "it would have to wait for the launch before it"
+        smem_bytes, _, threads, uses_pdl, needs_all_blocks = facts
+        assert not uses_pdl and not needs_all_blocks, "it would have to wait for the launch before it, or for other blocks"
         module = {"attn_fwd_mma": attn_fwd_mma, "attn_fwd_simt": attn_fwd_simt}[name]
         assert selection.config.threads == threads and module.smem_bytes(selection.config, given) == smem_bytes
 

@@ -230,7 +230,7 @@ CASES = [
     Case("attn_fwd", mask=And(Causal(), Window(20)), lens=((65, 64), (90, 31)), split_keys=32),
     *(Case(name, constant_time=True, score=Softcap(1e6)) for name in KERNELS),
     *(Case(name, dropout=0.3) for name in KERNELS),
-    Case("attn_fwd", dropout=0.3, offsets=(48, 16)),
+    Case("attn_fwd", dropout=0.3, offsets=(64, 32)),
     Case("attn_fwd", dropout=0.9, offsets=(7, 30), mask=Full()),
     Case("attn_fwd_mma", dropout=0.5, split_keys=32, sinks=(0.5, -1.0), mask=Full()),
     Case("attn_fwd_mma", q_len=13, heads=4, dropout=0.3, mask=HEAD_WINDOW, offsets=(35, 32)),

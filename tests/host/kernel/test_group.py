@@ -101,7 +101,8 @@ def test_chosen(op: Backward, wanted: str) -> None:
     (backward(1, 1024, (32, 8), Causal(), kv_len=32768), 5, 1),  # four heads' sums for each key head
     (backward(4, 4096, (16, 16), Full()), 5, 12),  # as many query tiles as key tiles: a work for each block
     (backward(4, 4096, (16, 16), Causal()), 5, 12),
-    (backward(1, 4096, (16, 16), Causal()), 4, 4),  # an even number of groups, where three would do
+    (backward(1, 4096, (16, 16), Causal()), 8, 2),  # an even number of groups, where three would do
+    (backward(1, 8192, (40, 40), Causal()), 3, 12),  # and the last has four more than others
     (backward(1, 16384, (2, 2), Causal()), 1, 2),
     (backward(1, 2048, (4, 4), Causal()), 4, 1),  # fewer works than blocks
 ], ids=str)  # fmt: skip
