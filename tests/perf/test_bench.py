@@ -245,7 +245,7 @@ def test_an_interruption_keeps_what_was_timed(monkeypatch: pytest.MonkeyPatch, t
         def ceilings(self) -> dict[str, float]:
             return made.ceilings
 
-        def case(self, case: Case, names: Any) -> report.Result:
+        def case(self, case: Case, names: Any, label: str = "") -> report.Result:
             if not made.results:
                 raise KeyboardInterrupt
             return made.results.pop(0)
