@@ -12,6 +12,8 @@
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. The others take parts of dq away: one
 // each where dq has chains, else one of each stage. Where one is left, it finds out who adds next to tiles that are a list
 // (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/ds/stored_filled.cuh).
+// Walk says in which order a work takes its query tiles. Where it goes round (Walk::needs_all_blocks), blocks also wait for turns of works
+// with larger numbers, so that all blocks run at once (variant/walk/q_interval_rotated.cuh).
 // StepOrder says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk

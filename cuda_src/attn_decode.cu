@@ -16,6 +16,7 @@
 //   named barrier 1       consumers                     consumers           smem.q, .work, .fold
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
 //   named barrier 4       producers                     producers           what they have seen and found, in smem.own[0]
+//   the option QBuffer may have barriers of Q, and the option Fold counts of its own in args.arrived
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //

@@ -56,7 +56,7 @@ def rivals(yardsticks: Sequence[str], case: Case, peers: dict[str, Any]) -> list
 
 
 def rows_of(run: Run, spots: Spots) -> list[Row]:
-    """What is written of each case, by its number."""
+    """Makes what is written of each case, by its number."""
     found = []
     for result in run.results:
         (at, spot), row = spots[result.label], result.row()
@@ -128,8 +128,8 @@ def written(run: Run, rows: Sequence[Row], spots: Spots) -> str:
 
 
 def since(before: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """What moved since the run that was written, of the ratio to the best peer, or where there is none, to reading: the mean of
-    each kind, and in words what is worse or missing."""
+    """Says what moved since the run that was written, of the ratio to the best peer, or where there is none, to reading: the mean
+    of each kind, and in words what is worse or missing."""
 
     def of(row: Row) -> tuple[float, float, float]:
         ratios = row.get("ratios", {"best": [row["ratio"]] * 3})

@@ -62,7 +62,7 @@ ALIKE = 2e-2  # most that two right results in 16 bits are apart, in the Euclide
 
 
 def differing(outputs: dict[str, tuple[Any, ...]]) -> dict[str, float]:
-    """Which contenders' outputs, by name, are apart from ours, and by how much; where all peers' are, ours is what is wrong."""
+    """Finds contenders, by name, whose outputs are apart from ours, and by how much; where all peers' are, ours are wrong."""
     if "ours" not in outputs:
         return {}
     apart = {name: max(map(_distance, each, outputs["ours"])) for name, each in outputs.items()}

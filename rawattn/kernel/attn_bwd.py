@@ -190,8 +190,8 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
     if config.walk != "rotated":
         return None
     forward = op.forward
-    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or config.elements or config.gradient:
-        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and no tiles of captured arrays"
+    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or not forward.has_plain_score or config.gradient:
+        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and a score that reads no arrays"
     if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
         return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
     return None
@@ -200,8 +200,9 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
 def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
     """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
     of their own, and equal groups of as many heads as ``blocks`` have windows for."""
-    if config.walk != "rotated" or not blocks:
-        return {"window_tiles": 1, "q_stride": 1} if config.walk == "rotated" else {}
+    if config.walk != "rotated":
+        return {}
+    blocks = max(1, blocks)  # none without keys
     kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
     window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
     heads = max(1, op.kv_heads * op.batch * config.parts)

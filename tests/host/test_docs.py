@@ -134,7 +134,11 @@ def test_numbers(hooks: Any) -> None:
 
 def test_parts_of_sources(hooks: Any) -> None:
     part = hooks.cuda("attn_fwd.cu __device__ void pack_p")
-    assert part.splitlines()[1] == "__device__ void pack_p(const Drawn& drawn) {" and part.splitlines()[-2] == "}" and part.count("\n") == 5
+    assert (
+        part.splitlines()[1] == "__device__ void pack_p(const Drawn& drawn) {"
+        and part.splitlines()[-2] == "}"
+        and part.count("\n") == 5
+    )
     for words in ("attn_fwd.cu no such thing", "none.cu void"):
         with pytest.raises((StopIteration, FileNotFoundError)):
             hooks.cuda(words)
