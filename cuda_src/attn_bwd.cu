@@ -36,7 +36,7 @@
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
-                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqProduct, DqStore,
+                       // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqStore,
                        // DsStore, Elements, StepOrder, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
@@ -203,7 +203,7 @@ struct Consumer {
         ptx::wgmma_discard(dq);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqProduct::multiply<DqMma>(dq, a.columns(i), b.rows(i), i > 0);
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqMma::multiply(dq, a.columns(i), b.rows(i), i > 0);
         ptx::wgmma_commit();
     }
 

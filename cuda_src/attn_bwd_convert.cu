@@ -1,9 +1,9 @@
 // Last pass of the backward where attn_bwd.cu or attn_bwd_mma.cu leaves sums: dq = scale times the sum, from accumulators to rows.
 //
-// A block converts a tile of cfg::tile_q rows of one head, DqProduct::lanes threads each of cfg::dq_parts parts of its columns.
+// A block converts a tile of cfg::tile_q rows of one head, as many warps as it has 16 rows each of cfg::dq_parts parts of its columns.
 // A tile whose rows keep no key has no sum: its dq is 0.
 
-#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, DqProduct, DqRows, Launch, Scheduler
+#include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, DqRows, Launch, Scheduler
 #include "tile/facts.cuh"
 #include "tile/number.cuh"
 #include "variant/interfaces_bwd.cuh"
@@ -17,7 +17,7 @@ template struct SchedulerOption<Scheduler>;
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
 
-constexpr int lanes = DqProduct::lanes, accumulators = cfg::tile_q * cfg::dq_columns / lanes;
+constexpr int accumulators = cfg::dq_columns / 2, lanes = 2 * cfg::tile_q;
 static_assert(cfg::tile_q % 16 == 0 && cfg::threads == lanes * cfg::dq_parts);
 static_assert(cfg::dq_vector == 4 || cfg::dq_vector == 1);  // of a lane's numbers on end
 
@@ -37,8 +37,8 @@ __device__ void convert(const Args& args, const WorkTile& work) {
         for (int j = 0; j < cfg::dq_vector; ++j) x[i + j] = y.x[j];
     }
     unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(QElement));
-    const i32 columns = cfg::head_dim - i32(part) * cfg::dq_columns;
-    DqProduct::store<DqRows>(to, args.dq.row_bytes, work.q_begin, rows.q_len, columns, x, args.scale * cfg::scale_sign);
+    const i32 row = work.q_begin + lane / 32 * 16 + lane % 32 / 4, columns = cfg::head_dim - i32(part) * cfg::dq_columns;
+    DqRows::store(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);
 }
 
 extern "C" __global__ __launch_bounds__(cfg::threads) void attn_bwd_convert(const __grid_constant__ Args args) {

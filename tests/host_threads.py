@@ -415,10 +415,7 @@ struct {name} {{
 }};
 """
 FROM_SMEM = """\
-const auto read = [=](u32 row, u32 k) {{
-            const u32 at = HostProduct::row_of(row);
-            return {a_by_rows} ? HostProduct::read(a, 0, k, at) : HostProduct::read(a, 0, at, k);
-        }};
+const auto read = [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
         HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
@@ -435,7 +432,7 @@ struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
 RENDERED = re.compile(
     r"struct (\w+) \{\n    static constexpr int accumulators = (\d+);\n    static constexpr float sign = (-?1)\.f;\n"
     r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{"
-    r".*?, (-?1), 1(?:, ([01]))?, ([01]); \}\".*?\n\};\n",
+    r".*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
     re.DOTALL,
 )
 LAUNCH = r"""
@@ -500,11 +497,9 @@ STUBS = {
 
 def product(found: re.Match[str]) -> str:
     """A rendered product in C++."""
-    name, accumulators, sign, kind, factor, a_by_rows, by_rows = found.groups()
+    name, accumulators, sign, kind, factor, by_rows = found.groups()
     assert sign == factor
-    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(
-        by_rows="true" if by_rows == "1" else "false", a_by_rows=a_by_rows
-    )
+    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(by_rows="true" if by_rows == "1" else "false")
     return STRUCT.format(name=name, accumulators=accumulators, sign=sign, kind=kind, body=body)
 
 

@@ -39,7 +39,6 @@ ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how it
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
 }
-PRODUCTS: dict[str, Option] = {"by_rows": gradients.DqByRows(), "transposed": gradients.DqTransposed()}
 STEPS = ("together", "apart")  # in one loop or two
 
 
@@ -58,7 +57,6 @@ class AttnBwdConfig:
     store: str = "ordered"  # how parts of dq meet, of STORES
     direction: str = ""  # in which blocks go; "" for what the mask suggests
     order: str = "at_once"  # when a step's part of dq is made, of ORDERS
-    dq_product: str = "by_rows"  # what rows of dq's accumulators are, of PRODUCTS
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
@@ -147,8 +145,7 @@ def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
     panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
     tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
-    sums = 4 * config.tile_q * config.dq_stages * config.dq_parts * config.dq_columns
-    return tiles + sums + 16 * config.tile_q + 1024
+    return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
@@ -170,17 +167,6 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
         return f"gradient is {config.gradient!r}; it must be '', or of the captured arrays whose gradient is dS, {arrays}"
     if config.elements not in ("", read):
         return f"elements is {config.elements!r}; it must be '', or the captured array of which TMA brings tiles, {read!r}"
-    return None
-
-
-def _refuse_product(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why dq cannot be made as the configuration says; None where it can."""
-    if config.dq_product not in PRODUCTS or (config.tile_q == 80 and config.dq_product != "transposed"):
-        return f"dq_product is {config.dq_product!r} and tile_q {config.tile_q}; it must be of {[*PRODUCTS]}, for 80 'transposed'"
-    if config.dq_product == "transposed" and (
-        config.dq_parts != 2 or config.dq_columns != 64 or config.store == "final" or op.spec.dropout or not op.has_plain_score
-    ):
-        return "dq_product is 'transposed'; it needs two parts of 64 columns, a pass that makes dq, no dropout and a plain score"
     return None
 
 
@@ -262,10 +248,8 @@ class AttnBwd(BackwardKernel):
 
     def legal(self, config: AttnBwdConfig, op: Backward, device: Device) -> str | None:
         forward, columns = op.forward, config.dq_parts * config.dq_columns
-        if config.consumers not in (2, 3) or config.tile_q not in (64, 80):
-            return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64 or 80"
-        if reason := _refuse_product(config, forward):
-            return reason
+        if config.consumers not in (2, 3) or config.tile_q != 64:
+            return f"consumers is {config.consumers} and tile_q {config.tile_q}; they must be 2 or 3, and 64"
         if config.dq_parts not in (1, config.consumers) or config.dq_chains not in (1, config.dq_parts):
             return f"dq_parts is {config.dq_parts} and dq_chains {config.dq_chains}; each must be 1 or one for each of its makers"
         if config.dq_columns % 8 or columns < forward.head_dim or config.dq_stages not in (1, 2):
@@ -360,7 +344,6 @@ class AttnBwd(BackwardKernel):
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
-            last = dataclasses.replace(last, product=PRODUCTS[config.dq_product])
             launches.append(self.convert(op, last, device))
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
@@ -382,9 +365,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
         wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
-        wgmma("DqMma", op.element, config.tile_q, a_in_registers=False, a_by_rows=True, b_by_rows=False)
-        if config.dq_product == "transposed"
-        else wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
+        wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
     rotated = config.walk == "rotated"
@@ -392,8 +373,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
-        DqProduct=PRODUCTS[config.dq_product], DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1],
-        DsStore=ds, Elements=elements,
+        DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip

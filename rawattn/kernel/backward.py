@@ -31,7 +31,6 @@ HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("he
 LSE = Field("lse", "const Number*", Pointer("lse"))
 NOTHING = gradients.ClearNothing()
 BY_ROWS = gradients.StatisticsByRows()
-DQ_BY_ROWS = gradients.DqByRows()
 SINKS_THREADS = PADDING_THREADS = 512
 SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
@@ -221,7 +220,6 @@ class ConvertPass:
     dq_parts: int = 1
     vector: int = 4  # numbers of a thread that follow each other in the sum
     dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
-    product: Option = DQ_BY_ROWS
 
 
 class BackwardKernel(Kernel[Backward]):
@@ -307,15 +305,14 @@ def _render_convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, 
     constants = {
         "dq_parts": last.dq_parts, "dq_columns": last.dq_columns, "dq_chains": last.dq_chains, "dq_vector": last.vector,
         "tile_kv": last.tile_kv, "tile_q": last.tile_q, "q_block": last.tile_q, "head_dim": op.head_dim,
-        "threads": (2 * last.tile_q if last.product == DQ_BY_ROWS else 128) * last.dq_parts,
-        "scale_sign": -1 if op.scale < 0 else 1,
+        "threads": 2 * last.tile_q * last.dq_parts, "scale_sign": -1 if op.scale < 0 else 1,
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
     of_list = gradients.ListSum() if last.dq_chains else gradients.ClearedSum()
     there = of_list if lists(op.mask) else gradients.IntervalSum()
     stored = gradients.StoreRows16() if op.element.itemsize == 2 else gradients.StoreRows32()
     plan = tiling.lpt_scheduler(op, False)
-    every = options(op, Sum=there, DqProduct=last.product, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
+    every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))
     fields = (gradients.DQ, gradients.DQ_SUM._replace(ctype="const float*"), *counts)
     return rendered("attn_bwd_convert.cu", constants, fields, [], every, arch)
 

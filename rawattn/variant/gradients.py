@@ -112,18 +112,6 @@ class DqStepLater(Option):
 # ---- DqStore, Sum, Clear: how parts of dq meet, which tiles of dq have a sum, and what the first pass clears for that
 
 
-class DqByRows(Option):
-    """Rows of the sums of dq are queries."""
-
-    source: ClassVar[str] = "variant/dq/product_by_rows.cuh"
-
-
-class DqTransposed(Option):
-    """Rows of the sums of dq are columns of K."""
-
-    source: ClassVar[str] = "variant/dq/product_transposed.cuh"
-
-
 class DqOrdered(Option):
     """Parts of dq are added to a sum in one order, and a pass over the sums follows."""
 

@@ -54,7 +54,6 @@ class Case:
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
-    eighty: bool = False  # queries of a tile
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -124,14 +123,6 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
     "64, pairs of heads": Case((64, 40), {"mask": Causal()}, ((130, 200),), (5, 1), grid=3, walk="by_pairs"),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
-}
-EIGHTY: dict[str, Any] = {
-    "tile_q": 80, "dq_product": "transposed", "dq_stages": 1, "producer_registers": 24, "consumer_registers": 240,
-}  # fmt: skip
-HOPPER |= {
-    "128, eighty": Case((128, 128), {"scale": -0.2}, ((200, 300),) * 2, dlse=True, eighty=True),
-    "120, eighty, causal, rotated": Case((120, 128), {"mask": Causal()}, ((350, 420),), grid=3, walk="rotated", eighty=True),
-    "128, eighty, packed": Case((128, 128), {"mask": Causal()}, PACKED, varlen=True, grid=3, sinks=True, eighty=True),
 }
 HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, rotated": Case((128, 128), {}, ((450, 700),), (1, 1), grid=6, walk="rotated"),
@@ -375,8 +366,6 @@ class Call:
             loops = found.steps if case.order == "at_once" else "together"
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops, walk=case.walk)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
-        if case.eighty:
-            found = dataclasses.replace(found, **EIGHTY)
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
         device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
         return kernel.lower(self.op, found, device)
