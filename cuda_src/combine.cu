@@ -21,6 +21,7 @@ template struct LaunchOption<Launch>;
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int strips = (cfg::head_dim_v + 32 * cfg::width - 1) / (32 * cfg::width);
+constexpr int at_once = strips <= 2 ? 4 : 1;  // parts of a row that are read together
 
 struct Fold {
     const i32 lane = threadIdx.x % 32;
@@ -29,15 +30,20 @@ struct Fold {
 
     __device__ int column(int strip) const { return (strip * 32 + lane) * cfg::width; }
 
-    // What takes no part is read all the same: loads that hang on no lse are on their way together.
-    __device__ void add(const Parts& parts, i32 p, i32 row, Number weight, bool takes_part) {
+    struct Part { Vector<Number, cfg::width> strip[strips]; };
+
+    __device__ Part read(const Parts& parts, i32 p, i32 row) const {
+        Part part;
 #pragma unroll
-        for (int i = 0; i < strips; ++i) {
-            if (column(i) >= cfg::head_dim_v) continue;
-            const auto part = parts.template o<cfg::width>(p, row, column(i));
+        for (int i = 0; i < strips; ++i)
+            if (column(i) < cfg::head_dim_v) part.strip[i] = parts.template o<cfg::width>(p, row, column(i));
+        return part;
+    }
+    __device__ void add(const Part& part, Number weight, bool takes_part) {
 #pragma unroll
-            for (int x = 0; x < cfg::width; ++x) o[i][x] = takes_part ? o[i][x] + weight * part.x[x] : o[i][x];
-        }
+        for (int i = 0; i < strips; ++i)
+#pragma unroll
+            for (int x = 0; x < cfg::width; ++x) o[i][x] = takes_part ? o[i][x] + weight * part.strip[i].x[x] : o[i][x];
         total = takes_part ? total + weight : total;
     }
     __device__ void fold(const Parts& parts, i32 row) {
@@ -52,8 +58,18 @@ struct Fold {
             const Number lse = first + lane < parts.count ? parts.lse(first + lane, row) : Number(minus_inf);
             const Number weight = lse == top ? Number(1) : ptx::exp2((lse - top) * Number(log2_e));
             const u32 taking_part = __ballot_sync(0xffffffffu, lse != Number(minus_inf));
-            for (i32 i = 0; i < min(32, parts.count - first); ++i)
-                add(parts, first + i, row, __shfl_sync(0xffffffffu, weight, i), taking_part >> i & 1);
+            const i32 count = min(32, parts.count - first);
+            // What takes no part is read all the same: loads that hang on no lse are on their way together.
+#pragma unroll 1
+            for (i32 i = 0; i < count; i += at_once) {
+                Part read[at_once];
+#pragma unroll
+                for (int j = 0; j < at_once; ++j)
+                    if (i + j < count) read[j] = this->read(parts, first + i + j, row);
+#pragma unroll
+                for (int j = 0; j < at_once; ++j)
+                    if (i + j < count) add(read[j], __shfl_sync(0xffffffffu, weight, i + j), taking_part >> (i + j) & 1);
+            }
         }
     }
     __device__ void store(const Store& out, const Softmax& softmax, i32 row) const {

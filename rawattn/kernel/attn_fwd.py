@@ -49,7 +49,7 @@ class AttnFwdConfig:
     stages: int = 2  # of the rings of K and V
     q_stages: int = 1
     # For few rows: whether the query heads that share a key head share tiles, as over caches they do where they can, and the
-    # splits of each tile's keys, 0 for as many as the sizes suggest. A search leaves both as they are.
+    # splits of each tile's keys at most, 0 for as many as the sizes suggest. A search leaves both as they are.
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
 
@@ -139,16 +139,20 @@ def unnumbered(config: AttnFwdConfig, splits: int) -> AttnFwdConfig:
     return dataclasses.replace(config, kv_splits=min(splits, 2))
 
 
+def split_tiles(op: Forward, config: AttnFwdConfig) -> int:
+    """The fewest key tiles of a split: of few rows splits follow from what the sequence visits, whatever the batch is."""
+    return few_rows.SPLIT_KEYS // config.tile_kv if config.kv_splits == 0 and few_rows.are_few(op) else 1
+
+
 def split_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     """The reasons why keys are not split so, or heads do not share tiles."""
     refusals, heads = [], op.heads_per_kv
-    functions = op.mask.is_function or op.score.is_function or lists(op.mask)
     if not 0 <= config.kv_splits <= few_rows.MOST:
         refusals.append(f"kv_splits is {config.kv_splits}; it must be from 0 to {few_rows.MOST}")
-    if config.kv_splits != 1 and (functions or op.varlen or op.invariant):
+    if config.kv_splits != 1 and not few_rows.may_split(op):
         where = "packed sequences, functions, masks with holes and invariant calls"
         refusals.append(f"kv_splits is {config.kv_splits}; it must be 1 for {where}")
-    others = functions or op.varlen or op.q_lens or op.layout.repeats_heads
+    others = not few_rows.may_split(op) or op.q_lens or op.layout.repeats_heads
     if config.pack_gqa and (others or heads == 1 or config.tile_q % heads):
         needs = f"several query heads for each key head, a divisor of {config.tile_q}"
         refusals.append(f"pack_gqa is True; it needs {needs}, and dense sequences without q_lens and functions")
@@ -172,7 +176,7 @@ class AttnFwd(ForwardKernel):
         return device.arch == "sm_90a"
 
     def prefers(self, op: Forward) -> bool:
-        return op.invariant or not tiling.is_few(op)  # attn_fwd_mma has more blocks for each, and shares tiles among heads
+        return op.invariant or not tiling.is_few(op) or few_rows.are_few(op)  # of fewer rows attn_fwd_mma has more blocks
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
@@ -220,7 +224,15 @@ class AttnFwd(ForwardKernel):
                 tiles = [rings for rings in tiles if rings[0].tile_kv >= 64] or tiles
                 tiles = tiles[:1] + tiles[1:][-1:]
             configs += itertools.chain(*([max(rings, key=_count_keys)] if self.is_tried(op) else rings for rings in tiles))
-        return [c for c in configs if c.tile_kv >= 64] or configs
+        configs = [c for c in configs if c.tile_kv >= 64] or configs
+        if not few_rows.are_sparse(op):
+            return configs
+        most, heads = 64 if few_rows.are_few(op) else 128, op.heads_per_kv if few_rows.may_share(op) else 1
+        configs = [c for c in configs if c.tile_q <= most and c.tile_q % heads == 0]
+        return [dataclasses.replace(c, pack_gqa=heads > 1, kv_splits=0) for c in configs]
+
+    def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
+        return few_rows.tuning_shapes(op) if few_rows.are_sparse(op) else super().tuning_shapes(op)
 
     def _find_deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[AttnFwdConfig]:
         """The configurations of a tile with the deepest rings that fit, with two stages of Q and with one."""
@@ -241,7 +253,11 @@ class AttnFwd(ForwardKernel):
         return _of_splits(config, op, device, rows_each)[0]
 
     def count_splits(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> int:
-        """The splits of each tile's keys; for all numbers of queries that are rounded alike as many."""
+        """The splits of each tile's keys at most; for all numbers of queries that are rounded alike as many."""
+        if (tiles_each := split_tiles(op, config)) > 1:
+            begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
+            visited = int((-(-end.max(1) // config.tile_kv) - begin.min(1) // config.tile_kv).max())
+            return min(few_rows.MOST, max(1, visited // tiles_each))
         q_len = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads)
         op = op if op.varlen or q_len == op.q_len else op.resized(op.batch, q_len, op.kv_len, op.spec.offsets)
         count = 1 if config.kv_splits == 1 else _of_splits(config, op, device, rows_each)[1]
@@ -317,7 +333,8 @@ class AttnFwd(ForwardKernel):
             return whole
         rows = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads) * op.heads * op.batch
         rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole, op, self.tiles(op, config, device)._replace(splits=count), rows, rendered)
+        tiles = self.tiles(op, config, device)._replace(splits=count)
+        return combine.folded(whole, op, tiles, rows, rendered, {"split_tiles": split_tiles(op, config)})
 
     def programs(self, op: Forward, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
         numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)

@@ -16,7 +16,7 @@ from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, Ten
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import combine, few_rows, paging, tiling
-from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered, unnumbered
+from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered, split_tiles, unnumbered
 from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
 from .program import Program
 
@@ -67,11 +67,13 @@ class AttnFwdKVCache(OverCache):
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
-        return [config for config in ATTN_FWD.candidates(forward_of(op), device) if self.legal(config, op, device) is None]
+        configs = [dataclasses.replace(config, pack_gqa=False) for config in ATTN_FWD.candidates(forward_of(op), device)]
+        return [config for config in configs if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
-            return ATTN_FWD.cost(config, op, device)
+            shares = config.kv_splits == 0 and few_rows.may_share(op)
+            return ATTN_FWD.cost(dataclasses.replace(config, pack_gqa=shares), op, device)
         return ATTN_FWD.seconds_of_few(config, over_tensors(op), device, self.rows_each(op, config))
 
     def rows_each(self, op: AttentionKVCache, config: AttnFwdConfig) -> int:
@@ -143,7 +145,8 @@ class AttnFwdKVCache(OverCache):
             rows_each=self.rows_each(op, config), splits=count
         )
         rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole, op, tiles, op.total_q * op.heads, rendered)
+        values = {"split_tiles": split_tiles(over_tensors(op), config)}
+        return combine.folded(whole, op, tiles, op.total_q * op.heads, rendered, values)
 
     def programs(self, op: AttentionKVCache, config: AttnFwdConfig, device: Device) -> tuple[Program, ...]:
         numbers = (1, 2) if config.kv_splits == 0 else (config.kv_splits,)

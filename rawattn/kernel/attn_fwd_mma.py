@@ -247,12 +247,9 @@ class AttnFwdMma(ForwardKernel):
     def _split(self, op: Forward, config: AttnFwdMmaConfig, device: Device, splits: int, keys: int) -> Program:
         """The program of two launches: each row's results over ``splits`` splits of ``keys`` keys, and their fold."""
         whole, rows = super().lower(op, config, device), op.batch * op.heads * op.q_len
-        if whole.launches:
-            main = whole.launches[-1]
-            whole = whole._replace(launches=(*whole.launches[:-1], main._replace(values={**main.values, "split_keys": keys})))
         tiles = self.tiles(op, config, device)._replace(splits=splits)
         rendered = self._keep((op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
-        return combine.folded(whole, op, tiles, rows, rendered)
+        return combine.folded(whole, op, tiles, rows, rendered, {"split_keys": keys})
 
     def programs(self, op: Forward, config: AttnFwdMmaConfig, device: Device) -> tuple[Program, ...]:
         whole = super().lower(op, unsplit(config), device)

@@ -72,13 +72,15 @@ def fold(op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields
     return Launch(NAME, *rendered, values, 0).at(op.q_len, tiles)
 
 
-def folded(whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields]) -> Program:
+def folded(
+    whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields], values: dict[str, float]
+) -> Program:
     """The program of ``whole``, whose last launch computes ``tiles`` and leaves each row's results over each split of its keys in
-    scratch, and of their fold; none without rows."""
+    scratch, and of their fold; none without rows. ``values`` say to that launch how keys are split."""
     if not whole.launches:
         return whole
     main, splits = whole.launches[-1].at(op.q_len, tiles), tiles.splits
-    main = main._replace(values={**main.values, "splits": splits, "partial_rows": partial_rows})
+    main = main._replace(values={**main.values, **values, "splits": splits, "partial_rows": partial_rows})
     size = splits * partial_rows * op.element.lse_bytes
     scratch = Buffer("o_partial", size * op.head_dim_v), Buffer("lse_partial", size)
     return Program((*whole.launches[:-1], main, fold(op, splits, partial_rows, rendered)), (*whole.scratch, *scratch))

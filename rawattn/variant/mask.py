@@ -220,9 +220,14 @@ class SplitMask(Wrapper):
 
 
 class SplitTilesMask(Wrapper):
-    """A mask for one of ``splits`` equal parts of the key tiles that a work's queries visit, whatever they are; likewise."""
+    """A mask for one of up to ``splits`` equal parts of the key tiles that a work's queries visit, whatever they are, none of less
+    than ``split_tiles``; likewise."""
 
     source: ClassVar[str] = "variant/mask/split_tiles.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.base.fields, Field("split_tiles", "i32"))
 
 
 def of_head(mask: Pairs, head: int) -> Pairs:
