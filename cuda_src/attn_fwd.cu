@@ -43,7 +43,7 @@ struct Smem {
     Walk::Board board;  // of stage s of K and of work i, as these are
     Ahead::Board ahead;
 };
-static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers, cfg::ctas_per_sm), "setmaxnreg would hang");
 template struct ElementOption<Element>;
 template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
@@ -297,7 +297,7 @@ __device__ void consume(const Args& args, Smem& smem) {
     }
 }
 
-extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_fwd(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), cfg::ctas_per_sm) void attn_fwd(const __grid_constant__ Args args) {
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x == 0) {

@@ -182,7 +182,7 @@ inline float reciprocal(float x) { return 1 / x; }
 inline double reciprocal(double x) { return 1 / x; }
 template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
-constexpr bool has_registers(int, int, int) { return true; }
+constexpr bool has_registers(int, int, int, int = 1) { return true; }
 inline void griddepcontrol_wait() {}
 inline void launch_dependents() {}
 }

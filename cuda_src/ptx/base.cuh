@@ -49,9 +49,9 @@ __device__ inline double reciprocal(double x) { return 1 / x; }
 template <int count> __device__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
 // Says whether a block has registers for a producer's warpgroup and its consumers'. It starts with as many for each thread, a multiple of
-// eight, as a multiprocessor's 65536 allow. The numbers are those of the two instructions.
-constexpr bool has_registers(int producer, int consumer, int consumers) {
-    const int warpgroups = 1 + consumers, each = 65536 / (128 * warpgroups) / 8 * 8;
+// eight, as a multiprocessor's 65536 allow so many blocks. The numbers are those of the two instructions.
+constexpr bool has_registers(int producer, int consumer, int consumers, int blocks = 1) {
+    const int warpgroups = 1 + consumers, each = 65536 / (128 * warpgroups * blocks) / 8 * 8;
     return producer <= each && consumer >= each && producer + consumers * consumer <= warpgroups * each;
 }
 

@@ -52,6 +52,7 @@ class AttnFwdConfig:
     # splits of each tile's keys at most, 0 for as many as the sizes suggest. A search leaves both as they are.
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
+    ctas_per_sm: int = dataclasses.field(default=1, metadata={"is_fixed": True})  # blocks that share a multiprocessor
 
     @property
     def consumers(self) -> int:
@@ -59,10 +60,16 @@ class AttnFwdConfig:
         return self.tile_q // 64
 
 
+# Registers of a producer thread and of a consumer thread where blocks share a multiprocessor, by consumer warpgroups and blocks.
+_TOGETHER = {(1, 2): (40, 216), (1, 3): (32, 128), (2, 2): (32, 104)}
+
+
 def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
     part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
     needs more, and so do consumers whose score is a function."""
+    if config.ctas_per_sm > 1:
+        return _TOGETHER[config.consumers, config.ctas_per_sm]
     if lists(op.mask):
         return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (32, 112)}[config.consumers]
     wide = config.tile_kv > 112 or op.score.is_function or op.spec.dropout
@@ -95,6 +102,7 @@ def accumulators(config: AttnFwdConfig, op: Forward) -> int:
     tight = config.tile_kv > 64 if config.consumers == 3 else config.consumers == 4 and op.varlen  # found by trying
     score = 13 if tight and not op.has_plain_score else 0
     weight = 8 if op.spec.dropout and config.consumers > 2 and (op.varlen or op.spec.offsets is not None) else 0
+    weight += {1: 40, 2: 8}[config.consumers] if op.spec.dropout and config.ctas_per_sm == 2 else 0
     return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
 
@@ -159,6 +167,20 @@ def split_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return refusals
 
 
+def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
+    """The reasons why blocks do not share a multiprocessor so. Threads begin with few registers then, and ptxas wants as many for
+    the sums of a product and 30 besides."""
+    count, most = config.ctas_per_sm, max(op.head_dim_v, config.tile_kv)
+    if count == 1:
+        return []
+    if (config.consumers, count) not in _TOGETHER:
+        return [f"ctas_per_sm is {count}; it must be 1, or 2 or 3 where tile_q is 64, or 2 where it is 128"]
+    if op.mask.is_function or op.score.is_function or lists(op.mask):
+        return [f"ctas_per_sm is {count}; it must be 1 for functions and masks with holes"]
+    widest = 2 * (65536 // (128 * (1 + config.consumers) * count) // 8 * 8 - 30)
+    return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
+
+
 def _is_cut(op: Forward) -> bool:
     """Says whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
     return op.kv_lens and not op.varlen
@@ -189,17 +211,18 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        if reasons := split_reasons(op, config) or tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) + sharing_reasons(op, config) + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        if reason := tiling.too_large_block(smem_bytes(config, op), device):
+        smem = smem_bytes(config, op)
+        if reason := tiling.too_large_block(smem, device) or tiling.too_much_smem(smem, config.ctas_per_sm, device):
             return reason
         if config.consumers == 3 and config.tile_kv > 128:
             return f"tile_kv is {config.tile_kv}; with three consumer warpgroups it spills above 128"
-        limit = {256: 208, 232: 200, 216: 184, 160: 128, 152: 120, 112: 80, 104: 72}[registers(config, op)[1]]
+        limit = {256: 208, 232: 200, 216: 184, 160: 128, 152: 120, 128: 92, 112: 80, 104: 72}[registers(config, op)[1]]
         if accumulators(config, op) > limit:
             return f"its accumulators take {accumulators(config, op)} registers of a thread; above {limit} it spills"
         return None
@@ -320,7 +343,7 @@ class AttnFwd(ForwardKernel):
         return *super().rendered_kind(op, config), config.pack_gqa and op.heads_per_kv
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
-        found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count)
+        found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count * config.ctas_per_sm)
         return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
     def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:

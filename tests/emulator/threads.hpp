@@ -269,7 +269,7 @@ static double exp2(double x) { return ::exp2(x); }
 static double reciprocal(double x) { return 1 / x; }
 template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
-constexpr bool has_registers(int, int, int) { return true; }
+constexpr bool has_registers(int, int, int, int = 1) { return true; }
 static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
 struct Load { i32 operator()(const i32* from) const { return *from; } };
 // Before that, words that the launch in front writes: every second block finds what was there earlier.

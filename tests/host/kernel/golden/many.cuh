@@ -4,6 +4,7 @@ constexpr int tile_q = 192;
 constexpr int tile_kv = 48;
 constexpr int stages = 3;
 constexpr int q_stages = 2;
+constexpr int ctas_per_sm = 1;
 constexpr int consumers = 3;
 constexpr int producer_registers = 40;
 constexpr int consumer_registers = 152;

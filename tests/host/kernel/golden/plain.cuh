@@ -4,6 +4,7 @@ constexpr int tile_q = 128;
 constexpr int tile_kv = 32;
 constexpr int stages = 2;
 constexpr int q_stages = 1;
+constexpr int ctas_per_sm = 1;
 constexpr int consumers = 2;
 constexpr int producer_registers = 40;
 constexpr int consumer_registers = 232;
