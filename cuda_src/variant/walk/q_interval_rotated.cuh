@@ -1,7 +1,7 @@
 #pragma once
 // The query tiles of a key tile, side by side, where key tiles that run at once begin at different ones and go round: a head's key tiles
-// are cut into windows of args.window_tiles, and each tile of a window begins args.q_stride query tiles behind the one before it. So their
-// blocks are always at different tiles of dq, and none waits for its turn (variant/walk/turn_rotated.cuh).
+// are cut into windows of args.window_tiles, and each tile of a window begins args.q_stride 256ths of a query tile behind the one before it.
+// So their blocks are always at different tiles of dq, and none waits for its turn (variant/walk/turn_rotated.cuh).
 //
 // A work waits for others of its window, with smaller numbers and with larger ones, but for none of a later window. All blocks of the
 // grid run at once (Facts), a window of all heads of a group has no more works than that, and no block has two of them
@@ -24,7 +24,7 @@ struct QIntervalRotated : QIntervalWalk {
     }
     // From the head's first tile to the one that this key tile begins with: the first of its own from there on.
     __device__ void turn_round() {
-        const i32 first = work.kv_tile % args.window_tiles * args.q_stride;
+        const i32 first = i32(u32(work.kv_tile % args.window_tiles) * u32(args.q_stride) / 256);
         left = tiles.end - tiles.begin;
         if (first > tile && first < tiles.end) tile = first;
     }

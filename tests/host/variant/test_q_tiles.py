@@ -286,7 +286,7 @@ def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, tmp_
         (tmp_path / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
     library = native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name), tmp_path)
     random = np.random.default_rng(3)
-    for q_len, kv_len, window, stride in random.integers((1, 1, 1, 1), (60, 90, 12, 4), (300, 4)).tolist():
+    for q_len, kv_len, window, stride in random.integers((1, 1, 1, 60), (60, 90, 12, 1100), (300, 4)).tolist():
         args, turns = (ctypes.c_int * 4)(1, 1, window, stride), dict[int, list[int]]()
         counts, works = dict[int, int](), list[list[list[int]]]()
         for kv_tile in range(-(-kv_len // 3)):
