@@ -1,7 +1,7 @@
 // Last pass of the backward where attn_bwd.cu or attn_bwd_mma.cu leaves sums: dq = scale times the sum, from accumulators to rows.
 //
 // A block converts a tile of cfg::tile_q rows of one head, as many warps as it has 16 rows each of cfg::dq_parts parts of its columns.
-// A tile whose rows keep no key has no sum: its dq is 0.
+// A tile whose rows keep no key has no sum: its dq is 0. Where it has several, they are added in order.
 
 #include "config.cuh"  // rendered: cfg, StridedOutput, Args, and the options Element, Rows, Mask, Sum, DqRows, Launch, Scheduler
 #include "tile/facts.cuh"
@@ -36,6 +36,11 @@ __device__ void convert(const Args& args, const WorkTile& work) {
 #pragma unroll
         for (int j = 0; j < cfg::dq_vector; ++j) x[i + j] = y.x[j];
     }
+    Sum::add_others(args, rows, Mask(args, rows, work), work, [&](i32 n) {
+        const Sums* other = sum + i64(n) * (args.heads * args.q_blocks) * (cfg::threads * accumulators / cfg::dq_vector);
+#pragma unroll
+        for (int i = 0; i < accumulators; ++i) x[i] += other[i / cfg::dq_vector * lanes].x[i % cfg::dq_vector];
+    });
     unsigned char* to = args.dq.rows(rows.q, work.head) + part * (cfg::dq_columns * sizeof(QElement));
     const i32 row = work.q_begin + lane / 32 * 16 + lane % 32 / 4, columns = cfg::head_dim - i32(part) * cfg::dq_columns;
     DqRows::store(to, args.dq.row_bytes, row, rows.q_len, columns, x, args.scale * cfg::scale_sign);

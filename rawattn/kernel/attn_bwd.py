@@ -29,12 +29,14 @@ from .render import wgmma
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+SUMS_OF_BLOCK, NUMBERS_OF_SUMS = 1.9, (1, 2, 4, 8)  # of dq, with which no block waits long for its turn; of a tile
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
     "final": (gradients.DqOrderedFinal(), gradients.ClearTurnsDq()),
     "unordered": (gradients.DqUnordered(), gradients.ClearDqSum()),
 }
+SUMS: tuple[Option, Option] = (gradients.DqOrderedSums(), gradients.ClearTurnsOfSums())  # "ordered" with several dq_sums
 ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
@@ -52,6 +54,7 @@ class AttnBwdConfig:
     dq_columns: int = 128  # of a part
     dq_chains: int = 1  # in which blocks take turns to add to dq
     dq_stages: int = 2  # steps whose dq is under way
+    dq_sums: int = 1  # of each tile of dq, to which key tiles add in turn; 0 for what sizes suggest
     producer_registers: int = 40  # of a thread
     consumer_registers: int = 232  # of a thread
     store: str = "ordered"  # how parts of dq meet, of STORES
@@ -183,6 +186,38 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
+def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
+    return config.store == "ordered" and not lists(op.mask)
+
+
+def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why a tile of dq cannot have so many sums; None where it can."""
+    most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
+    if config.dq_sums in (0, 1) or (1 < config.dq_sums <= most and _may_have_sums(op, config)):
+        return None
+    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered' and a mask without lists"
+
+
+def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
+    """The sums of each tile of dq that keep ``blocks`` from queuing for them: so many that each block has two.
+
+    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
+    which is where blocks queue (perf/notes/attn_bwd.md)."""
+    tiles = op.heads * backward.q_blocks(op, config.tile_q)
+    if op.varlen or not _may_have_sums(op, config):
+        return 1
+    of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
+    of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
+    fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
+    return next((n for n in fitting if n * tiles >= SUMS_OF_BLOCK * blocks), fitting[-1])
+
+
+def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
+    """How parts of dq meet, and what is cleared for that."""
+    return SUMS if config.dq_sums > 1 else STORES[config.store]
+
+
 def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
     """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
     of their own, and equal groups of as many heads as ``blocks`` have windows for."""
@@ -278,7 +313,7 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op):
+        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -328,9 +363,16 @@ class AttnBwd(BackwardKernel):
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
         return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
 
+    def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
+        """Those of one sum of each tile of dq, and of several where lengths may ask for them."""
+        several = config.dq_sums == 0 and not op.forward.varlen and _may_have_sums(op.forward, config)
+        kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
+        return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
+
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
+        config = dataclasses.replace(config, dq_sums=config.dq_sums or _count_sums(forward, config, device.sm_count))
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         sums = group.sums(forward, config, config.parts)
         kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
@@ -339,25 +381,28 @@ class AttnBwd(BackwardKernel):
         kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        launches += [self.launch(op, group.source_of(config), device, "attn_bwd", kv_values, grid, main)]
+        of_source = dataclasses.replace(group.source_of(config), dq_sums=min(config.dq_sums, 2))
+        launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
         launches += self.add_parts(op, config.parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
+            last = dataclasses.replace(last, sum=gradients.IntervalSums() if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
+        blocks *= config.dq_sums
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
         scratch += [Buffer("turns", blocks * config.dq_chains * 4)] * (config.store != "unordered")
-        cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else STORES[config.store][1]
+        cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else _store_of(config)[1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
-        return self.program(
-            op, device, first, launches, make_launches, (*scratch, *backward.part_buffers(forward, config.parts)), config.gradient
-        )
+        scratch += backward.part_buffers(forward, config.parts)
+        program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
+        return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
-    del numbers["parts"]
+    del numbers["parts"], numbers["dq_sums"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -373,7 +418,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
-        DqStore=STORES[config.store][0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip

@@ -31,6 +31,7 @@ HEADS: Fields = (Field("scale", "Number"), *(Field(name, "i32") for name in ("he
 LSE = Field("lse", "const Number*", Pointer("lse"))
 NOTHING = gradients.ClearNothing()
 BY_ROWS = gradients.StatisticsByRows()
+ONE_SUM = gradients.IntervalSum()
 SINKS_THREADS = PADDING_THREADS = 512
 SUM_ROWS, SUM_THREADS = 16, 256  # of a block of attn_bwd_sum.cu
 
@@ -220,6 +221,7 @@ class ConvertPass:
     dq_parts: int = 1
     vector: int = 4  # numbers of a thread that follow each other in the sum
     dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
+    sum: Option = ONE_SUM  # of a tile, where key tiles are no list
 
 
 class BackwardKernel(Kernel[Backward]):
@@ -309,7 +311,7 @@ def _render_convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, 
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
     of_list = gradients.ListSum() if last.dq_chains else gradients.ClearedSum()
-    there = of_list if lists(op.mask) else gradients.IntervalSum()
+    there = of_list if lists(op.mask) else last.sum
     stored = gradients.StoreRows16() if op.element.itemsize == 2 else gradients.StoreRows32()
     plan = tiling.lpt_scheduler(op, False)
     every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))

@@ -53,6 +53,10 @@ class Program(NamedTuple):
     def scratch_bytes(self) -> int:
         return offsets(self.scratch)[1]
 
+    def with_values(self, values: Mapping[str, float]) -> Program:
+        """The program whose launches have these values besides their own."""
+        return self._replace(launches=tuple(each._replace(values={**each.values, **values}) for each in self.launches))
+
 
 def offsets(scratch: tuple[Buffer, ...], alignment: int = 256) -> tuple[dict[str, int], int]:
     """The offset of each buffer in one allocation, by name, and the bytes of all."""

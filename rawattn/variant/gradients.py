@@ -19,6 +19,7 @@ PARTS: Fields = (
 # dq, its float32 sums in scratch, and how many blocks have added to each of these.
 DQ, DQ_SUM = Field("dq", "StridedOutput", View("dq")), Field("dq_sum", "float*", Scratch("dq_sum"))
 TURNS = Field("turns", "i32*", Scratch("turns"))
+DQ_SUMS = Field("dq_sums", "i32")  # sums of a tile of dq, where it may have several
 
 
 # ---- Group: which of the query heads that share a key head one work has, and where its dk and dv go
@@ -109,7 +110,7 @@ class DqStepLater(Option):
     source: ClassVar[str] = "variant/step/later.cuh"
 
 
-# ---- DqStore, Sum, Clear: how parts of dq meet, which tiles of dq have a sum, and what the first pass clears for that
+# ---- DqStore, Sum, Clear: how parts of dq meet, how many sums a tile of dq has, and what the first pass clears for that
 
 
 class DqOrdered(Option):
@@ -120,6 +121,16 @@ class DqOrdered(Option):
     @property
     def fields(self) -> Fields:
         return (DQ_SUM, TURNS)
+
+
+class DqOrderedSums(DqOrdered):
+    """Parts of dq are added to several sums in turn, to each in one order, and a pass over the sums follows."""
+
+    source: ClassVar[str] = "variant/dq/ordered_sums.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUM, TURNS, DQ_SUMS)
 
 
 class DqOrderedFinal(DqOrdered):
@@ -156,6 +167,14 @@ class IntervalSum(Option):
     source: ClassVar[str] = "variant/dq/sum_is_there.cuh"
 
 
+class IntervalSums(IntervalSum):
+    """The mask says how many sums a tile of dq has (``DqOrderedSums``)."""
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUMS,)
+
+
 class ListSum(Option):
     """The turns of a tile of dq say whether it has a sum."""
 
@@ -186,6 +205,16 @@ class ClearTurns(Option):
     @property
     def fields(self) -> Fields:
         return (TURNS,)
+
+
+class ClearTurnsOfSums(ClearTurns):
+    """The turns of all sums are cleared (``DqOrderedSums``)."""
+
+    source: ClassVar[str] = "variant/dq/clear_turns_of_sums.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (TURNS, DQ_SUMS)
 
 
 class ClearTurnsDq(ClearTurns):

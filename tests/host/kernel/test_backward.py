@@ -54,6 +54,7 @@ class Case:
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
+    sums: int = 1  # of each tile of dq
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -130,6 +131,12 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
+}
+HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
+    "64, sums": Case((64, 64), {"mask": Causal()}, ((150, 700),) * 2, (2, 1), dlse=True, grid=4, sums=3),
+    "128, later, sums": Case((128, 128), {"mask": Causal()}, ((400, 300),), order="step_later", chains=2, grid=3, sums=2),
+    "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
+    "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
@@ -363,8 +370,8 @@ class Call:
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
-            loops = found.steps if case.order == "at_once" else "together"
-            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, steps=loops, walk=case.walk)
+            found = dataclasses.replace(found, steps=found.steps if case.order == "at_once" else "together", dq_sums=case.sums)
+            found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
         device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
@@ -372,7 +379,7 @@ class Call:
 
     def run(self, folder: pathlib.Path) -> Program:
         case, program = self.case, self.program()
-        buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
+        buffers = self.scratch = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
             args = host_threads.arguments(launch, self.arrays | buffers, self.op.number)
@@ -389,13 +396,21 @@ CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "64, parts", "64, pairs of heads", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout",
+    "simt, dropout", "64, sums",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in CASES])
 def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
+
+
+def test_sums_have_the_same_bits_on_any_grid(tmp_path: pathlib.Path) -> None:
+    """Which sum of a tile of dq a key tile adds to, and when, follows from the mask: not from the blocks that run."""
+    calls = [Call(dataclasses.replace(CASES["64, sums"], lengths=((70, 900),), grid=grid)) for grid in (1, 3)]
+    for call in calls:
+        call.wanted(), call.run(tmp_path / str(call.case.grid))
+    assert calls[0].scratch["dq_sum"].tobytes() == calls[1].scratch["dq_sum"].tobytes()  # dq itself is rounded
 
 
 @pytest.mark.parametrize("name", ["64, dropout, offsets", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"])

@@ -10,14 +10,15 @@ import pytest
 
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
-from rawattn.kernel.attn_bwd import AttnBwdConfig
+from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig
 from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
 from rawattn.runtime.select import select
+from rawattn.variant import gradients
 from rawattn.variant.element import FP32
 from rawattn.variant.mask import Causal, Full, Window
 from tests import operations
-from tests.options import HeadWindow
+from tests.options import Dilated, HeadWindow
 
 H200 = TYPICAL["sm_90a"]
 
@@ -110,6 +111,34 @@ def test_heads_together(op: Backward, size: int, groups: int) -> None:
     found = select(op, H200)
     values = next(each for each in found.kernel.lower(op, found.config, H200).launches if each.entry == "attn_bwd").values
     assert (values["l2_head_group"], values["last_group"] + 1) == (size, groups)
+
+
+@pytest.mark.parametrize("op, wanted", [
+    (backward(1, 1024, (8, 8), Causal(), kv_len=32768), 2),  # 128 tiles: each of 132 blocks has two sums
+    (backward(1, 1024, (4, 4), Full(), 64, kv_len=32768), 4),
+    (backward(1, 64, (8, 8), Full(), kv_len=32768), 8),
+    (backward(1, 512, (8, 8), Full(), kv_len=8704), 2),  # four would take over a tenth of k and v
+    (backward(4, 512, (8, 8), Full(), kv_len=8704), 1),  # 256 tiles
+    (backward(1, 1024, (8, 1), Full(), kv_len=32768), 1),
+    (backward(1, 64, (8, 8), Full(), varlen=True, total_q=64, total_kv=32768), 1),
+    (backward(1, 64, (8, 8), Dilated(3), kv_len=32768), 1),
+], ids=str)  # fmt: skip
+def test_sums_of_dq(op: Backward, wanted: int) -> None:
+    """As many sums and turns are in scratch, which the same sources find by a run-time number; one by default."""
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, store="ordered")
+    one, several, asked = (ATTN_BWD.lower(op, dataclasses.replace(config, dq_sums=n), H200) for n in (1, 0, wanted))
+    assert config.dq_sums == 1 and several == asked
+    assert dict(several.scratch) == {x.name: x.bytes * (wanted if x.name in ("dq_sum", "turns") else 1) for x in one.scratch}
+    programs = ATTN_BWD.programs(op, dataclasses.replace(config, dq_sums=0), H200)
+    assert {x.source.key for x in several.launches} <= {x.source.key for program in programs for x in program.launches}
+    told = {x.entry: x.values["dq_sums"] for x in several.launches if gradients.DQ_SUMS in x.fields}
+    assert told == dict.fromkeys(("attn_bwd_delta", "attn_bwd", "attn_bwd_convert") if wanted > 1 else (), wanted)
+
+
+@pytest.mark.parametrize("changes, mask", [({"store": "final"}, Full()), ({}, Dilated(3)), ({"dq_sums": -1}, Full())], ids=str)
+def test_sums_that_do_not_fit(changes: dict[str, Any], mask: Any) -> None:
+    with pytest.raises(ProblemError, match="are counted, and several need store 'ordered' and a mask without lists"):
+        select(backward(1, 300, (8, 8), mask), H200, "attn_bwd", AttnBwdConfig(**{"dq_sums": 2, **changes}))
 
 
 def test_no_turns_no_steps_together() -> None:
