@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 31870,
     "perf": 6240,
     "cuda_src": 13292,
-    "tests": 43613,
+    "tests": 43617,
 }
 FUNCTION_LINES = 60
 
