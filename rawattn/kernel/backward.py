@@ -157,12 +157,15 @@ def kv_order(op: Forward, tile_kv: int, blocks: int, parts: int = 1, sums: int =
     each of the ``parts`` of a group of query heads counts as one. ``sums`` are those of ``group.head_groups``.
 
     Under a causal mask groups of heads go up and down in turns, an even number of them, so that each one's long works are beside
-    short ones of another (perf/notes/attn_bwd.md); not where ``sums`` decide, nor where several query heads share a key head, for
-    which ``group.resolved`` knows what was measured."""
+    short ones of another (perf/notes/attn_bwd.md); not where ``sums`` decide. Works with several query heads are longer, and of
+    each head only one or two need run at once: all heads are one group then, the longest works first, and what works of a head
+    read at a query tile is still in L2 for the next one."""
     heads, tiles = op.kv_heads * op.batch * parts, -(-op.kv_len // tile_kv)
     size, groups = group.head_groups(heads, tiles, blocks, sums)
-    is_square = not 0 < sums < tiles and isinstance(op.mask, Causal) and op.heads_per_kv == 1
-    if is_square and groups % 2 and heads > 1 and heads * tiles > blocks:
+    is_square = not 0 < sums < tiles and isinstance(op.mask, Causal)
+    if is_square and sums and op.heads_per_kv > parts:
+        size, groups = max(1, heads), 1
+    elif is_square and op.heads_per_kv == 1 and groups % 2 and heads > 1 and heads * tiles > blocks:
         groups = max(2, groups - 1)
         size = heads // groups
     order: dict[str, float] = {"l2_head_group": size, "last_group": groups - 1}

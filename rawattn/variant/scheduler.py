@@ -128,7 +128,10 @@ class TwoLevelFold(Option):
     source: ClassVar[str] = "variant/fold/two_levels.cuh"
 
 
-DIRECTIONS = {"Ascending": "ascending", "Alternating": "alternating", "ShortestFirst": "shortest_first"}
+DIRECTIONS = {
+    "Ascending": "ascending", "Alternating": "alternating", "AlternatingLong": "alternating_long",
+    "ShortestFirst": "shortest_first", "LongestFirst": "longest_first",
+}  # fmt: skip
 NUMBERS = {"DynamicPersistent": "dynamic_persistent", "StaticPersistent": "static_persistent", "SingleTile": "single_tile"}
 
 

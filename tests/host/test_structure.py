@@ -19,8 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 31870,
     "perf": 6240,
-    "cuda_src": 13270,
-    "tests": 43646,
+    "cuda_src": 13292,
+    "tests": 43707,
 }
 FUNCTION_LINES = 60
 

@@ -4,6 +4,7 @@
 // one dq tile are then always some steps apart: none waits for its turn.
 
 struct Alternating {
+    static constexpr bool short_descend = false;
     __device__ static bool kv_ascends(i32 group) { return group % 2 != 0; }
     __device__ static bool q_ascends(i32 group) { return group % 2 == 0; }
 };

@@ -20,7 +20,9 @@ struct KvVarlenScheduler {
         const i32 tiles = __shfl_sync(0xffffffffu, of_lane, sequence % 32), group = min(heads, (i32(gridDim.x) - 1) / tiles + 1);
         const i32 in_sequence = id - (end - tiles) * heads, last = heads / group - 1, number = min(in_sequence / (group * tiles), last);
         const i32 first = number * group, size = number == last ? heads - first : group, rest = in_sequence - first * tiles;
-        const i32 turn = args.batches - sequence + last - number, up = Direction::kv_ascends(turn);  // 1 for the last group of all
+        const bool descends = Direction::short_descend && heads * tiles < i32(gridDim.x) && sequence + 1 < args.batches;
+        const i32 turn = descends ? 0 : args.batches - sequence + last - number;  // 1 for the last group of all
+        const i32 up = Direction::kv_ascends(turn);
         return {sequence, first + rest % size, up ? rest / size : tiles - 1 - rest / size, up, Direction::q_ascends(turn)};
     }
     __device__ void finish() const { Numbers::finish(args); }

@@ -93,6 +93,12 @@ HOPPER = {
     "128, final": Case((128, 128), {"mask": Causal(), "scale": -0.2}, ((200, 70),), heads=(2, 2), store="final", chains=2),
     "120, packed": Case((120, 120), {"mask": Causal("top_left")}, PACKED, varlen=True, chains=2, dlse=True, grid=3),
     "64, packed, groups": Case((64, 64), {"mask": Causal()}, PACKED[1:3], heads=(5, 5), varlen=True),
+    "128, packed, one way": Case(
+        (128, 128), {"mask": Causal()}, PACKED, (1, 1), True, store="final", direction="AlternatingLong", grid=3
+    ),
+    "64, packed, longest first": Case(
+        (64, 64), {"mask": Causal()}, PACKED[1:3], (4, 2), True, direction="LongestFirst", walk="by_tiles"
+    ),
     "40, packed, final": Case((40, 24), {}, PACKED, varlen=True, store="final", direction="Alternating"),
     "96 and 64": Case((96, 64), {"mask": Window(20, 100, "top_left")}, ((90, 260),), heads=(1, 1), dlse=True),
     "256": Case((256, 256), {"mask": Causal()}, ((130, 150),)),

@@ -37,7 +37,7 @@ KINDS: dict[str, list[Any]] = {
     "varlen": [False, True],
     "element": [BF16, FP16],
     "store": ["ordered", "final", "unordered"],
-    "direction": ["Ascending", "Alternating", "ShortestFirst"],
+    "direction": ["Ascending", "Alternating", "AlternatingLong", "ShortestFirst", "LongestFirst"],
 }
 CI = {
     "size": [

@@ -106,6 +106,10 @@ def test_chosen(op: Backward, wanted: str) -> None:
     (backward(1, 8192, (40, 40), Causal()), 3, 12),  # and the last has four more than others
     (backward(1, 16384, (2, 2), Causal()), 1, 2),
     (backward(1, 2048, (4, 4), Causal()), 4, 1),  # fewer works than blocks
+    (backward(4, 4096, (32, 8), Causal()), 32, 1),  # works with four query heads: all key heads together
+    (backward(3, 8192, (8, 1), Causal()), 6, 1),  # two parts of them
+    (backward(4, 4096, (32, 8), Full()), 5, 6),
+    (backward(4, 4096, (32, 8), Window(1024, 0)), 5, 6),
 ], ids=str)  # fmt: skip
 def test_heads_together(op: Backward, size: int, groups: int) -> None:
     found = select(op, H200)

@@ -63,17 +63,19 @@ struct Args {
 #include "variant/rows/varlen.cuh"
 using Rows = Varlen;
 #include "variant/scheduler/alternating.cuh"
+#include "variant/scheduler/alternating_long.cuh"
 #include "variant/scheduler/ascending.cuh"
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/kv_lpt.cuh"
 #include "variant/scheduler/kv_lpt_varlen.cuh"
+#include "variant/scheduler/longest_first.cuh"
 #include "variant/scheduler/shortest_first.cuh"
 
 // The works that one block's producer warp finds, until it finds no more.
 template <class Scheduler>
-i32 run(const Args& args, KvWorkTile* found, i32 most) {
+i32 run(const Args& args, KvWorkTile* found, i32 most, i32 grid = 1) {
     i32 count = 0;  // lane 0 writes it
-    gridDim.x = 1;
+    gridDim.x = grid;
     run_warp([=, &args, &count](i32 lane) {
         Scheduler scheduler(args);
         for (i32 mine = 0; mine < most; ++mine) {
@@ -85,6 +87,16 @@ i32 run(const Args& args, KvWorkTile* found, i32 most) {
     });
     return count;
 }
+
+// All numbers, in the order in which the blocks of a grid take them.
+struct AllNumbers {
+    i32 id = 0;
+    i32 draw(const Args&) { return id++; }
+    static void finish(const Args&) {}
+};
+extern "C" i32 packed_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
+    return run<KvVarlenScheduler<AllNumbers, AlternatingLong>>(*args, found, most, grid);
+}
 """
 SCHEDULE = """\
 extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{
@@ -94,7 +106,7 @@ extern "C" i32 packed_{0}(const Args* args, KvWorkTile* found, i32 most) {{
     return run<KvVarlenScheduler<DynamicPersistent, {0}>>(*args, found, most);
 }}
 """
-DIRECTIONS = ("Ascending", "Alternating", "ShortestFirst")
+DIRECTIONS = ("Ascending", "Alternating", "AlternatingLong", "ShortestFirst", "LongestFirst")
 
 
 class Args(ctypes.Structure):
@@ -142,9 +154,32 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
         before: dict[tuple[int, int], int] = {}
         if direction == "ShortestFirst":  # as lists have it: their turns go down, whatever a work says of itself
             assert all((kv_ascends, q_ascends) == (0, 1) for *_, kv_ascends, q_ascends in works)
+        if direction == "LongestFirst":
+            assert all((kv_ascends, q_ascends) == (1, 0) for *_, kv_ascends, q_ascends in works)
         for b, h, n, kv_ascends, _ in works:
             assert n == before.get((b, h), -1) + 1 if kv_ascends else n == before.get((b, h), -(-lengths[b] // tile)) - 1
             before[b, h] = n
+
+
+def test_short_sequences_descend_together(schedules: ctypes.CDLL) -> None:
+    """Where key tiles of all heads are fewer than blocks, but for the last one. Longer ones alternate, by groups of heads."""
+    ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
+    lengths, said = (128, 64, 1000, 320, 0, 128, 256, 192), np.zeros(1, np.uint32)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    args = Args(4, 2, len(lengths), 0, 1, 0, *[sum(lengths)] * 2, *[starts.ctypes.data] * 2, None, said.ctypes.data)
+    found = np.zeros((100, 5), np.int32)
+    count = schedules.packed_of_grid(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found), 8)
+    ways, taken = dict[tuple[int, int], tuple[int, int]](), dict[tuple[int, int], list[int]]()
+    for b, h, n, *way in found[:count].tolist():
+        assert ways.setdefault((b, h), (way[0], way[1])) == (way[0], way[1]), "all works of a head go one way"
+        taken.setdefault((b, h), []).append(n)
+    down, up = (0, 1), (1, 0)
+    wanted = {0: [down, down], 1: [down, down], 2: [up, down], 3: [up, up], 5: [down, down], 6: [down, down], 7: [up, up]}
+    assert ways == {(b, h): way for b, pair in wanted.items() for h, way in enumerate(pair)}
+    for (b, h), (kv_ascends, _) in ways.items():
+        tiles = [*range(-(-lengths[b] // 64))]
+        assert taken[b, h] == (tiles if kv_ascends else tiles[::-1]), "they are taken in the order of their turns"
+    assert not said[0]
 
 
 @pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_kv"])
