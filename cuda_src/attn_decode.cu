@@ -12,11 +12,11 @@
 //   empty[b]              a lane of each of them        producer            both until refilled; what the option Walk tells of a tile, with K
 //   given                 a lane of the producer        a consumer          smem.next, .line
 //   taken                 that consumer                 producer            smem.next until the next work
-//   listed                a lane of the producer        a consumer          smem.pieces, .fold.list
-//   named barrier 1       consumers                     consumers           smem.q, .work, .fold
+//   q_full[n % q_tiles]   the producer's lanes, copies  consumers           smem.q[n % q_tiles] of work n, until all have taken the next
+//   listed                a lane of the producer        a consumer          smem.pieces, .owner
+//   named barrier 1       consumers                     consumers           smem.work, .is_last
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
-//   named barrier 4       producers                     producers           what they have seen and found, in smem.own[0]
-//   the option QBuffer may have barriers of Q, and the option Fold counts of its own in args.arrived
+//   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
 //                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
 //
@@ -31,9 +31,11 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, QBuffer, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Lanes, Fold, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/barrier.cuh"
+#include "ptx/cp_async_mbarrier.cuh"
 #include "tile/facts.cuh"
+#include "tile/fold.cuh"
 #include "tile/paged_tile.cuh"
 #include "tile/range.cuh"
 #include "tile/softmax.cuh"
@@ -69,23 +71,24 @@ struct Work {
     Rows::Keys keys;
     i32 rows;
     u32 ahead;  // tile t is tile t + `ahead` of the block's share, which is its place in the ring
+    u32 n;      // of the block's works
 };
 struct Smem {
     Ring ring;
-    QBuffer::Board<QTile> q;
+    QTile q[cfg::q_tiles];  // of a work, and of the next
     Own own[cfg::m_tiles];
     Kv::Barrier k_full[barriers], v_full[barriers], empty[barriers], given, taken, listed;
+    ptx::PolledMbarrier q_full[cfg::q_tiles];
     Work next, work;                // the producer's, and the consumers' copy of it
     u32 parity;                     // of the next wait for `given`
     alignas(16) i32 pieces[cfg::most_pieces];  // slots of the states that the work's blocks leave, split_group for each group; -1 for none
-    Fold::Board fold;
+    i32 owner, is_last;             // the block with the work's first split
     u32 half;                       // the first bit in which arrivals are counted
     Walk::Board board;
 };
 template struct ElementOption<Element>;
 template struct OperandsOption<KvElement>;
 template struct QOperandOption<QOperand, QTile>;
-template struct QBufferOption<QBuffer, QTile>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
@@ -94,8 +97,6 @@ template struct WeightOption<Weight>;
 template struct PagedKvOption<Kv, KTile, VTile>;
 template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
-template struct LanesOption<Lanes>;
-template struct FoldOption<Fold>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -111,6 +112,21 @@ __device__ void prefetch(const Kv& kv, TileRange tiles) {
     for (i32 tile = tiles.begin; tile < min(tiles.end, tiles.begin + i32(cfg::stages)); ++tile) kv.prefetch(tile);
 }
 
+// By a warp: loads Q of a work, each lane some of a row, with zeros in place of rows that are not there.
+__device__ void load_q(const Args& args, const Rows& rows, const WorkTile& work, QTile& q, ptx::PolledMbarrier& full) {
+    constexpr i32 lanes = 32 / cfg::tile_q;  // that share a row
+    const i32 row = i32(threadIdx.x) % 32 / lanes;
+    const bool inside = work.q_begin + row < rows.q_len;
+    const u32 to = ptx::smem_address(&q);
+    const unsigned char* const from = args.q.data + rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? work.q_begin + row : 0, work.head);
+#pragma unroll
+    for (i32 i = 0; i < QTile::chunks; i += lanes) {
+        const i32 chunk = i + i32(threadIdx.x) % lanes;
+        ptx::cp_async(to + QTile::offset(fragment_place(row), chunk), from + chunk * 16, inside ? 16 : 0);
+    }
+    full.arrive_after_copies();
+}
+
 // What a producer has seen of the lengths lies where consumers later exchange what they found.
 constexpr i32 most_seen = sizeof(Strands) / sizeof(SeenLength) / cfg::producers;
 constexpr i32 most_early = 8;  // sequences: what this hides is latency, and where more is to be loaded it costs 1 to 6 % instead
@@ -119,8 +135,7 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 // Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].strands) + threadIdx.x / 32 * most_seen;
-    Scheduler scheduler(args, early ? seen : nullptr, seen + most_early, (most_seen - most_early) * i32(sizeof(SeenLength)));
-    QBuffer q_buffer;
+    Scheduler scheduler(args, early ? seen : nullptr);
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
@@ -142,19 +157,22 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
-            smem.next = {run, own, rows.keys(), min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin};
+            smem.next = {run, own, rows.keys(), min(cfg::tile_q, rows.q_len - run.q_begin), place - tiles.begin, n};
             smem.given.arrive();
         }
         if (run.is_last()) break;
         before = run;
-        if (threadIdx.x < 32) q_buffer.prefetch(smem.q, args, rows, run);
         const Kv kv(args, rows, run);
-        if (tiles.begin >= tiles.end) continue;
+        const i32 begin = tiles.begin < tiles.end ? tiles.begin : behind_all;  // there Q alone is loaded
         const Mask mask(args, rows, run);  // after the launch before: it may read what that writes
         Walk walk(mask, rows, run);
-        i32 next = walk.classify(tiles.begin), second = walk.classify(tiles.begin + 1);
-        auto found = kv.find(Walk::where(tiles.begin, next)), after = kv.find(Walk::where(tiles.begin + 1, second));
-        for (i32 tile = tiles.begin; tile < tiles.end; ++tile, ++place) {
+        i32 next = walk.classify(begin), second = walk.classify(begin + 1);
+        auto found = kv.find(Walk::where(begin, next)), after = kv.find(Walk::where(begin + 1, second));
+        if (threadIdx.x < 32) {  // while pages are looked up
+            if (cfg::q_tiles == 1) smem.taken.wait(n % 2), __syncwarp();
+            load_q(args, rows, run, smem.q[n % cfg::q_tiles], smem.q_full[n % cfg::q_tiles]);
+        }
+        for (i32 tile = begin; tile < tiles.end; ++tile, ++place) {
             const auto pages = found;
             const u32 last = place - cfg::stages;  // which had the stage
             const i32 kept = next;
@@ -168,8 +186,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
     }
     if (threadIdx.x < 32) end_counting(args);
-    q_buffer.finish();
-    Kv::finish();
+    ptx::cp_async_commit(), ptx::cp_async_wait<0>();  // no warp ends while copies of its are on their way
     return true;
 }
 
@@ -181,11 +198,10 @@ struct Consumer {
     const u32 warp, m;  // of the four that share 16 rows, and which rows these are
     Own& own;
     OwnStrand strand;
-    QBuffer q_buffer;
 
     __device__ Consumer(const Args& args, Smem& smem) : Consumer(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
     __device__ Consumer(const Args& args, Smem& smem, u32 index)
-        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q.tiles[0], smem.ring.k[0], smem.ring.v[0], 16 * m) {}
+        : args(args), smem(smem), warp(index % 4), m(index / 4), own(smem.own[m]), strand(smem.q[0], smem.ring.k[0], smem.ring.v[0], 16 * m) {}
 
     // The thread's number among the four warps, anew at each use: what follows from it would take registers over all key tiles.
     __device__ u32 thread() const { return 32 * warp + ptx::lane_id(); }
@@ -197,12 +213,13 @@ struct Consumer {
     __device__ static void meet() { ptx::bar_sync(1, 128 * cfg::m_tiles); }
     __device__ void meet_strands() const { ptx::bar_sync(2 + m, 128); }
 
-    __device__ void load_q(const Rows& rows) {
-        const SplitRun& run = smem.work.run;
-        const u32 place = q_buffer.await(smem.q, args, rows, run, 128 * m + thread(), meet);
+    __device__ u32 q_place() const { return smem.work.n % cfg::q_tiles; }  // anew at each use, too
+    __device__ void await_q() {
+        const u32 place = q_place();
+        smem.q_full[place].wait(smem.work.n / cfg::q_tiles % 2);
         // The states of the work before are done with, and a warp that is ahead writes there when all have met again.
-        strand.q_operand.prepare(args, run, smem.q.tiles[place], 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
-        strand.keep_q(place);
+        strand.q_operand.prepare(args, smem.work.run, smem.q[place], 16 * m, reinterpret_cast<float*>(&own.group), [this] { meet_strands(); });
+        strand.keep_q(place * sizeof(QTile));
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
@@ -230,7 +247,7 @@ struct Consumer {
         for (int first = 0; first < OwnStrand::steps; first += OwnStrand::at_once) {
             float s[OwnStrand::at_once][OwnStrand::scores];
 #pragma unroll
-            for (int i = 0; i < OwnStrand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0));
+            for (int i = 0; i < OwnStrand::at_once; ++i) strand.multiply_qk(s[i], stage * sizeof(KTile) + (first + i) * KTile::block(2, 0), q_place() * sizeof(QTile));
             if (first == 0) {
                 smem.v_full[barrier].wait(parity(place));
                 if (!there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[stage], there);
@@ -285,18 +302,16 @@ struct Consumer {
                 for (int i = 0; i < Operands::dealt_blocks; ++i) own.strands.o[warp][at][Operands::place(lane, i)] = Operands::pair(x, i);
             }
             meet_strands();
-            if (Lanes::merges(mine)) {
-                SoftmaxState<merge_blocks> state[2], next;
+            SoftmaxState<merge_blocks> state[2], next;
 #pragma unroll
-                for (int pair = 0; pair < 2; ++pair) {
-                    get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
-                    state[pair].fold(next, softmax.scale_log2);
-                }
-                state[0].fold(state[1], softmax.scale_log2);
-                merged.set(state[0].max_sum());
-#pragma unroll
-                for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
+            for (int pair = 0; pair < 2; ++pair) {
+                get(state[pair], 2 * pair, lane), get(next, 2 * pair + 1, lane);
+                state[pair].fold(next, softmax.scale_log2);
             }
+            state[0].fold(state[1], softmax.scale_log2);
+            merged.set(state[0].max_sum());
+#pragma unroll
+            for (int i = 0; i < merge_blocks; ++i) merged.o[pass * merge_blocks + i] = state[0].o[i];
             meet_strands();
         }
         return merged;
@@ -318,7 +333,6 @@ struct Consumer {
 
     // Takes in a split's result.
     __device__ void push(i32 split, const Quarter& state, float scale_log2) {
-        if (!Lanes::merges(has_rows())) return;
         const SplitRun& run = smem.work.run;
         const Splits& splits = smem.work.run.splits;
         const i32 begin = splits.group_begin(split), end = splits.group_end(split);
@@ -348,7 +362,7 @@ struct Consumer {
         const Rows rows(args, run.batch);
         const Score score(args, rows, run);
         const Weight weight(args, rows, run);
-        load_q(rows);
+        await_q();
         for (i32 split = run.split; split < run.split_end; ++split) {
             const i32 begin = smem.work.run.splits.clip(smem.work.tiles, split, split + 1).begin;
             OnlineSoftmax softmax(score.scale_log2);
@@ -368,10 +382,32 @@ struct Consumer {
         } else {
             if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
                 leave_before(place_of_groups(run.split_end), own.groups.get(thread()));
-            Fold::run(*this, scale_log2);
+            arrive();
+            if (smem.is_last) fold_pieces(scale_log2);
         }
         meet();
     }
+    // Says that this block's states are there, and finds out whether all are.
+    __device__ void arrive() {
+        const SplitRun& run = smem.work.run;
+        const Splits& splits = smem.work.run.splits;
+        meet();
+        if (is_first()) {
+            smem.listed.wait(smem.parity ^ 1);
+            u32* const arrived = args.arrived + smem.owner;
+            const u32 here = run.split_end - run.split, all = splits.end - splits.begin, half = smem.half;
+            smem.is_last = (ptx::add_acq_rel(arrived, here << half) >> half & 0xffff) + here == all;
+            if (smem.is_last) atomicAdd(arrived, 0u - (all << half));
+        }
+        meet();
+    }
+
+    __device__ void fold_pieces(float scale_log2) {
+        const PieceFold<Consumer> fold{*this, smem.pieces, own.factors};
+        fold.run(smem.work.run.splits, smem.work.rows - i32(16 * m), scale_log2,
+                 [&](const FloatState& state, i32 lane, i32 column) { store(state, lane, column, scale_log2); });
+    }
+
     // Of the lane that had the rows; `column`: of the state's first block.
     template <int blocks>
     __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
@@ -410,7 +446,8 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
         smem.k_full[threadIdx.x].init(Kv::arrivals), smem.v_full[threadIdx.x].init(Kv::arrivals), smem.empty[threadIdx.x].init(cfg::m_tiles);
         Kv::fence_barriers();
     }
-    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), QBuffer::init(smem.q), smem.parity = 0;
+    if (threadIdx.x < cfg::q_tiles) smem.q_full[threadIdx.x].init(32);
+    if (threadIdx.x == 0) smem.given.init(1), smem.taken.init(1), smem.listed.init(1), smem.parity = 0;
     if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();

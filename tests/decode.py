@@ -91,7 +91,7 @@ def workspace(op: Decode, config: AttnDecodeConfig, grid: int) -> dict[str, int]
     """Bytes of scratch memory, and of counters, which are zero between launches."""
     return {
         "partials": attn_decode.partials_bytes(op.operation, config, grid),
-        "arrived": 4 * attn_decode.counters(config) + 4,
+        "arrived": 4 * attn_decode.MOST_BLOCKS + 4,
         "violations": 4,
     }
 

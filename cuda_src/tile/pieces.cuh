@@ -16,9 +16,9 @@ __device__ inline i32 slot_after(const Args& args, i32 block, i32 place) { retur
 __device__ inline i32 place_of_group(i32 split) { return split_group - 1 + split / split_group; }
 __device__ inline i32 place_of_groups(i32 border) { return border % split_group ? split_group : 0; }
 
-// args.arrived[cfg::counters] says how many blocks have come to end_counting, and above these 16 bits how many launches there were:
+// args.arrived[cfg::most_blocks] says how many blocks have come to end_counting, and above these 16 bits how many launches there were:
 // they count in one half of a word and in the other by turns. That is enough for 256 blocks with two works each of less than 128 splits.
-__device__ inline u32 half_of(const Args& args) { return ptx::load_relaxed(args.arrived + cfg::counters) >> 12 & 16; }
+__device__ inline u32 half_of(const Args& args) { return ptx::load_relaxed(args.arrived + cfg::most_blocks) >> 12 & 16; }
 static_assert(cfg::most_blocks * 2 * (cfg::most_pieces - 1) < 1 << 16);
 
 // By a warp of each block, when it needs half_of no more. A launch leaves zeros in its half, unless it was torn: this one clears the other
@@ -26,12 +26,12 @@ static_assert(cfg::most_blocks * 2 * (cfg::most_pieces - 1) < 1 << 16);
 __device__ inline void end_counting(const Args& args) {
     const u32 other = 16 - half_of(args);
 #pragma unroll 1
-    for (u32 block = blockIdx.x * 32 + threadIdx.x; block < cfg::counters; block += gridDim.x * 32) {
+    for (u32 block = blockIdx.x * 32 + threadIdx.x; block < cfg::most_blocks; block += gridDim.x * 32) {
         const u32 left = ptx::load_relaxed(args.arrived + block) >> other & 0xffff;
         if (left) atomicAdd(args.arrived + block, 0u - (left << other)), atomicOr(args.violations, violated::torn);
     }
     if (threadIdx.x != 0) return;
-    u32* const launches = args.arrived + cfg::counters;
+    u32* const launches = args.arrived + cfg::most_blocks;
     const u32 ended = ptx::add_acq_rel(launches, 1);
     if ((ended & 0xffff) == gridDim.x - 1) *launches = (ended | 0xffff) + 1;
 }
@@ -55,8 +55,7 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
         else if (split == begin && (from > splits.begin || split >= whole))
             slot = end <= to ? slot_after(args, block, place_of_group(split)) : slot_before(args, block, 0);
         smem.pieces[at] = split >= end ? -1 : slot;
-        if (at == 0) smem.half = half;
-        smem.fold.list(at, block);
+        if (split == splits.begin) smem.owner = block, smem.half = half;
     }
     __syncwarp();
 }

@@ -6,6 +6,7 @@
 #include "tile/range.cuh"
 
 constexpr i32 split_group = 8, tile_kv_log2 = cfg::tile_kv == 64 ? 6 : 5;
+constexpr i32 behind_all = (1 << 30) / cfg::tile_kv;  // a key tile that no sequence has
 static_assert(1 << tile_kv_log2 == cfg::tile_kv);
 
 struct Splits {

@@ -35,22 +35,21 @@ struct Strand {
     const BlockReader<VTile> v_blocks;
     u32 q[kept + Operands::steps][4];  // the last ones for the steps that are not kept
     QOperand q_operand;
-    u32 q_shift;  // of the tile of q, from the first
     float o[cfg::head_dim_v / 2];
 
     // Of the 16 rows of q from `first` on; q, k and v are the first of their tiles.
     __device__ Strand(const QTile& q, const KTile& k, const VTile& v, int first)
         : q_blocks(BlockReader<QTile>::down(q, first)), k_blocks(BlockReader<KTile>::right(k)), v_blocks(BlockReader<VTile>::down(v)) {}
 
-    __device__ void load_q(u32 (&to)[4], int step) {
-        ptx::ldmatrix(to, q_blocks.block(0, step, q_shift));
+    __device__ void load_q(u32 (&to)[4], int step, u32 shift) {
+        ptx::ldmatrix(to, q_blocks.block(0, step, shift));
 #pragma unroll
         for (u32& x : to) x ^= u32(cfg::q_signs);
     }
-    __device__ void keep_q(u32 tile) {
-        q_shift = tile * sizeof(QTile);
+    // q lies `shift` bytes on in the first of its tiles and that which follows it.
+    __device__ void keep_q(u32 shift) {
 #pragma unroll
-        for (int step = 0; step < kept; ++step) load_q(q[step], step);
+        for (int step = 0; step < kept; ++step) load_q(q[step], step, shift);
     }
     __device__ void clear() {
 #pragma unroll
@@ -58,7 +57,7 @@ struct Strand {
     }
 
     // s = q k^T for 32 keys, which lie `shift` bytes on in the first stage and those that follow it.
-    __device__ void multiply_qk(float (&s)[scores], u32 shift) {
+    __device__ void multiply_qk(float (&s)[scores], u32 shift, u32 q_shift) {
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
@@ -66,7 +65,7 @@ struct Strand {
             const int first = block * Operands::steps;
 #pragma unroll
             for (int step = first; step < first + Operands::steps; ++step)
-                if (step >= kept) load_q(q[kept + step - first], step);
+                if (step >= kept) load_q(q[kept + step - first], step, q_shift);
 #pragma unroll
             for (int i = 0; i < step_keys / 16; ++i) {
                 u32 words[4], b[Operands::steps][2][2];

@@ -89,15 +89,6 @@ template <class A, class Score> struct AheadOption : Given {
     static_assert(requires { (typename A::Source(args, rows, work)), source.load(board, u32(i), full, i); }, "Ahead: Source(args, rows, work), by the producer: load(board, stage, full, tile), before the copies of a tile of K start");
     static_assert(requires { A::multiplied(tell), A::weighed(tell); }, "Ahead: multiplied(tell), weighed(tell): one of them tells that a stage of K was read");
 };
-// q buffer: who loads q, and when. Producers and consumers have one each, which counts works.
-template <class Q, class QTile> struct QBufferOption : Given {
-    static Q q;
-    static typename Q::template Board<QTile>& board;
-    static void meet();
-    static_assert(requires { Q::init(board), board.tiles[0].data; }, "QBuffer: Board<QTile> in shared memory, init(board), board.tiles");
-    static_assert(requires { q.prefetch(board, args, rows, work), q.finish(); }, "QBuffer: prefetch(board, args, rows, work), of each work in turn, and finish(), by producers");
-    static_assert(requires { u32(q.await(board, args, rows, work, u32(i), meet)); }, "QBuffer: await(board, args, rows, work, thread, meet): which tile, by consumers, which have met");
-};
 // softmax: what else is in the sum of a row ...
 template <class S> struct SumOption : Given {
     static const S s;
@@ -173,7 +164,7 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
     static_assert(requires { K::pass(full, full); }, "Kv: pass(k_full, v_full): a tile without its bytes");
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
-    static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args), K::finish(); }, "Kv: arrivals, fence_barriers(), prefetch(args), finish()");
+    static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args); }, "Kv: arrivals, fence_barriers(), prefetch(args)");
     static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
 };
 // walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
@@ -205,18 +196,9 @@ template <class S> struct SchedulerOption : Given {
 // ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static_assert(requires { S(args, nullptr, nullptr, i), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen, memory, bytes), and holds(args, seen): whether the lengths are as seen");
+    static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
-};
-// lanes: which take part when results of warps become one.
-template <class L> struct LanesOption {
-    static_assert(requires { bool(L::merges(true)); }, "Lanes: merges(has_rows)");
-};
-// fold: how the states that blocks leave of a work become one. run(warps, scale_log2) is for consumers.
-template <class F> struct FoldOption : Given {
-    static typename F::Board& board;
-    static_assert(requires { board.list(i, i); }, "Fold: Board in shared memory, list(number, block): who has a state, by a producer");
 };
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {

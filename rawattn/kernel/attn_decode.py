@@ -24,8 +24,6 @@ SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
-FOLDS = {1: scheduler.OneLevelFold(), 2: scheduler.TwoLevelFold()}
-Q_BUFFERS = {1: element.SingleBufferedQ(), 2: element.DoubleBufferedQ()}
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
 
@@ -41,10 +39,7 @@ class AttnDecodeConfig:
     merge_passes: int = 1  # by which warps exchange columns
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
-    q_buffers: int = 1  # tiles of Q: with two a producer loads that of the next work
-    merges_rows: bool = False  # whether lanes without rows do nothing when results of warps become one
-    fold_levels: int = 1  # in which states of splits are folded
-    keeps_sequences: bool = False  # whether a block keeps what it finds of each sequence at its beginning
+    q_tiles: int = 2  # with two a producer loads Q of the next work ahead
 
     @property
     def tile_q(self) -> int:
@@ -81,7 +76,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
-    return ring + 2 * config.q_buffers * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
+    return ring + 2 * config.q_tiles * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
 def page_rows(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
@@ -187,17 +182,16 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return "cp_async is False, but TMA cannot read these pages here"
         if config.producers not in ((1, 2, 4) if config.cp_async else (1,)):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
-        if config.q_buffers not in Q_BUFFERS or config.fold_levels not in FOLDS:
-            return f"q_buffers is {config.q_buffers} and fold_levels {config.fold_levels}; each must be 1 or 2"
-        if config.merges_rows and config.m_tiles != 1:
-            return "merges_rows is for m_tiles of 1: with more all lanes have rows"
+        if config.q_tiles not in (1, 2):
+            return f"q_tiles is {config.q_tiles}; it must be 1 or 2"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:
-        """The configurations with as many stages as fit, up to ten. Wide heads keep O in registers and Q in shared memory. For 32
-        rows, tiles of 32 keys are 8 % faster from 16 sequences on, where half of shared memory is on its way."""
+        """The configurations with as many stages as fit, up to ten, and two tiles of Q unless these leave fewer than four stages,
+        or registers are few. Wide heads keep O in registers and Q in shared memory. For 32 rows, tiles of 32 keys are 8 % faster
+        from 16 sequences on, where half of shared memory is on its way."""
         dims, room, row_bytes, configs = op.head_dim + op.head_dim_v, device.smem_bytes, key_bytes(op), list[AttnDecodeConfig]()
         wide = op.widest > 192 or dims > 384
         for m_tiles in (2, 1) if most_rows(op) > 16 and not wide else (1,):
@@ -207,7 +201,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
             tight = wide or (m_tiles == 2 and (dims > most or must_copy(op, device)))
             kept = 0 if tight else max(0, op.head_dim // (16 * m_tiles) - (m_tiles == 2 and any(paging.arrays_of(op))))
             at_once, copies = 1 if m_tiles == 2 or wide or tile == 32 else 2, must_copy(op, device)
-            config = _fill(op, AttnDecodeConfig(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1), room)
+            config = AttnDecodeConfig(m_tiles, tile, 1, kept, at_once, 1, copies, 4 if copies else 1)
+            counts = (1,) if m_tiles == 2 and is_crowded(op) else (2, 1)  # more may spill
+            forms = (_fill(op, dataclasses.replace(config, q_tiles=n), room) for n in counts)
+            config = max(forms, key=lambda form: min(form.stages, 4))
             if config.stages * tile >= 64 * m_tiles and self.legal(config, op, device) is None:
                 configs += [config, *self._lighten(config, op)] if self.is_tried(op) else [config]
                 if m_tiles == 1 or not is_crowded(op):
@@ -246,16 +243,13 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "OElement": op.element,
             "QOperand": operand,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
-            "QBuffer": Q_BUFFERS[config.q_buffers],
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
             "Score": rows.PackGqaScore(score.constant_time),
             "Softmax": sums,
             "Weight": weight.Identity(),
             "Kv": kv_option(op, config),
             "Walk": SplitListWalk() if lists(op.mask) else SplitIntervalWalk(),
-            "Scheduler": scheduler.StreamKScheduler(config.keeps_sequences),
-            "Lanes": scheduler.LanesWithRows() if config.merges_rows else scheduler.EveryLane(),
-            "Fold": FOLDS[config.fold_levels],
+            "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
         }
@@ -267,7 +261,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * counters(config) + 4)),
+            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
             Field("violations", "u32*", Violations()),
             Field("scale", "Number"),
             Field("heads", "i32"),
@@ -280,14 +274,12 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        for name in ("cp_async", "q_buffers", "merges_rows", "fold_levels", "keeps_sequences"):  # options stand for them
-            del constants[name]
+        del constants["cp_async"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
             "most_pieces": MOST_SPLITS,
             "most_blocks": MOST_BLOCKS,
-            "counters": counters(config),
         }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
         return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
@@ -325,11 +317,6 @@ def slots(op: AttentionKVCache) -> int:
     """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by
     split, and all groups but that one."""
     return SPLIT_GROUP - 1 + ceil_div(splits_at_most(op), SPLIT_GROUP)
-
-
-def counters(config: AttnDecodeConfig) -> int:
-    """Counters of who has left states: one for each block and level of the fold."""
-    return MOST_BLOCKS * config.fold_levels
 
 
 def partials_bytes(op: AttentionKVCache, config: AttnDecodeConfig, grid: int) -> int:

@@ -99,15 +99,3 @@ class ScaledQ(Wrapper):
     scale of the keys."""
 
     source: ClassVar[str] = "variant/q_operand/scaled.cuh"
-
-
-class SingleBufferedQ(Option):
-    """Consumers load the queries of a work when they have come to it."""
-
-    source: ClassVar[str] = "variant/q_buffer/single.cuh"
-
-
-class DoubleBufferedQ(Option):
-    """A producer loads the queries of the next work while consumers have one."""
-
-    source: ClassVar[str] = "variant/q_buffer/double.cuh"

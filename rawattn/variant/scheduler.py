@@ -1,5 +1,5 @@
-"""This module says which tile a block takes, and when; who folds what several found; in which order warpgroups issue; whether a
-block begins before the launch in front ended."""
+"""This module says which tile a block takes, and when; in which order its warpgroups issue; whether it begins before the launch
+in front ended."""
 
 from __future__ import annotations
 
@@ -87,45 +87,14 @@ class ReportingScheduler(Wrapper):
         return (*self.base.fields, Field("violations", "u32*", Violations()))
 
 
-@dataclasses.dataclass(frozen=True)
 class StreamKScheduler(Option):
-    """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device. With
-    ``keeps`` it keeps what it has found of each sequence, and reads lengths together."""
+    """Equal shares of all key tiles, cut at the borders of splits, which each block finds from the lengths on the device."""
 
-    keeps: bool = False
     source: ClassVar[str] = "variant/scheduler/stream_k.cuh"
-
-    @property
-    def cuda_type(self) -> str:
-        return f"{self.cuda_name}<{'FoundOnce' if self.keeps else 'FoundAnew'}>"
 
     @property
     def fields(self) -> Fields:
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
-
-
-class EveryLane(Option):
-    """Every lane merges, whether it has rows or not."""
-
-    source: ClassVar[str] = "variant/lanes/every.cuh"
-
-
-class LanesWithRows(Option):
-    """Lanes with rows alone merge what warps found."""
-
-    source: ClassVar[str] = "variant/lanes/with_rows.cuh"
-
-
-class OneLevelFold(Option):
-    """The block that comes last to a work folds all states of its splits."""
-
-    source: ClassVar[str] = "variant/fold/one_level.cuh"
-
-
-class TwoLevelFold(Option):
-    """The block that comes last to a group of splits folds it, and the one with the last group folds these, to the same bits."""
-
-    source: ClassVar[str] = "variant/fold/two_levels.cuh"
 
 
 DIRECTIONS = {

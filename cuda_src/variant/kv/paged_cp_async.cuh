@@ -74,8 +74,6 @@ struct PagedCpAsyncKv {
     __device__ static void pass(Barrier& k_full, Barrier& v_full) { k_full.arrive(), v_full.arrive(); }
     __device__ static void fence_barriers() {}
     __device__ static void prefetch(const Args&) {}
-    // No warp ends while copies of its are on their way.
-    __device__ static void finish() { ptx::cp_async_commit(), ptx::cp_async_wait<0>(); }
 
     // They are zeros already.
     template <class VTile>

@@ -42,7 +42,6 @@ struct PagedTmaKv {
     }
     __device__ static void fence_barriers() { ptx::fence_mbarrier_init(); }
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map), ptx::prefetch(args.v.map); }
-    __device__ static void finish() {}
 
     // What a page holds besides the sequence's keys may be NaN, of which a weight of 0 makes NaN.
     template <class VTile>

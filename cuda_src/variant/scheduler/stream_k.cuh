@@ -6,7 +6,6 @@
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
-#include "ptx/barrier.cuh"
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 
@@ -28,37 +27,6 @@ struct Sequence {
         i32 work = i32(float(place) * ptx::reciprocal(float(tiles)));
         work -= i64(work) * tiles > place;
         return work + (i64(work + 1) * tiles <= place);
-    }
-};
-
-// What a warp has found of sequences, it finds anew ...
-struct FoundAnew {
-    using Read = ptx::LoadFromL2;
-    const Read read = {};
-
-    __device__ FoundAnew(void*, i32, bool) {}
-    __device__ void keep(i32, const Sequence&) {}
-    __device__ Sequence get(const Args& args, i32 batch) const { return Sequence(args, Rows(args, batch, read), batch); }
-    __device__ static void finish() {}
-};
-// ... or has kept of as many as there is room for, and words that are there for certain it reads by way of L1, 32 bytes at once.
-struct FoundOnce {
-    struct Read {
-        bool early;
-        __device__ i32 operator()(const i32* from) const { return early ? ptx::LoadFromL2{}(from) : ptx::Load{}(from); }
-    };
-    Sequence* const kept;
-    const i32 room;
-    const Read read;
-
-    __device__ FoundOnce(void* memory, i32 bytes, bool early) : kept(static_cast<Sequence*>(memory)), room(bytes / i32(sizeof(Sequence))), read{early} {}
-    __device__ void keep(i32 batch, const Sequence& sequence) {
-        if (batch < room) kept[batch] = sequence;
-    }
-    __device__ Sequence get(const Args& args, i32 batch) const { return batch < room ? kept[batch] : Sequence(args, Rows(args, batch, read), batch); }
-    // No producer hands a work to consumers while another one reads.
-    __device__ static void finish() {
-        if (cfg::producers > 1) ptx::bar_sync(4, 32 * cfg::producers);
     }
 };
 
@@ -121,9 +89,8 @@ struct SplitRun : WorkTile {
 
 using SeenLength = Rows::Seen;  // of a sequence
 
-template <class Found>
 struct StreamKScheduler {
-    Found found;
+    using Read = ptx::LoadFromL2;
     struct Begin {
         Share share;
         i64 at;  // of its sequence
@@ -133,9 +100,8 @@ struct StreamKScheduler {
     i64 at;  // of the sequence of `here`
 
     // By a warp, each lane of which looks at as many sequences on end. No warp waits for another. What it sees of the lengths it keeps
-    // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said. The warp has some
-    // memory until consumers have a work.
-    __device__ StreamKScheduler(const Args& args, SeenLength* seen, void* memory, i32 bytes) : found(memory, bytes, seen != nullptr) {
+    // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said.
+    __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         line.part = Line::part_of(gridDim.x);
@@ -144,9 +110,8 @@ struct StreamKScheduler {
         Sequence sequence;
 #pragma unroll 1
         for (i32 batch = first; batch < last; ++batch) {
-            const Rows rows(args, batch, found.read);
+            const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
-            found.keep(batch, sequence);
             if (seen != nullptr) seen[batch] = rows.seen();
             else say_violations(args, rows);
             upto += sequence.line(), works += sequence.works;
@@ -172,7 +137,6 @@ struct StreamKScheduler {
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
-        found.finish();
     }
     __device__ static void say_violations(const Args& args, const Rows& rows) {
         if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
@@ -183,7 +147,7 @@ struct StreamKScheduler {
         __syncwarp();
 #pragma unroll 1
         for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
-            const Rows rows(args, batch, ptx::LoadFromL2{});
+            const Rows rows(args, batch, Read{});
             same = same && rows.is(seen[batch]);
             say_violations(args, rows);
         }
@@ -206,7 +170,7 @@ struct StreamKScheduler {
         Share share = {0, 0, 0};
 #pragma unroll 1
         for (; mine && batch < last; ++batch) {
-            const Sequence sequence = batch + 1 < last ? found.get(args, batch) : last_sequence;
+            const Sequence sequence = batch + 1 < last ? Sequence(args, Rows(args, batch, Read{}), batch) : last_sequence;
             const i64 next = at + sequence.line();
             if (next != at && (begin < next || (at_end && next == until))) {
                 const i32 work = sequence.work_at(begin - at);
@@ -233,7 +197,7 @@ struct StreamKScheduler {
             const bool last = here.batch == end.batch && here.work == end.work;
             if (last && end.split <= here.split) break;
             const i32 batch = here.batch, work = here.work;
-            const Rows rows(args, batch, found.read);
+            const Rows rows(args, batch, Read{});
             const Sequence sequence(args, rows, batch);
             if (work >= sequence.works) {
                 at += sequence.line(), here = {batch + 1, 0, 0};
@@ -248,6 +212,6 @@ struct StreamKScheduler {
             const SplitRun run = {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
             return {run, rows};
         }
-        return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, found.read)};
+        return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};
     }
 };

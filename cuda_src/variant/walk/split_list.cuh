@@ -2,6 +2,7 @@
 // The key tiles of a step's rows are a list with holes: producers ask the mask for 32 tiles of their splits at a time, load those that
 // are kept, and tell the consumers of each what it is. Tiles keep their numbers and places, so that a row's bits are the same in any
 // batch: one that is left out passes through the ring without its bytes (attn_decode.cu).
+#include "tile/splits.cuh"
 #include "variant/walk/scan.cuh"
 
 struct SplitListWalk {
@@ -23,7 +24,7 @@ struct SplitListWalk {
         return __shfl_sync(0xffffffffu, mine, tile % 32);
     }
     // A tile behind all sequences in place of one that is left out: its pages are not looked up.
-    __device__ static i32 where(i32 tile, i32 found) { return found ? tile : (1 << 30) / cfg::tile_kv; }
+    __device__ static i32 where(i32 tile, i32 found) { return found ? tile : behind_all; }
     __device__ static void tell(Board& board, u32 stage, i32 found) {
         if (threadIdx.x != 0) return;
         board.classes[stage] = found;

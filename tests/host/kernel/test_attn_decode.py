@@ -331,38 +331,15 @@ CASES = {
     "one split after the other, with holes": Case(
         dataclasses.replace(OP, split_keys=1024, mask=list_mask("documents", 1, 4, 2500)), (2500,), (), 2
     ),
-    "two tiles of q": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5, replace(q_buffers=2)),
+    "tiles of q in turn": Case(dataclasses.replace(PAGED, q_len=8), (700, 3, 65, 0, 130), (2, 8, 0, 3, 1), 5),
     **{
-        f"two tiles of q, {name}": Case(op, LENGTHS, (), 5, AttnDecodeConfig(*config, q_buffers=2))
+        f"one tile of q, {name}": Case(op, LENGTHS, (), 5, AttnDecodeConfig(*config, q_tiles=1))
         for name, op, config in (
+            ("paged", dataclasses.replace(PAGED, q_len=3), (1, 64, 5, 4, 2)),
             ("copied by 4 warps", dataclasses.replace(OP, page=2, head_dim=64), (2, 64, 3, 1, 1, 1, True, 4)),
             ("e4m3", dataclasses.replace(EIGHT, page=16, q_len=3), (1, 64, 4, 1)),
-            ("32 rows of 80", dataclasses.replace(PAGED, head_dim=80, head_dim_v=80, page=8, q_len=9, heads=6), (2, 64, 4, 0, 1)),
         )
     },
-    "sequences are kept": Case(
-        dataclasses.replace(OP, heads=2, kv_heads=1, split_keys=256),
-        tuple(300 + 97 * i % 200 for i in range(40)),
-        grid=11,
-        config=replace(keeps_sequences=True),
-    ),
-    "sequences are kept of some": Case(
-        dataclasses.replace(OP, page=2, heads=2, kv_heads=1),
-        tuple(97 * i % 300 for i in range(130)),
-        grid=4,
-        config=AttnDecodeConfig(1, 64, 3, 1, 1, cp_async=True, producers=4, keeps_sequences=True),
-    ),
-    "two levels": Case(kv_lens=(5000, 0, 300, 700), grid=44, config=replace(fold_levels=2, merges_rows=True)),
-    "lanes with rows": Case(
-        dataclasses.replace(PAGED, q_len=3, head_dim_v=64), LENGTHS, (), 5, replace(merge_passes=2, merges_rows=True)
-    ),
-    "two levels, 32 rows": Case(
-        dataclasses.replace(PAGED, q_len=9, heads=6, split_keys=256),
-        (2100, 3, 900),
-        (9, 4, 7),
-        23,
-        replace(m_tiles=2, fold_levels=2),
-    ),
     "merge in passes": Case(
         dataclasses.replace(OP, head_dim_v=64), LENGTHS, (), 5, dataclasses.replace(Case().config, merge_passes=2)
     ),
@@ -395,33 +372,19 @@ def test_groups_of_splits() -> None:
     same(run(dataclasses.replace(case, grid=44)), check(case), 2)
 
 
-LEVELS = {
-    "groups": Case(kv_lens=(5000, 300), grid=44),
-    "a window": Case(dataclasses.replace(OP, mask=Window(3000, 0), split_keys=256), (5000, 0, 2600), (), 17),
-    "e4m3, 32 rows": Case(
-        dataclasses.replace(EIGHT, page=64, q_len=9, heads=6, split_keys=256), (2600, 260), (), 29, replace(m_tiles=2)
-    ),
-    "128 splits": Case(dataclasses.replace(OP, heads=2, kv_heads=1, split_keys=256), (32700,), (), 70),
-}
+def test_blocks_in_any_order_give_the_same_bits() -> None:
+    """Whichever comes last to a work."""
+    case = Case(dataclasses.replace(OP, mask=Window(3000, 0), split_keys=256), (5000, 0, 2600), grid=17)
+    wanted = run(case)
+    for order in (range(17)[::-1], np.random.default_rng(3).permutation(17)):
+        same(run(case, order=order), wanted, 3)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name[0] in "e1" else ()) for name in LEVELS])
-def test_folds_of_any_levels_and_orders_give_the_same_bits(name: str) -> None:
-    """Whichever block comes last to a group, and to a work."""
-    case, rng = LEVELS[name], np.random.default_rng(3)
-    wanted, count = run(case), len(case.kv_lens)
-    form = dataclasses.replace(case.config, fold_levels=2, q_buffers=2, merges_rows=case.config.m_tiles == 1)
-    by_two = dataclasses.replace(case, config=form)
-    for order in (range(case.grid)[::-1], rng.permutation(case.grid)):
-        same(run(by_two, order=order), wanted, count)
-    for last in range(5):  # which may have the ends of two groups, and fold both
-        same(run(dataclasses.replace(by_two, grid=5), order=sorted(range(5), key=lambda block: block == last)), wanted, count)
-
-
+@pytest.mark.parametrize("q_tiles", [1, 2])
 @pytest.mark.parametrize("late", [31, 63, 159])
-def test_a_late_lane_finds_its_phase(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the producer, which loads the queries of the next work, and of the first and the last warp that wait for them."""
-    case = Case(dataclasses.replace(PAGED, q_len=3), LENGTHS, (), 2, replace(q_buffers=2, fold_levels=2))
+def test_a_late_lane_finds_its_phase(late: int, q_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the producer, which loads the queries of a work, and of the first and the last warp that wait for them."""
+    case = Case(dataclasses.replace(PAGED, q_len=3), LENGTHS, (), 2, replace(q_tiles=q_tiles))
     wanted = run(case)
     monkeypatch.setattr(emulator, "late_thread", late)
     same(run(case), wanted, len(LENGTHS))
@@ -570,7 +533,6 @@ TORN = {
     "copied pages": Case(PAGED, LONG, grid=7, config=dataclasses.replace(Case().config, cp_async=True), room=4000),
     "window": Case(dataclasses.replace(PAGED, mask=Window(300, 0), split_keys=256), LONG, grid=7, room=4000),
     "one sequence": Case(PAGED, (4000,), grid=7, room=4000),
-    "two levels": Case(PAGED, LONG, grid=7, config=replace(fold_levels=2, q_buffers=2), room=4000),
 }
 
 
@@ -602,9 +564,7 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
     """Shares follow from lengths, and works from those that are read later. Memory around the states stays as it was."""
     case, file = TORN[name], "variant/scheduler/stream_k.cuh"
     source = decode.source(dataclasses.replace(case.step, batch=1), case.config, ARCH)
-    old = (
-        "const Rows rows(args, batch, found.read);\n            const Sequence sequence(args, rows, batch);\n            if (work"
-    )
+    old = "const Rows rows(args, batch, Read{});\n            const Sequence sequence(args, rows, batch);\n            if (work"
     late = "Args late = args;\n            late.kv_lens += args.batches;\n            " + old.replace("(args", "(late")
     headers = dict(source.headers)
     assert headers[file].count(old) == 1
@@ -761,21 +721,6 @@ def test_no_spills(arch: str, q_len: int, kv_element: Element | None) -> None:
         arch = "sm_89"
     binary = compiler.compile(ATTN_DECODE.render(op, ATTN_DECODE.candidates(op, TYPICAL[arch])[0], arch))
     assert binary.spill_bytes == 0 and not binary.advisories
-
-
-@pytest.mark.parametrize(("arch", "page"), [("sm_90a", 16), ("sm_90a", 2), ("sm_80", 16)])
-def test_forms_by_configuration_do_not_spill(arch: str, page: int) -> None:
-    op = Decode(page=page).operation
-    forms = {"q_buffers": 2, "merges_rows": True, "fold_levels": 2, "keeps_sequences": True}
-    config = dataclasses.replace(ATTN_DECODE.candidates(op, TYPICAL[arch])[0], **forms)
-    assert ATTN_DECODE.legal(config, op, TYPICAL[arch]) is None
-    assert compiler.compile(ATTN_DECODE.render(op, config, arch)).spill_bytes == 0
-    for wrong, said in (
-        ({"q_buffers": 3}, "q_buffers is 3"),
-        ({"fold_levels": 0}, "fold_levels 0"),
-        ({"m_tiles": 2}, "merges_rows"),
-    ):
-        assert said in str(ATTN_DECODE.legal(dataclasses.replace(config, **wrong), op, TYPICAL[arch]))
 
 
 @pytest.mark.parametrize("what", [{}, {"mask": "both"}, {"softcap": 30.0}], ids=str)
