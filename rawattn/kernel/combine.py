@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..compile.compiler import Source
@@ -73,7 +74,7 @@ def fold(op: Any, splits: int, partial_rows: int, rendered: tuple[Source, Fields
 
 
 def folded(
-    whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields], values: dict[str, float]
+    whole: Program, op: Any, tiles: QueryTiles, partial_rows: int, rendered: tuple[Source, Fields], values: Mapping[str, float]
 ) -> Program:
     """The program of ``whole``, whose last launch computes ``tiles`` and leaves each row's results over each split of its keys in
     scratch, and of their fold; none without rows. ``values`` say to that launch how keys are split."""

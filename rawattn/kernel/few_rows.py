@@ -34,8 +34,8 @@ def may_share(op: Forward) -> bool:
 
 
 def are_few(op: Forward) -> bool:
-    """Says whether all rows of a key head are one tile, over keys worth splitting. Their splits follow from the sequence alone, as
-    in every kernel for few rows."""
+    """Says whether all rows of a key head are one tile, over keys worth splitting. Their splits follow from the sequence alone,
+    as in every kernel for few rows."""
     is_tile = tiling.is_few(op) and op.q_len * op.heads_per_kv > SHARED_ROWS and op.kv_len >= SPLIT_KEYS
     return is_tile and may_split(op) and (op.heads_per_kv == 1 or may_share(op))
 

@@ -220,8 +220,8 @@ class SplitMask(Wrapper):
 
 
 class SplitTilesMask(Wrapper):
-    """A mask for one of up to ``splits`` equal parts of the key tiles that a work's queries visit, whatever they are, none of less
-    than ``split_tiles``; likewise."""
+    """A mask for one of up to ``splits`` equal parts of the key tiles that a work's queries visit, whatever they are, none of
+    less than ``split_tiles``; likewise."""
 
     source: ClassVar[str] = "variant/mask/split_tiles.cuh"
 

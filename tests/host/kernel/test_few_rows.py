@@ -224,7 +224,7 @@ def test_expected_time_of_attn_fwd(sizes: Any) -> None:
 @pytest.mark.parametrize("q_len", [1, 16, 17, 64, 256, 257, 512])
 @pytest.mark.parametrize("kv_len", [800, 1024, 16384])
 def test_who_computes_few_rows(q_len: int, kv_len: int) -> None:
-    """attn_fwd_mma has up to 16 rows of a key head, and 64 over few keys; above them splits are for a machine that is not full."""
+    """attn_fwd_mma has up to 16 rows of a key head, and 64 over few keys; above them splits are for a GPU that is not full."""
     op = replace(FEW, heads=8, kv_heads=8, q_len=q_len, kv_len=kv_len)
     kernel, config = select(op, H200)[:2]
     assert kernel is (ATTN_FWD_MMA if q_len <= (16 if kv_len >= 1024 else 64) else ATTN_FWD)
