@@ -2,7 +2,8 @@
 // Equal shares of all key tiles for the blocks of a grid (Stream-K, arXiv 2301.03598), cut at the borders of splits. Each block finds
 // its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
 // block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
-// Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
+// Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded. Nor are
+// works cut where so many blocks read that memory is busy all the same: others then idle, and nothing is lost.
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
@@ -10,6 +11,9 @@
 #include "variant/work_tile.cuh"
 
 constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
+constexpr i32 tile_bytes = cfg::tile_kv * (cfg::head_dim + cfg::head_dim_v) * sizeof(KvElement);
+constexpr i32 enough_blocks = tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes : 64;  // that read as fast as all do; short rows take longer to compute
+constexpr float fold_tiles = float(1 << 24) / tile_bytes;                          // that all blocks read while states are left, counted and folded
 
 // This is what the schedule knows of a sequence.
 struct Sequence {
@@ -153,13 +157,20 @@ struct StreamKScheduler {
         }
         return __all_sync(0xffffffffu, same);
     }
-    // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
+    // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
         const i64 blocks = gridDim.x;
         if (longest == 0) return Line::a_split;
         const i64 most = longest == shortest ? line.blocks_of(works + i32(blocks) - 1) * blocks * longest : line.length + longest * blocks;
-        if (25 * most <= 26 * line.length) return Line::a_work;
+        if (25 * most <= 26 * line.length || idle_of_works(longest, shortest, works) <= fold_tiles * works) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
+    }
+    // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
+    // last, one to a block, are alike, or are all there are, none of them so short that a share has two.
+    __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
+        const i32 blocks = gridDim.x, last = works - line.blocks_of(works) * blocks;
+        if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
+        return float(enough_blocks) * longest * works - float(min(last, enough_blocks)) * line.length;
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.
