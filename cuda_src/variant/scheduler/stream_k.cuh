@@ -2,7 +2,9 @@
 // Equal shares of all key tiles for the blocks of a grid (Stream-K, arXiv 2301.03598), cut at the borders of splits. Each block finds
 // its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
 // block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
-// Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded.
+// Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded. Nor are
+// works cut where so many blocks read that memory is busy all the same: others then idle, and nothing is lost. Works that are alike get
+// the same number of blocks each, where few are left over, so that no block has parts of two.
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
@@ -10,6 +12,9 @@
 #include "variant/work_tile.cuh"
 
 constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
+constexpr i32 tile_bytes = cfg::tile_kv * (cfg::head_dim + cfg::head_dim_v) * sizeof(KvElement);
+constexpr i32 enough_blocks = tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes : 64;  // that read as fast as all do; short rows take longer to compute
+constexpr float fold_tiles = float(1 << 24) / tile_bytes;                          // that all blocks read while states are left, counted and folded
 
 // This is what the schedule knows of a sequence.
 struct Sequence {
@@ -36,6 +41,7 @@ struct Share { i32 batch, work, split; };  // where it begins: a split of a work
 // is guessed in float and put right.
 struct Line {
     i64 length;
+    i32 blocks;  // that have shares, of the grid's
     u32 part;
     enum Unit { a_split,
                 a_group,
@@ -44,14 +50,14 @@ struct Line {
     __device__ static u32 part_of(u32 blocks) { return 0xffffffffu / blocks + 1; }
     __device__ i32 blocks_of(i32 works) const { return i32(u64(u32(works)) * part >> 32); }  // works / blocks, below 2^24 of them
     __device__ i64 begin(u32 block) const {
-        if (block == gridDim.x) return length;
+        if (block >= u32(blocks)) return length;
         const u64 x = u64(length) * block;
         return (x >> 32) * part + (u64(u32(x)) * part >> 32);
     }
     __device__ i32 block_at(i64 place) const {
-        i32 block = min(i32(float(place) * (float(gridDim.x) * ptx::reciprocal(float(length)))), i32(gridDim.x) - 1);
+        i32 block = min(i32(float(place) * (float(blocks) * ptx::reciprocal(float(length)))), blocks - 1);
         while (begin(block) > place) --block;
-        while (block + 1 < i32(gridDim.x) && begin(block + 1) <= place) ++block;
+        while (block + 1 < blocks && begin(block + 1) <= place) ++block;
         return block;
     }
 
@@ -104,7 +110,6 @@ struct StreamKScheduler {
     __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
-        line.part = Line::part_of(gridDim.x);
         i64 upto = 0;
         i32 longest = 0, shortest = 0x7fffffff, group = 0, works = 0;
         Sequence sequence;
@@ -130,6 +135,8 @@ struct StreamKScheduler {
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
+        line.blocks = __shfl_sync(0xffffffffu, blocks_for(longest, shortest, works), 0);
+        line.part = Line::part_of(line.blocks);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
@@ -153,13 +160,24 @@ struct StreamKScheduler {
         }
         return __all_sync(0xffffffffu, same);
     }
-    // The coarsest unit by which no share is longer than their mean by a twenty-fifth.
+    __device__ static i32 blocks_for(i32 longest, i32 shortest, i32 works) {
+        const i32 blocks = gridDim.x, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
+        return longest == shortest && 25 * alike >= 24 * blocks ? alike : blocks;
+    }
+    // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
     __device__ Line::Unit unit_of(i32 longest, i32 shortest, i32 group, i32 works) const {
-        const i64 blocks = gridDim.x;
+        const i64 blocks = line.blocks;
         if (longest == 0) return Line::a_split;
         const i64 most = longest == shortest ? line.blocks_of(works + i32(blocks) - 1) * blocks * longest : line.length + longest * blocks;
-        if (25 * most <= 26 * line.length) return Line::a_work;
+        if (25 * most <= 26 * line.length || idle_of_works(longest, shortest, works) <= fold_tiles * works) return Line::a_work;
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
+    }
+    // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
+    // last, one to a block, are alike, or are all there are, none of them so short that a share has two.
+    __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
+        const i32 blocks = line.blocks, last = works - line.blocks_of(works) * blocks;
+        if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
+        return float(enough_blocks) * longest * works - float(min(last, enough_blocks)) * line.length;
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.

@@ -372,6 +372,29 @@ def test_groups_of_splits() -> None:
     same(run(dataclasses.replace(case, grid=44)), check(case), 2)
 
 
+@pytest.mark.parametrize(
+    ("lens", "whole"),
+    [((640,) * 12, True), ((640,) * 11 + (530,), True), ((832,) * 12, False), ((640,) * 11 + (1100,), False)],
+)
+def test_works_are_cut_where_that_pays(lens: tuple[int, ...], whole: bool) -> None:
+    """24 works of two splits on 60 blocks: whole ones leave no states, and all the same bits."""
+    op, kept = Decode(heads=2, kv_heads=2, scale=0.3), list[Array]()
+    case = Case(op, lens, grid=60)
+    found = run(case, edit=lambda values: kept.append(values["partials"]))
+    assert (kept[0] == SEAL).all() == whole
+    same(run(dataclasses.replace(case, grid=1)), found, len(lens))
+
+
+def test_no_block_has_parts_of_two_works_that_are_alike() -> None:
+    """Three works on 25 blocks: eight have each, and nothing is left at the borders between works."""
+    op, kept = dataclasses.replace(OP, heads=1, kv_heads=1, split_keys=256), list[Array]()
+    case = Case(op, (2300,) * 3, grid=25)
+    found = run(case, edit=lambda values: kept.append(values["partials"]))
+    used = (kept[0].reshape(24, -1) != SEAL).any(axis=1)
+    assert used.sum() == 21 and not used[[7, 15, 23]].any()
+    same(run(dataclasses.replace(case, grid=1)), found, 3)
+
+
 def test_blocks_in_any_order_give_the_same_bits() -> None:
     """Whichever comes last to a work."""
     case = Case(dataclasses.replace(OP, mask=Window(3000, 0), split_keys=256), (5000, 0, 2600), grid=17)
