@@ -29,7 +29,12 @@ from .render import wgmma
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
-SUMS_OF_BLOCK, NUMBERS_OF_SUMS = 1.9, (1, 2, 4, 8)  # of dq, with which no block waits long for its turn; of a tile
+NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
+# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to that of
+# the next block, where all add at once; a step; what a work takes besides.
+HOP, STEP, WORK = 3.0, 2.1, 5.0
+MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
+MOST_ROUNDS = 12  # works of a block, up to which key tiles go round
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
@@ -54,7 +59,7 @@ class AttnBwdConfig:
     dq_columns: int = 128  # of a part
     dq_chains: int = 1  # in which blocks take turns to add to dq
     dq_stages: int = 2  # steps whose dq is under way
-    dq_sums: int = 1  # of each tile of dq, to which key tiles add in turn; 0 for what sizes suggest
+    dq_sums: int = 0  # of each tile of dq, to which key tiles add in turn; 0 for what sizes suggest
     producer_registers: int = 40  # of a thread
     consumer_registers: int = 232  # of a thread
     store: str = "ordered"  # how parts of dq meet, of STORES
@@ -191,6 +196,11 @@ def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
     return config.store == "ordered" and not lists(op.mask)
 
 
+def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
+    return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
+
+
 def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
     """The reason why a tile of dq cannot have so many sums; None where it can."""
     most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
@@ -200,22 +210,43 @@ def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
 
 
 def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
-    """The sums of each tile of dq that keep ``blocks`` from queuing for them: so many that each block has two.
+    """The sums of each tile of dq that keep ``blocks`` from queuing for them.
 
     Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
     which is where blocks queue (perf/notes/attn_bwd.md)."""
-    tiles = op.heads * backward.q_blocks(op, config.tile_q)
-    if op.varlen or not _may_have_sums(op, config):
+    if not _has_few_queries(op, config):
         return 1
+    tiles = op.heads * backward.q_blocks(op, config.tile_q)
+    seconds = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
     of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
     of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
     fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
-    return next((n for n in fitting if n * tiles >= SUMS_OF_BLOCK * blocks), fitting[-1])
+    return next((n for n in fitting if HOP / n <= MOST_HOPS * seconds), fitting[-1])
 
 
 def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
     """How parts of dq meet, and what is cleared for that."""
     return SUMS if config.dq_sums > 1 else STORES[config.store]
+
+
+def _goes_round(op: Backward, config: AttnBwdConfig, works: int, blocks: int) -> bool:
+    """Says whether key tiles go round: where all of them see all queries, and blocks have few works, most of a work's time is
+    waiting for the key tiles before it (perf/notes/attn_bwd.md, "Rounds")."""
+    forward = op.forward
+    kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
+    is_square = isinstance(forward.mask, Full) and forward.heads_per_kv == 1 and 8 <= kv_tiles <= q_tiles <= 4 * kv_tiles
+    rotated = dataclasses.replace(config, walk="rotated")
+    return is_square and not config.walk and works <= MOST_ROUNDS * blocks and _refuse_rounds(rotated, op) is None
+
+
+def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
+    """The order of works of packed sequences under a causal mask: with a head for each key head short sequences descend, since
+    those whose works all begin at the last query tile wait for each other; parts of heads that go in step have the longest
+    first."""
+    if not op.varlen or not isinstance(op.mask, Causal) or not group.adds_in_turns(config):
+        return ""
+    in_step = config.parts > 1 and config.walk == "by_tiles"
+    return "AlternatingLong" if op.heads_per_kv == 1 else "LongestFirst" if in_step else ""
 
 
 def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
@@ -365,14 +396,22 @@ class AttnBwd(BackwardKernel):
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
         """Those of one sum of each tile of dq, and of several where lengths may ask for them."""
-        several = config.dq_sums == 0 and not op.forward.varlen and _may_have_sums(op.forward, config)
+        several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
         kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
+    def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
+        """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
+        forward, blocks, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, config.tile_kv)
+        goes_round = _goes_round(op, config, works, blocks)
+        config = group.resolved(forward, config, works, config.tile_kv, blocks)
+        direction = config.direction or _choose_direction(forward, config)
+        walk, count = "rotated" if goes_round else config.walk, config.dq_sums or _count_sums(forward, config, blocks)
+        return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
+
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
-        config = group.resolved(forward, config, works, config.tile_kv, device.sm_count)
-        config = dataclasses.replace(config, dq_sums=config.dq_sums or _count_sums(forward, config, device.sm_count))
+        config = self.resolved(op, config, device)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
         sums = group.sums(forward, config, config.parts)
         kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)

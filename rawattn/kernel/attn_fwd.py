@@ -181,6 +181,20 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
+def is_short(op: Forward) -> bool:
+    """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
+    each. What has few rows gets the same configuration in any batch."""
+    fits = 32 < op.q_len <= 128 and op.kv_len <= 128 and not (op.varlen or op.invariant)
+    return fits and (tiling.is_few(op) or tiles(op, 64) >= 2048)
+
+
+def short_configs(op: Forward) -> list[AttnFwdConfig]:
+    """What was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); none for wide heads of more than 64 rows."""
+    if op.widest <= 64:
+        return [AttnFwdConfig(64, 64, 4, 1, ctas_per_sm=3) if op.q_len <= 64 else AttnFwdConfig(128, 48, 6, 2, ctas_per_sm=2)]
+    return [AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2)] * (op.widest <= 128 and op.q_len <= 64)
+
+
 def _is_cut(op: Forward) -> bool:
     """Says whether dense sequences end before their rows of k and v do: a map of such tensors knows one end for all of them."""
     return op.kv_lens and not op.varlen
@@ -198,7 +212,8 @@ class AttnFwd(ForwardKernel):
         return device.arch == "sm_90a"
 
     def prefers(self, op: Forward) -> bool:
-        return op.invariant or not tiling.is_few(op) or few_rows.are_few(op)  # of fewer rows attn_fwd_mma has more blocks
+        many = not tiling.is_few(op) or few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
+        return op.invariant or many  # else attn_fwd_mma has more blocks, and shares tiles among heads
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
@@ -238,6 +253,8 @@ class AttnFwd(ForwardKernel):
         ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
         registers, and the shortest and the longest key tile of each. Three have rows of several blocks of queries, of which each
         may need other keys."""
+        if short := [c for c in short_configs(op) if is_short(op) and self.legal(c, op, device) is None]:
+            return short
         configs: list[AttnFwdConfig] = []
         most = 256 if not lists(op.mask) else 128 if getattr(op.mask, "by_blocks", False) else 192
         for tile_q in range(64, most + 1, 64):
@@ -255,7 +272,13 @@ class AttnFwd(ForwardKernel):
         return [dataclasses.replace(c, pack_gqa=heads > 1, kv_splits=0) for c in configs]
 
     def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
-        return few_rows.tuning_shapes(op) if few_rows.are_sparse(op) else super().tuning_shapes(op)
+        if few_rows.are_sparse(op):
+            return few_rows.tuning_shapes(op)
+        shapes = super().tuning_shapes(op)
+        if not is_short(op):
+            return shapes
+        n = 64 if op.q_len <= 64 else 128
+        return (dataclasses.replace(shapes[0], batch=256, q_len=n, kv_len=n, total_q=256 * n, total_kv=256 * n),)
 
     def _find_deepest(self, tile_q: int, tile_kv: int, op: Forward, device: Device) -> list[AttnFwdConfig]:
         """The configurations of a tile with the deepest rings that fit, with two stages of Q and with one."""

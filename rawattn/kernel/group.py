@@ -25,6 +25,8 @@ WALKS: dict[str, Option] = {
 # sequences come one after the other, not the longest works of all first, and need twice as many.
 ENOUGH, ENOUGH_OF_EQUAL = 1.9, 0.9
 MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
+MOST_PACKED, PACKED_PARTS = 24, 4  # the same of packed sequences; their parts, of which eight lost (perf/notes/attn_bwd.md)
+LONGEST_WORK = {True: 0.42, False: 0.6}  # of a block's share of all steps, for causal masks and others
 SHORT = 2176  # queries of packed sequences, up to which works take tiles of all heads together
 
 
@@ -54,10 +56,24 @@ def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
     """The fewest parts that give blocks enough to do, where there are so many ``works`` of whole groups."""
     if not op.total_q or not op.total_kv:
         return 1
+    if op.varlen and isinstance(op.mask, (Causal, Full)) and adds_in_turns(config):
+        return packed_parts(op, config, works, blocks)
     many = isinstance(op.mask, Causal) or (isinstance(op.mask, Full) and adds_in_turns(config))
     enough = (ENOUGH if many else ENOUGH_OF_EQUAL) * (2 if op.varlen else 1)
     fitting = [n for n in divisors(op) if n == 1 or n * works <= MOST * blocks]
     return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
+
+
+def packed_parts(op: Forward, config: Any, works: int, blocks: int) -> int:
+    """The parts of packed sequences: one where the longest work is not too large a share of what each block has to do, else four
+    or as many as fit. Lengths are on the device: one is taken to be as long as the bound, the others alike."""
+    causal, rest = isinstance(op.mask, Causal), max(0, op.total_q - op.q_len)
+    mean = (op.q_len**2 + rest**2 / max(1, op.batch - 1)) / op.total_q  # queries of a query's own sequence
+    longest, tiles = (-(-int(n) // config.tile_q) for n in (op.q_len, mean))
+    share = works * ((tiles + 1) / 2 if causal else tiles) / blocks
+    if longest <= LONGEST_WORK[causal] * share:
+        return 1
+    return max(n for n in divisors(op) if n == 1 or (n <= PACKED_PARTS and n * works <= MOST_PACKED * blocks))
 
 
 def head_groups(heads: int, tiles: int, blocks: int, sums: int = 0) -> tuple[int, int]:

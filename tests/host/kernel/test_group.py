@@ -118,25 +118,52 @@ def test_heads_together(op: Backward, size: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize("op, wanted", [
-    (backward(1, 1024, (8, 8), Causal(), kv_len=32768), 2),  # 128 tiles: each of 132 blocks has two sums
+    (backward(1, 1024, (8, 8), Causal(), kv_len=32768), 4),  # 256 adds to each of 128 sums would take longer than all steps
     (backward(1, 1024, (4, 4), Full(), 64, kv_len=32768), 4),
     (backward(1, 64, (8, 8), Full(), kv_len=32768), 8),
     (backward(1, 512, (8, 8), Full(), kv_len=8704), 2),  # four would take over a tenth of k and v
-    (backward(4, 512, (8, 8), Full(), kv_len=8704), 1),  # 256 tiles
+    (backward(4, 512, (8, 8), Full(), kv_len=8704), 2),
+    (backward(16, 77, (8, 8), Full(), kv_len=4096), 1),  # 32 adds to each of 256 sums
     (backward(1, 1024, (8, 1), Full(), kv_len=32768), 1),
     (backward(1, 64, (8, 8), Full(), varlen=True, total_q=64, total_kv=32768), 1),
     (backward(1, 64, (8, 8), Dilated(3), kv_len=32768), 1),
 ], ids=str)  # fmt: skip
 def test_sums_of_dq(op: Backward, wanted: int) -> None:
-    """As many sums and turns are in scratch, which the same sources find by a run-time number; one by default."""
+    """As many sums and turns are in scratch, which the same sources find by a run-time number."""
     config = dataclasses.replace(select(op, H200, "attn_bwd").config, store="ordered")
     one, several, asked = (ATTN_BWD.lower(op, dataclasses.replace(config, dq_sums=n), H200) for n in (1, 0, wanted))
-    assert config.dq_sums == 1 and several == asked
+    assert config.dq_sums == 0 and several == asked
     assert dict(several.scratch) == {x.name: x.bytes * (wanted if x.name in ("dq_sum", "turns") else 1) for x in one.scratch}
     programs = ATTN_BWD.programs(op, dataclasses.replace(config, dq_sums=0), H200)
     assert {x.source.key for x in several.launches} <= {x.source.key for program in programs for x in program.launches}
     told = {x.entry: x.values["dq_sums"] for x in several.launches if gradients.DQ_SUMS in x.fields}
     assert told == dict.fromkeys(("attn_bwd_delta", "attn_bwd", "attn_bwd_convert") if wanted > 1 else (), wanted)
+
+
+LENGTHS = {"varlen": True, "total_q": 30000, "total_kv": 30000}
+RESOLVED = {  # parts, walk, direction
+    "few heads, no mask": (backward(1, 16384, (2, 2), Full()), (1, "rotated", "")),
+    "many heads": (backward(8, 4096, (16, 16), Full()), (1, "by_heads", "")),
+    "fewer queries": (backward(1, 1024, (2, 2), Full(), kv_len=4096), (1, "by_heads", "")),
+    "a head for several": (backward(1, 4096, (4, 2), Full()), (2, "by_heads", "")),
+    "few heads, causal": (backward(1, 16384, (2, 2), Causal()), (1, "by_heads", "")),
+    "packed": (backward(30, 3500, (4, 4), Causal(), **LENGTHS), (1, "by_heads", "AlternatingLong")),
+    "packed, parts": (backward(30, 3500, (16, 2), Causal(), **LENGTHS), (4, "by_tiles", "LongestFirst")),
+    "packed, parts, no mask": (backward(30, 3500, (16, 2), Full(), **LENGTHS), (4, "by_heads", "")),
+    "packed, alike": (backward(30, 1000, (16, 2), Full(), **LENGTHS), (1, "by_heads", "")),
+    "packed, many key heads": (backward(30, 1000, (32, 16), Causal(), **LENGTHS), (1, "by_tiles", "")),
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_resolved(name: str) -> None:
+    op, wanted = RESOLVED[name]
+    config = select(op, H200, "attn_bwd").config
+    found = ATTN_BWD.resolved(op, config, H200)
+    assert (found.parts, found.walk, found.direction) == wanted
+    asked = dataclasses.replace(config, parts=1, walk="by_heads", direction="ShortestFirst")
+    found = ATTN_BWD.resolved(op, asked, H200)
+    assert (found.parts, found.walk, found.direction) == (1, "by_heads", "ShortestFirst"), "what is said stays"
 
 
 @pytest.mark.parametrize("changes, mask", [({"store": "final"}, Full()), ({}, Dilated(3)), ({"dq_sums": -1}, Full())], ids=str)
