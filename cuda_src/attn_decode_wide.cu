@@ -231,7 +231,6 @@ struct Consumer {
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
         smem.k_full[kv.stage].wait(kv.parity);
         order.take_turn();
-        ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::head_dim / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
@@ -293,12 +292,13 @@ struct Consumer {
         release(smem.v_empty[kv.previous().stage]);
     }
 
-    // Where a warp's state of sixteen rows lies: a fragment's blocks, four numbers of each lane together, then maxima and sums.
-    __device__ float4* slot(i32 at) const {
-        return reinterpret_cast<float4*>(args.partials) + (i64(at) * args.strips + index * 4 + lane / 32) * (blocks * 32 + 8);
+    // Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums.
+    __device__ float4* slot(i32 at, i32 strip) const {
+        return reinterpret_cast<float4*>(args.partials) + (i64(at) * args.strips + strip) * (blocks * 32 + 8);
     }
+    __device__ i32 strip() const { return index * 4 + lane / 32; }  // this warp's
     __device__ void leave(i32 at, const MaxSum& found) const {
-        float4* const to = slot(at);
+        float4* const to = slot(at, strip());
         const u32 own = lane % 32;
 #pragma unroll
         for (int i = 0; i < blocks; ++i) to[i * 32 + own] = Total::four(o, i);
@@ -314,39 +314,38 @@ struct Consumer {
         }
     };
     template <int n>
-    __device__ void store(const Own& own, const WorkTile& work, const MaxSum& found, const float (&x)[n], i32 block) const {
-        Softmax whole(args, own.rows, work, own.score.scale_log2);
+    __device__ void store(const Rows& rows, const WorkTile& work, i32 strip, i32 block, const MaxSum& found, const float (&x)[n], float scale_log2) const {
+        Softmax whole(args, rows, work, scale_log2);
 #pragma unroll
         for (int r = 0; r < 2; ++r) whole.max[r] = found.max[r], whole.sum[r] = lane % 4 ? 0.f : found.sum[r];
-        store_fragment(StoreFrom{{args, own.rows, work}, block}, whole, x, own.row, own.rows.q_len, 1.f);
+        store_fragment(StoreFrom{{args, rows, work}, block}, whole, x, work.q_begin + strip * 16 + lane % 32 / 4, rows.q_len, 1.f);
     }
-    // Folds the states that the work's blocks have left, and stores what they give. A warp reads those of its rows, some columns of
-    // several states at a time.
-    __device__ void fold(const Own& own, const WorkTile& work, const Smem::Pieces& pieces) const {
-        constexpr int columns = blocks % 4 ? 2 : 4, states = cfg::consumers == 1 && cfg::head_dim_v <= 128 ? 4 : 2;  // more would spill
-        const u32 place = lane % 32;
+    // Folds the states that the work's blocks have left, and stores what they give. Warps share strips and columns.
+    __device__ void fold(const Rows& rows, const WorkTile& work, i32 strips, const Smem::Pieces& pieces, float scale_log2) const {
+        constexpr int columns = blocks % 4 ? 2 : 4, chunks = blocks / columns, states = 8;  // of a strip; fetched at once
+        const u32 own = lane % 32, count = pieces.count;
 #pragma unroll 1
-        for (int block = 0; block < blocks; block += columns) {
+        for (i32 unit = strip(); unit < strips * chunks; unit += 4 * cfg::consumers) {
+            const i32 strip = unit / chunks, block = unit % chunks * columns;
             MaxSum found;
             float sum[4 * columns];
 #pragma unroll 1
-            for (i32 first = 0; first < pieces.count; first += states) {
+            for (u32 first = 0; first < count; first += states) {
                 float4 stats[states], x[states][columns];
 #pragma unroll
-                for (int j = 0; j < states; ++j) {
-                    if (first + j >= pieces.count) continue;
-                    const float4* const from = slot(pieces.slots[first + j]);
-                    stats[j] = from[blocks * 32 + place / 4];
+                for (u32 j = 0; j < states; ++j) {  // behind the last one it once more
+                    const float4* const from = slot(pieces.slots[min(first + j, count - 1)], strip);
+                    stats[j] = from[blocks * 32 + own / 4];
 #pragma unroll
-                    for (int i = 0; i < columns; ++i) x[j][i] = from[(block + i) * 32 + place];
+                    for (int i = 0; i < columns; ++i) x[j][i] = from[(block + i) * 32 + own];
                 }
 #pragma unroll
-                for (int j = 0; j < states; ++j) {
-                    if (first + j >= pieces.count) continue;
+                for (u32 j = 0; j < states; ++j) {
+                    if (first + j >= count) break;
                     MaxSum next;
                     next.set(stats[j]);
                     const bool is_first = j == 0 && first == 0;
-                    const Factors by = is_first ? Factors{} : found.factors(next, own.score.scale_log2);
+                    const Factors by = found.factors(next, scale_log2);
                     if (is_first) found = next;
                     else found.fold(next, by);
 #pragma unroll
@@ -357,7 +356,7 @@ struct Consumer {
                     }
                 }
             }
-            store(own, work, found, sum, block);
+            store(rows, work, strip, block, found, sum, scale_log2);
         }
     }
 
@@ -366,9 +365,9 @@ struct Consumer {
 
     __device__ void attend(const Work& work, u32 place, u32 parity) {
         const SplitRun& run = work.run;
-        const i32 begin = run.splits.begin, strip = index * 64 + lane / 32 * 16;
-        const bool has_rows = strip < work.rows;
-        const Own own(args, run, run.q_begin + strip + lane % 32 / 4);
+        const i32 begin = run.splits.begin;
+        const bool has_rows = strip() * 16 < work.rows;
+        const Own own(args, run, run.q_begin + strip() * 16 + lane % 32 / 4);
         MaxSum found;
         Total total{smem.total};
         smem.q_full[q.stage].wait(q.parity);
@@ -396,8 +395,8 @@ struct Consumer {
                 smem.is_last = count_in(args.arrived + smem.pieces[place].owner, run.split_end - run.split, run.splits.end - begin, smem.half);
             }
             meet();
-            if (has_rows && smem.is_last) fold(own, run, smem.pieces[place]);
-        } else if (has_rows) store(own, run, found, o, 0);
+            if (smem.is_last) fold(own.rows, run, ceil_div(work.rows, 16), smem.pieces[place], own.score.scale_log2);
+        } else if (has_rows) store(own.rows, run, strip(), 0, found, o, own.score.scale_log2);
     }
 };
 
