@@ -55,7 +55,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
 
 def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread."""
-    return {1: (128, 256), 2: (72, 216)}[config.consumers]
+    return {1: (128, 256), 2: (88, 208)}[config.consumers]
 
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
