@@ -1,4 +1,4 @@
-"""attn_decode_wide.cu: attention of some tens to some hundreds of rows over cached keys on Hopper, split as attn_decode splits them."""
+"""attn_decode_wide.cu: attention of tens to hundreds of rows over cached keys on Hopper, split as attn_decode splits them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Counter, Field, Fields, PageBoxes, PageRows, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, key_bytes, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, most_rows
 from .attn_fwd_kvcache import kv_kind, page_rows
 from .base import Kernel
 from .paging import LONGEST, SWIZZLE_ROWS, page_shift
@@ -132,8 +132,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         """The configuration with as many stages as fit, up to ten, and a second tile of Q where it leaves the ring four;
         shorter key tiles where not even three fit."""
         tile_q = 128 if most_rows(op) > 64 and op.head_dim_v <= 160 else 64
-        fewest = {(64, 2): 4, (64, 1): 3, (32, 1): 2}  # stages, by tile_kv and q_stages, the best first
-        rings = [AttnDecodeWideConfig(tile_q, *tiles, q) for (kv, q), n in fewest.items() for tiles in zip([kv] * 9, range(10, n - 1, -1))]
+        fewest = ((64, 2, 4), (64, 1, 3), (32, 1, 2))  # tile_kv, q_stages and the fewest stages, the best first
+        rings = [AttnDecodeWideConfig(tile_q, kv, n, q) for kv, q, least in fewest for n in range(10, least - 1, -1)]
         return [config for config in rings if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnDecodeWideConfig, op: AttentionKVCache, device: Device) -> float:
@@ -195,7 +195,12 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
 
     def values(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache, and rows those of all that share one."""
-        values: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv, "heads_per_kv": 1}
+        values: dict[str, float] = {
+            "scale": abs(op.scale),
+            "heads": op.kv_heads,
+            "pack_gqa_heads": op.heads_per_kv,
+            "heads_per_kv": 1,
+        }
         values |= paging.values(op) | {"slots": slots(op), "strips": strips(op, config)}
         keys, most = split_rule(op)
         values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
