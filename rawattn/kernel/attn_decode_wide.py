@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..array.tma import SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Counter, Field, Fields, PageBoxes, PageRows, Scratch, View, Violations
+from ..variant.field import Counter, Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, most_rows
-from .attn_fwd_kvcache import kv_kind, page_rows
+from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
-from .paging import LONGEST, SWIZZLE_ROWS, page_shift
+from .paging import LONGEST, page_shift
 from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
@@ -162,13 +163,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
-        if kv_kind(op, config) is kv.PagedBoxesKv:
-            pools = [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
-            pools += [Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
-        else:
-            pools = [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config))) for name in "kv"]
         common = (
-            *pools,
+            *pools(op, config),
             Field("q", "StridedTensor", View("q")),
             Field("partials", "float*", Scratch("partials")),
             Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
