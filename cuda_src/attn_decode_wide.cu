@@ -204,6 +204,9 @@ __device__ void load_queries(const Args& args, Smem& smem) {
     }
 }
 
+// Where loops are known to be the same in a warp, descriptors, which follow from the ring's stages, may stay in uniform registers.
+__device__ i32 uniform(i32 x) { return ptx::uniform(x); }
+
 struct Consumer {
     const Args& args;
     Smem& smem;
@@ -284,9 +287,10 @@ struct Consumer {
 #pragma unroll
         for (float& x : o) x = 0.f;
         if (tiles.begin >= tiles.end) return;
-        step<false>(own, softmax, tiles.begin, tiles.is_full(tiles.begin));
+        i32 tile = tiles.begin;
+        step<false>(own, softmax, tile, tiles.is_full(tile));
 #pragma unroll 1
-        for (i32 tile = tiles.begin + 1; tile < tiles.end; ++tile) step<true>(own, softmax, tile, tiles.is_full(tile));
+        while (++tile < tiles.end) step<true>(own, softmax, tile, tiles.is_full(tile));
         start_pv();
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
@@ -322,7 +326,8 @@ struct Consumer {
     }
     // Folds the states that the work's blocks have left, and stores what they give. Warps share strips and columns.
     __device__ void fold(const Rows& rows, const WorkTile& work, i32 strips, const Smem::Pieces& pieces, float scale_log2) const {
-        constexpr int columns = blocks % 4 ? 2 : 4, chunks = blocks / columns, states = 8;  // of a strip; fetched at once
+        constexpr int columns = blocks % 4 || cfg::consumers > 1 ? 2 : 4, chunks = blocks / columns;  // of a strip
+        constexpr int states = 4;  // fetched at once; more take registers from the main loop's descriptors
         const u32 own = lane % 32, count = pieces.count;
 #pragma unroll 1
         for (i32 unit = strip(); unit < strips * chunks; unit += 4 * cfg::consumers) {
@@ -371,18 +376,20 @@ struct Consumer {
         MaxSum found;
         Total total{smem.total};
         smem.q_full[q.stage].wait(q.parity);
-        i32 split = run.split;
+        i32 split = uniform(run.split);
+        const i32 split_end = uniform(run.split_end);
 #pragma unroll 1
         do {  // one at least: else what the work before left in registers would be kept
             Softmax softmax(args, own.rows, run, own.score.scale_log2);
-            attend_split(own, softmax, run.splits.clip(work.tiles, split, split + 1));
+            const TileRange tiles = run.splits.clip(work.tiles, split, split + 1);
+            attend_split(own, softmax, {uniform(tiles.begin), uniform(tiles.full_begin), uniform(tiles.full_end), uniform(tiles.end)});
 #pragma unroll
             for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
             if (run.split > begin) {
                 if (has_rows) leave(slot_after(args, blockIdx.x, split - begin), found);
             } else if (split == begin) total.put(found, o);
             else total.fold(found, o, own.score.scale_log2);
-        } while (++split < run.split_end);
+        } while (++split < split_end);
         __syncwarp();
         release(smem.q_empty[q.stage]);
         q.advance();
@@ -406,7 +413,7 @@ __device__ void consume(const Args& args, Smem& smem) {
     for (Step works;; ++works.count) {
         const u32 place = works.stage();
         smem.work_full[place].wait(works.parity());
-        if (smem.work[place].run.is_last()) return;
+        if (uniform(smem.work[place].run.batch) < 0) return;
         consumer.attend(smem.work[place], place, works.parity());
         __syncwarp();
         consumer.release(smem.work_empty[place]);
