@@ -394,10 +394,7 @@ struct Consumer {
         meet();
         if (is_first()) {
             smem.listed.wait(smem.parity ^ 1);
-            u32* const arrived = args.arrived + smem.owner;
-            const u32 here = run.split_end - run.split, all = splits.end - splits.begin, half = smem.half;
-            smem.is_last = (ptx::add_acq_rel(arrived, here << half) >> half & 0xffff) + here == all;
-            if (smem.is_last) atomicAdd(arrived, 0u - (all << half));
+            smem.is_last = count_in(args.arrived + smem.owner, run.split_end - run.split, splits.end - splits.begin, smem.half);
         }
         meet();
     }

@@ -1,7 +1,7 @@
 #pragma once
 // This is what an online softmax has found over some keys for 16 rows, two of a quad, and how two such findings become one. Four warps share the columns:
 // each has a quarter of the blocks of eight (tile/fragment.cuh), so none of them needs another's numbers.
-#include "tile/fragment.cuh"
+#include "tile/max_sum.cuh"
 #include "tile/range.cuh"
 #include "tile/splits.cuh"
 
@@ -9,36 +9,6 @@ constexpr int quarter_blocks = ceil_div(cfg::head_dim_v, 32);  // four registers
 constexpr int merge_blocks = quarter_blocks / cfg::merge_passes;
 constexpr int groups_at_once = cfg::m_tiles == 1 ? 2 : 1;  // of states that are fetched from global memory
 static_assert(quarter_blocks % cfg::merge_passes == 0);
-
-// By these two findings are multiplied when they become one: the first by `here`, that over keys that follow by `there`.
-struct alignas(16) Factors { float here[2], there[2]; };
-
-struct MaxSum {
-    float max[2], sum[2];  // of the thread's two rows
-
-    __device__ void set(float4 x) { max[0] = x.x, sum[0] = x.y, max[1] = x.z, sum[1] = x.w; }
-    __device__ float4 max_sum() const { return make_float4(max[0], sum[0], max[1], sum[1]); }
-
-    __device__ Factors factors(const MaxSum& next, float scale_log2) const {
-        Factors found;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float m = fmaxf(max[r], next.max[r]);
-            found.here[r] = ptx::exp2((max[r] - m) * scale_log2), found.there[r] = ptx::exp2((next.max[r] - m) * scale_log2);
-        }
-        return found;
-    }
-    // Sums are said product by product: whoever folds two states makes the same bits.
-    __device__ void fold(const MaxSum& next, const Factors& by) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            max[r] = fmaxf(max[r], next.max[r]), sum[r] = __fmaf_rn(sum[r], by.here[r], next.sum[r] * by.there[r]);
-    }
-};
-__device__ inline void fold(float4& x, const float4& y, const Factors& by) {
-    x.x = __fmaf_rn(x.x, by.here[0], y.x * by.there[0]), x.y = __fmaf_rn(x.y, by.here[0], y.y * by.there[0]);
-    x.z = __fmaf_rn(x.z, by.here[1], y.z * by.there[1]), x.w = __fmaf_rn(x.w, by.here[1], y.w * by.there[1]);
-}
 
 template <int blocks>
 struct SoftmaxState : MaxSum {

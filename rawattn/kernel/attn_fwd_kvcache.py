@@ -21,18 +21,26 @@ from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_sh
 from .program import Program
 
 
-def page_rows(op: AttentionKVCache, config: AttnFwdConfig) -> int:
+def page_rows(op: AttentionKVCache, config: Any) -> int:
     """Rows of a tile that lie in one page wherever it begins."""
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
-def kv_kind(op: AttentionKVCache, config: AttnFwdConfig) -> type[kv.PagedPanelsKv]:
+def kv_kind(op: AttentionKVCache, config: Any) -> type[kv.PagedPanelsKv]:
     """The class of the option for where keys and values come from. A small page is one box where its rows are whole panels, two
     or more; with one panel that saves no boxes, and is slower (perf/notes/attn_decode.md)."""
     if op.kv_begin:
         return kv.PagedPanelsFromKv
     has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
     return kv.PagedBoxesKv if has_panels and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
+
+
+def pools(op: AttentionKVCache, config: Any) -> list[Field]:
+    """The fields of keys and values."""
+    if kv_kind(op, config) is kv.PagedBoxesKv:
+        boxes = [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
+        return [*boxes, Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
+    return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config))) for name in "kv"]
 
 
 def is_plain(op: Any) -> bool:
@@ -116,17 +124,10 @@ class AttnFwdKVCache(OverCache):
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:
-        box_rows = page_rows(op, config)
         q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
         if self.packs(op, config):
             q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
-        tensors = [q]
-        if kv_kind(op, config) is kv.PagedBoxesKv:
-            tensors += [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
-            tensors += [Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
-        else:
-            tensors += [Field(name, "TmaPageRows", PageRows(f"{name}_cache", box_rows)) for name in "kv"]
-        return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
+        return tuple(dict.fromkeys(tiling.fields([q, *pools(op, config)], self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))

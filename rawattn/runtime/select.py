@@ -20,6 +20,7 @@ from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from ..kernel.attn_decode_wide import ATTN_DECODE_WIDE
 from ..kernel.attn_fwd import ATTN_FWD
 from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -37,7 +38,8 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
     Combine: (COMBINE, CPU_COMBINE),
     AttentionKVCache: (
-        ATTN_DECODE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE, CPU_KVCACHE,
+        ATTN_DECODE, ATTN_DECODE_WIDE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
+        CPU_KVCACHE,
     ),
 }  # fmt: skip
 

@@ -43,6 +43,7 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
     yield "sm_90a", decode.Decode(page=64).operation
+    yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
     yield "sm_90a", Append(BF16, 2, 2, 1, 100, 4, 128, 128, 3, 64)
 

@@ -139,6 +139,18 @@ CHUNKS = {
 }
 
 
+WIDE = "attn_decode_wide"
+BY_TMA = {name: case for name, case in CASES.items() if case.page_size % 8 == 0}
+TENS = {  # of rows, and up to 256
+    **{f"{n} rows": of(DRAFT, lengths=tuple((n // 4, kv) for _, kv in RAGGED)) for n in (20, 64, 68, 128, 132, 256)},
+    "ragged": of(PACKED, lengths=tuple(zip((64, 1, 0, 17, 5, 33, 48), (kv for _, kv in RAGGED), strict=True)), page_size=64),
+    "one head": of(DRAFT, lengths=((2, 33000), (2, 9000)), heads=64, kv_heads=1),
+    "many sequences": of(DRAFT, lengths=tuple((16, 100 + 37 * i) for i in range(100)), head_dim=64, head_dim_v=64),
+    "columns 192 and 128": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=192),
+    "columns 256": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=256, head_dim_v=256),
+}
+
+
 def attend(case: Cached, library: str = "torch", step: Any = None, cache: Any = None, **more: Any) -> tuple[Any, Any]:
     """o and lse, whose memory was NaN."""
     q, sinks = case.rows(case.heads, case.head_dim, 1), case.sink_logits()
@@ -164,6 +176,15 @@ def check(case: Cached, found: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name: str) -> None:
     check(CASES[name], attend(CASES[name]))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*BY_TMA, *TENS])
+def test_tens_of_rows_against_the_reference(name: str) -> None:
+    """By wgmma, few rows too."""
+    case = (BY_TMA | TENS)[name]
+    check(case, attend(case, kernel=WIDE))
     assert rawattn.violations() == ()
 
 
@@ -526,8 +547,8 @@ def test_any_step(data: Any) -> None:
 @given(st.data())
 def test_any_first_keys_and_causal_arrays(data: Any) -> None:
     """Any first keys of any sequences, over pools that hold NaN before them, causal or not, by each kernel."""
-    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *("attn_fwd",) * (missing_gpu() is None))))
-    longest = 8 if kernel == "attn_decode" else 300
+    kernel = data.draw(st.sampled_from(("attn_decode", "attn_fwd_mma", *(WIDE, "attn_fwd") * (missing_gpu() is None))))
+    longest = {"attn_decode": 8, WIDE: 50}.get(kernel, 300)
     lengths = st.tuples(st.integers(0, longest), st.sampled_from((0, 1, 63, 64, 65, 128, 257, 2100)) | st.integers(0, 1200))
     drawn = data.draw(st.lists(lengths, min_size=1, max_size=6))
     ends = [st.integers(0, kv) | st.sampled_from((0, kv, max(0, kv - 1), kv // 64 * 64)) for _, kv in drawn]
@@ -593,21 +614,40 @@ def test_bits_follow_from_the_sequence(case: Cached) -> None:
         assert rows_of(case, rawattn.attention_kvcache(q, cache, step, return_lse=True), 0) == wanted[i]
 
 
-def test_graphs_read_the_lengths_anew() -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DRAFT, TENS["132 rows"], TENS["one head"], BEGUN], ids=("draft", "132", "one head", "begins"))
+def test_bits_of_tens_of_rows_follow_from_the_sequence(case: Cached) -> None:
+    """Likewise by wgmma, and in each of many runs."""
+    found, batch = attend(case, kernel=WIDE), range(len(case.lengths))
+    wanted = [rows_of(case, found, i) for i in batch]
+    for page in (8, 64, 256):
+        other = attend(of(case, page_size=page), kernel=WIDE)
+        assert [rows_of(case, other, i) for i in batch] == wanted, page
+    cache, step = case.cache("torch"), case.step("torch")
+    for _ in range(50):
+        again = attend(case, step=step, cache=cache, kernel=WIDE)
+        assert [rows_of(case, again, i) for i in batch] == wanted
+    for i in batch:
+        q, cache, step = one_of(case, i)
+        assert rows_of(case, rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel=WIDE), 0) == wanted[i]
+
+
+@pytest.mark.parametrize("kernel", [None, pytest.param(WIDE, marks=pytest.mark.gpu)])
+def test_graphs_read_the_lengths_anew(kernel: str | None) -> None:
     """A graph is captured with lengths 0 and replayed with others, many launches of it back to back."""
     torch = pytest.importorskip("torch")
     case = CASES["long splits"]
-    wanted = attend(case)
+    wanted = attend(case, kernel=kernel)
     q, cache = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
     arrays = {name: _move(x, "torch", "cuda") for name, x in case.step_arrays().items()}
     lengths, live = arrays["kv_lens"].clone(), arrays["kv_lens"]
     step = rawattn.Step(**arrays)
-    rawattn.attention_kvcache(q, cache, step, return_lse=True)
+    rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel=kernel)
     torch.cuda.synchronize()
     live.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [rawattn.attention_kvcache(q, cache, step, return_lse=True) for _ in range(30)]
+        found = [rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel=kernel) for _ in range(30)]
     for _ in range(10):
         live.zero_()
         graph.replay()
@@ -630,15 +670,16 @@ extern "C" __global__ void late(int* to, const int* from, int n) {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) -> None:
+@pytest.mark.parametrize(("page_size", "kernel"), [(1, None), (16, None), (16, WIDE)])
+def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int, kernel: str | None) -> None:
     """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
     case, late = of(CASES["long splits"], page_size=page_size), cupy.RawKernel(LATE, "late")
     q, cache = _move(case.rows(case.heads, case.head_dim, 1), "torch", "cuda"), case.cache("torch")
     arrays = {name: _move(x, "torch", "cuda") for name, x in case.step_arrays().items()}
     fewer, live = arrays["kv_lens"] // 3, {name: x.clone() for name, x in arrays.items()}
-    wanted = [rawattn.attention_kvcache(q, cache, rawattn.Step(**arrays | {"kv_lens": x})) for x in (arrays["kv_lens"], fewer)]
+    lengths = arrays["kv_lens"], fewer
+    wanted = [rawattn.attention_kvcache(q, cache, rawattn.Step(**arrays | {"kv_lens": x}), kernel=kernel) for x in lengths]
     step = rawattn.Step(**live)
     with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
         for i in range(60):
@@ -647,7 +688,7 @@ def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int) ->
             if name == "page_table":
                 live[name].fill_(2147480000)
             late((1,), (256,), (live[name].data_ptr(), given.data_ptr(), cupy.int32(given.numel())))
-            o = rawattn.attention_kvcache(q, cache, step)
+            o = rawattn.attention_kvcache(q, cache, step, kernel=kernel)
             assert torch.equal(o, wanted[int(torch.equal(live["kv_lens"], fewer))]), (i, name)
 
 

@@ -1,7 +1,8 @@
 #pragma once
 // Equal shares of all key tiles for the blocks of a grid (Stream-K, arXiv 2301.03598), cut at the borders of splits. Each block finds
 // its share from the lengths, so no launch before this one plans. Works lie on a line: sequence by sequence, key head by key head,
-// block of rows by block of rows, split by split; a split is in the share of the block that has its middle.
+// block of rows by block of rows, split by split; a split is in the share of the block that has its middle. Large blocks of rows come
+// before heads: those of one head are then computed at the same time, and read its keys from L2.
 // Where it costs no more than a twenty-fifth, shares end with whole groups of splits, or whole works, so that less is folded. Nor are
 // works cut where so many blocks read that memory is busy all the same: others then idle, and nothing is lost. Works that are alike get
 // the same number of blocks each, where few are left over, so that no block has parts of two.
@@ -13,7 +14,8 @@
 
 constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
 constexpr i32 tile_bytes = cfg::tile_kv * (cfg::head_dim + cfg::head_dim_v) * sizeof(KvElement);
-constexpr i32 enough_blocks = tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes : 64;  // that read as fast as all do; short rows take longer to compute
+// That read as fast as all do; short rows, and more than 32 of them, take longer to compute.
+constexpr i32 enough_blocks = cfg::tile_q > 32 ? cfg::most_blocks : tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes : 64;
 constexpr float fold_tiles = float(1 << 24) / tile_bytes;                          // that all blocks read while states are left, counted and folded
 
 // This is what the schedule knows of a sequence.
@@ -226,8 +228,12 @@ struct StreamKScheduler {
             if (begin >= stop) continue;
             const i32 q_blocks = ceil_div(rows.q_len, cfg::tile_q);
             i32 head = work;
-            if (q_blocks > 1) head /= q_blocks;  // a division is long
-            const SplitRun run = {{batch, head, (work - head * q_blocks) * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
+            if (q_blocks > 1) {  // a division is long
+                if (cfg::tile_q > 32) head %= args.heads;
+                else head /= q_blocks;
+            }
+            const i32 q_block = cfg::tile_q > 32 ? work / args.heads : work - head * q_blocks;
+            const SplitRun run = {{batch, head, q_block * cfg::tile_q, begin}, stop, work, at + i64(work) * sequence.tiles, sequence.splits};
             return {run, rows};
         }
         return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};

@@ -1,0 +1,451 @@
+// Attention of some tens to some hundreds of rows over cached keys on Hopper: o = softmax(mask(score(q k^T))) v, with wgmma.
+//
+// Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work, 64 for each of cfg::consumers warpgroups.
+// Blocks are persistent: each takes an equal share of all key tiles, cut at the borders of splits, which it finds from the lengths on
+// the device (variant/scheduler/stream_k.cuh). Warp 0 finds works and loads their key tiles, warp 1 their queries. A warpgroup sees all
+// keys of a split, one tile's values multiplied while the softmax of the next one runs; its splits are folded from left to right.
+//
+//   barrier          arrives                          waits                    protects
+//   work_full[i]     a lane of warp 0                 consumers, warp 1        smem.work[i]
+//   work_empty[i]    a lane of each of these warps    warp 0                   smem.work[i] and .pieces[i] until written again
+//   listed[i]        a lane of warp 0                 a consumer               smem.pieces[i]
+//   q_full[s]        a lane of warp 1                 consumers                smem.q[s] until read
+//   q_empty[s]       a lane of each consumer warp     warp 1                   smem.q[s] until refilled
+//   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V, which TMA brings (bytes)
+//   named barrier 4  consumers                        consumers                their states in memory; smem.is_last
+//   the option Order may have named barriers between the consumers
+//   args.arrived[block]: as in attn_decode.cu, which also says what becomes of lengths that change meanwhile
+//
+// A block with the first splits of a work folds them as it goes, and leaves what they give as one state if others have the rest. Those
+// leave a state for each split, in args.slots places at the border before them (tile/arrivals.cuh): so the sums are the same wherever
+// works are cut. No vote of a warp looks at a number: rows do not see each other.
+
+#include "config.cuh"  // rendered: cfg, Args, QkMma, PvMma, and the options
+                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "tile/arrivals.cuh"
+#include "tile/facts.cuh"
+#include "tile/fragment.cuh"
+#include "tile/max_sum.cuh"
+#include "tile/range.cuh"
+#include "tile/ring.cuh"
+#include "tile/softmax.cuh"
+#include "tile/store_fragment.cuh"
+#include "tile/strided_tensor.cuh"
+#include "tile/tile.cuh"
+#include "variant/interfaces.cuh"
+
+using QTile = Tile<cfg::tile_q, cfg::head_dim>;
+using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
+using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
+
+constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs, as in attn_decode.cu
+constexpr int blocks = cfg::head_dim_v / 8;  // of a fragment's columns
+
+// What has been found of a work's splits so far: the columns in shared memory, each thread's own, as registers are few.
+using Columns = float[cfg::head_dim_v / 2];
+struct Total {
+    using Board = float4[blocks][128 * cfg::consumers];
+    Board& o;
+    MaxSum stats;
+
+    __device__ float4& at(int i) const { return o[i][threadIdx.x - 128]; }
+    __device__ static float4 four(const Columns& x, int i) { return make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]); }
+    __device__ void put(const MaxSum& found, const Columns& x) {
+        stats = found;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) at(i) = four(x, i);
+    }
+    // Folds what was found over keys that follow.
+    __device__ void fold(const MaxSum& next, const Columns& x, float scale_log2) {
+        const Factors by = stats.factors(next, scale_log2);
+        stats.fold(next, by);
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) {
+            float4 sum = at(i);
+            ::fold(sum, four(x, i), by);
+            at(i) = sum;
+        }
+    }
+    __device__ void get(MaxSum& found, Columns& x) const {
+        found = stats;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) {
+            const float4 sum = at(i);
+            x[4 * i] = sum.x, x[4 * i + 1] = sum.y, x[4 * i + 2] = sum.z, x[4 * i + 3] = sum.w;
+        }
+    }
+};
+struct Work {
+    SplitRun run;
+    TileRange tiles;  // of the work's rows
+    i32 rows;
+};
+struct Smem {
+    QTile q[cfg::q_stages];
+    KTile k[cfg::stages];
+    VTile v[cfg::stages];
+    Total::Board total;
+    ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
+    ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
+    ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
+    ptx::Mbarrier work_full[2], work_empty[2], listed[2];
+    Work work[2];
+    struct Pieces {
+        i32 count, owner;            // of states; the block with the work's first split
+        i32 slots[cfg::most_pieces];  // where they are, in the order of their splits
+    } pieces[2];
+    u32 half;  // the first bit in which arrivals are counted
+    i32 is_last;
+    SeenLength seen[most_early];
+    Kv::Board board;
+};
+static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
+template struct ElementOption<Element>;
+template struct SameElements<Element, QElement, KvElement>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SoftmaxOption<Softmax, Score>;
+template struct OrderOption<Order>;
+template struct PanelsKvOption<Kv, KTile, VTile>;
+template struct SharesOption<Scheduler>;
+template struct StoreOption<Store>;
+template struct LaunchOption<Launch>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), Launch::uses_pdl};
+
+// Says where the states of a work are: one of the block with its first splits, then one for each of the others.
+__device__ void list_pieces(const Args& args, Smem& smem, Smem::Pieces& pieces, const Line& line, const SplitRun& run) {
+    const Splits& splits = run.splits;
+    const i32 owner = line.owner(splits, run.at, splits.begin), all = splits.end - splits.begin;
+    const i32 owned = max(1, min(all, line.first_split(splits, run.at, owner + 1) - splits.begin));
+    for (i32 at = i32(threadIdx.x); at <= all - owned; at += 32) {
+        const i32 split = at > 0 ? owned - 1 + at : 0;
+        pieces.slots[at] = split > 0 ? slot_after(args, line.owner(splits, run.at, splits.begin + split), split) : slot_before(args, owner, 0);
+    }
+    if (threadIdx.x == 0) pieces.count = 1 + all - owned, pieces.owner = owner, smem.half = half_of(args);
+    __syncwarp();
+}
+
+// The first warp. `early`: the launch before may still run; false where it has then changed what had been read.
+__device__ bool produce(const Args& args, Smem& smem, bool early) {
+    Scheduler scheduler(args, early ? smem.seen : nullptr);
+    Step works;
+    Ring<cfg::stages> kv;
+    while (true) {
+        const auto [run, rows] = scheduler.next(args);
+        const TileRange own = Walk::span(args, rows, run, min(run.q_begin + cfg::tile_q, rows.q_len));
+        const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
+        if (early && works.count == 0) {
+            Launch::wait();
+            Launch::launch_dependents();
+            if (!Scheduler::holds(args, smem.seen)) return false;
+        }
+        const u32 place = works.stage();
+        smem.work_empty[place].wait(works.parity() ^ 1);
+        __syncwarp();  // all lanes have seen the place free: one that comes late would wait for its next turn
+        if (threadIdx.x == 0) {
+            smem.work[place] = {run, own, min(cfg::tile_q, rows.q_len - run.q_begin)};
+            smem.work_full[place].arrive();
+        }
+        if (run.is_last()) break;
+        if (tiles.begin < tiles.end) {
+            const Kv source(args, rows, run);
+            i32 found = source.find(tiles.begin);
+#pragma unroll 1
+            for (i32 tile = tiles.begin; tile < tiles.end; ++tile, kv.advance()) {
+                const auto at = Kv::at(smem.board, tile, source.page(tile, found));
+                found = tile + 1 < tiles.end ? source.find(tile + 1) : -1;
+                smem.k_empty[kv.stage].wait(kv.parity ^ 1);
+                source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], at);
+                smem.v_empty[kv.stage].wait(kv.parity ^ 1);
+                source.load_v(smem.v[kv.stage], smem.v_full[kv.stage], at);
+            }
+        }
+        __syncwarp();
+        if (!run.is_whole()) list_pieces(args, smem, smem.pieces[place], scheduler.line, run);
+        if (threadIdx.x == 0) smem.listed[place].arrive();
+        ++works.count;
+    }
+    end_counting(args);
+    return true;
+}
+
+// The second warp loads queries, each lane some rows: those of any number of heads.
+__device__ void load_queries(const Args& args, Smem& smem) {
+    constexpr i32 chunks = cfg::head_dim / 8;  // of a row, 16 bytes each
+    Ring<cfg::q_stages> q;
+    for (Step works;; ++works.count, q.advance()) {
+        const u32 place = works.stage();
+        smem.work_full[place].wait(works.parity());
+        const WorkTile work = smem.work[place].run;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.work_empty[place].arrive();
+        if (work.is_last()) return;
+        const Rows rows(args, work.batch);
+        smem.q_empty[q.stage].wait(q.parity ^ 1);
+        __syncwarp();
+#pragma unroll 1
+        for (i32 row = i32(threadIdx.x) % 32; row < cfg::tile_q; row += 32) {
+            const bool inside = work.q_begin + row < rows.q_len;
+            const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, inside ? work.q_begin + row : 0, work.head);
+            const u32 to = ptx::smem_address(&smem.q[q.stage]) + row * 128;
+#pragma unroll
+            for (i32 i = 0; i < chunks; ++i)
+                ptx::cp_async(to + i / 8 * QTile::panel_bytes + (i % 8 ^ row % 8) * 16, args.q.data + at + i * 16, inside ? 16 : 0);
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.q_full[q.stage].arrive();
+    }
+}
+
+// Where loops are known to be the same in a warp, descriptors, which follow from the ring's stages, may stay in uniform registers.
+__device__ i32 uniform(i32 x) { return ptx::uniform(x); }
+
+struct Consumer {
+    const Args& args;
+    Smem& smem;
+    const u32 index, lane;  // of this warpgroup, of this thread in it
+    const SmemDescriptor<QTile> q_rows;
+    const SmemDescriptor<KTile> k_columns;
+    const SmemDescriptor<VTile> v_rows;
+    const Order order;
+    Ring<cfg::q_stages> q{};
+    Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
+    float s[QkMma::accumulators], o[PvMma::accumulators];
+    u32 p[QkMma::accumulators / 2];
+
+    __device__ Consumer(const Args& args, Smem& smem)
+        : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
+          q_rows(SmemDescriptor<QTile>::of_columns(smem.q).rows_from(index * 64)), k_columns(SmemDescriptor<KTile>::of_columns(smem.k)),
+          v_rows(SmemDescriptor<VTile>::of_rows(smem.v)), order(index) {}
+
+    // Said by each warp when it has read a stage, or a work.
+    __device__ void release(ptx::Mbarrier& empty) const {
+        if (lane % 32 == 0) empty.arrive();
+    }
+    __device__ void start_qk() {
+        const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
+        const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
+        smem.k_full[kv.stage].wait(kv.parity);
+        order.take_turn();
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::head_dim / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
+        ptx::wgmma_commit();
+    }
+    __device__ void start_pv() {
+        const Ring<cfg::stages> at = kv.previous();
+        const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
+        smem.v_full[at.stage].wait(at.parity);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
+
+    // This is what a warpgroup has for one work.
+    struct Own {
+        const Rows rows;
+        const Mask mask;
+        const Score score;
+        const i32 row;  // this thread's upmost
+
+        __device__ Own(const Args& args, const WorkTile& work, i32 row)
+            : rows(args, work.batch), mask(args, rows, work), score(args, rows, work), row(row) {}
+    };
+    // Q K^T of a tile and, where it is `pending`, P V of the one before it are issued together; the softmax runs under the latter.
+    template <bool pending>
+    __device__ void step(const Own& own, Softmax& softmax, i32 tile, bool full) {
+        start_qk();
+        if constexpr (pending) start_pv();
+        order.pass_turn();
+        const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
+        const PlacedScore<Score> placed{own.score, own.row, first};
+        const auto logits = [&] {
+            placed.logits(s);
+            if (!full) mask_fragment(own.mask, s, own.row, first);
+        };
+        ptx::wgmma_wait<pending>();
+        softmax.next(s, placed, full, logits, [] {});
+        release(smem.k_empty[kv.stage]);
+        if constexpr (pending) {
+            ptx::wgmma_wait<0>();
+            release(smem.v_empty[kv.previous().stage]);
+        }
+        kv.advance();
+#pragma unroll
+        for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
+        if constexpr (pending) softmax.rescale(o);
+    }
+    __device__ void attend_split(const Own& own, Softmax& softmax, TileRange tiles) {
+#pragma unroll
+        for (float& x : o) x = 0.f;
+        if (tiles.begin >= tiles.end) return;
+        i32 tile = tiles.begin;
+        step<false>(own, softmax, tile, tiles.is_full(tile));
+#pragma unroll 1
+        while (++tile < tiles.end) step<true>(own, softmax, tile, tiles.is_full(tile));
+        start_pv();
+        ptx::wgmma_wait<0>();
+        release(smem.v_empty[kv.previous().stage]);
+    }
+
+    // Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums.
+    __device__ float4* slot(i32 at, i32 strip) const {
+        return reinterpret_cast<float4*>(args.partials) + (i64(at) * args.strips + strip) * (blocks * 32 + 8);
+    }
+    __device__ i32 strip() const { return index * 4 + lane / 32; }  // this warp's
+    __device__ void leave(i32 at, const MaxSum& found) const {
+        float4* const to = slot(at, strip());
+        const u32 own = lane % 32;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) to[i * 32 + own] = Total::four(o, i);
+        if (own % 4 == 0) to[blocks * 32 + own / 4] = found.max_sum();
+    }
+    // Columns of o from some block on, and with the first of them the logarithms.
+    struct StoreFrom : Store {
+        const i32 block;
+
+        __device__ OElement* o(i32 row) const { return Store::o(row) + block * 8; }
+        __device__ void lse(i32 row, Number x) const {
+            if (block == 0) Store::lse(row, x);
+        }
+    };
+    template <int n>
+    __device__ void store(const Rows& rows, const WorkTile& work, i32 strip, i32 block, const MaxSum& found, const float (&x)[n], float scale_log2) const {
+        Softmax whole(args, rows, work, scale_log2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) whole.max[r] = found.max[r], whole.sum[r] = lane % 4 ? 0.f : found.sum[r];
+        store_fragment(StoreFrom{{args, rows, work}, block}, whole, x, work.q_begin + strip * 16 + lane % 32 / 4, rows.q_len, 1.f);
+    }
+    // Folds the states that the work's blocks have left, and stores what they give. Warps share strips and columns.
+    __device__ void fold(const Rows& rows, const WorkTile& work, i32 strips, const Smem::Pieces& pieces, float scale_log2) const {
+        constexpr int columns = blocks % 4 || cfg::consumers > 1 ? 2 : 4, chunks = blocks / columns;  // of a strip
+        constexpr int states = 4;  // fetched at once; more take registers from the main loop's descriptors
+        const u32 own = lane % 32, count = pieces.count;
+#pragma unroll 1
+        for (i32 unit = strip(); unit < strips * chunks; unit += 4 * cfg::consumers) {
+            const i32 strip = unit / chunks, block = unit % chunks * columns;
+            MaxSum found;
+            float sum[4 * columns];
+#pragma unroll 1
+            for (u32 first = 0; first < count; first += states) {
+                float4 stats[states], x[states][columns];
+#pragma unroll
+                for (u32 j = 0; j < states; ++j) {  // behind the last one it once more
+                    const float4* const from = slot(pieces.slots[min(first + j, count - 1)], strip);
+                    stats[j] = from[blocks * 32 + own / 4];
+#pragma unroll
+                    for (int i = 0; i < columns; ++i) x[j][i] = from[(block + i) * 32 + own];
+                }
+#pragma unroll
+                for (u32 j = 0; j < states; ++j) {
+                    if (first + j >= count) break;
+                    MaxSum next;
+                    next.set(stats[j]);
+                    const bool is_first = j == 0 && first == 0;
+                    const Factors by = found.factors(next, scale_log2);
+                    if (is_first) found = next;
+                    else found.fold(next, by);
+#pragma unroll
+                    for (int i = 0; i < columns; ++i) {
+                        const float y[4] = {x[j][i].x, x[j][i].y, x[j][i].z, x[j][i].w};
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) sum[4 * i + e] = is_first ? y[e] : by.fold(sum[4 * i + e], y[e], e / 2);
+                    }
+                }
+            }
+            store(rows, work, strip, block, found, sum, scale_log2);
+        }
+    }
+
+    __device__ static void meet() { ptx::bar_sync(4, 128 * cfg::consumers); }
+    __device__ bool is_first() const { return threadIdx.x == 128; }
+
+    __device__ void attend(const Work& work, u32 place, u32 parity) {
+        const SplitRun& run = work.run;
+        const i32 begin = run.splits.begin;
+        const bool has_rows = strip() * 16 < work.rows;
+        const Own own(args, run, run.q_begin + strip() * 16 + lane % 32 / 4);
+        MaxSum found;
+        Total total{smem.total};
+        smem.q_full[q.stage].wait(q.parity);
+        i32 split = uniform(run.split);
+        const i32 split_end = uniform(run.split_end);
+#pragma unroll 1
+        do {  // one at least: else what the work before left in registers would be kept
+            Softmax softmax(args, own.rows, run, own.score.scale_log2);
+            const TileRange tiles = run.splits.clip(work.tiles, split, split + 1);
+            attend_split(own, softmax, {uniform(tiles.begin), uniform(tiles.full_begin), uniform(tiles.full_end), uniform(tiles.end)});
+#pragma unroll
+            for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
+            if (run.split > begin) {
+                if (has_rows) leave(slot_after(args, blockIdx.x, split - begin), found);
+            } else if (split == begin) total.put(found, o);
+            else total.fold(found, o, own.score.scale_log2);
+        } while (++split < split_end);
+        __syncwarp();
+        release(smem.q_empty[q.stage]);
+        q.advance();
+        if (run.split == begin) total.get(found, o);
+        if (!run.is_whole()) {
+            if (run.split == begin && has_rows) leave(slot_before(args, blockIdx.x, 0), found);
+            meet();
+            if (is_first()) {
+                smem.listed[place].wait(parity);
+                smem.is_last = count_in(args.arrived + smem.pieces[place].owner, run.split_end - run.split, run.splits.end - begin, smem.half);
+            }
+            meet();
+            if (smem.is_last) fold(own.rows, run, ceil_div(work.rows, 16), smem.pieces[place], own.score.scale_log2);
+        } else if (has_rows) store(own.rows, run, strip(), 0, found, o, own.score.scale_log2);
+    }
+};
+
+__device__ void consume(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_inc<cfg::consumer_registers>();  // on a path of its own: where ways meet again, all have the registers of the fewest
+    Consumer consumer(args, smem);
+    for (Step works;; ++works.count) {
+        const u32 place = works.stage();
+        smem.work_full[place].wait(works.parity());
+        if (uniform(smem.work[place].run.batch) < 0) return;
+        consumer.attend(smem.work[place], place, works.parity());
+        __syncwarp();
+        consumer.release(smem.work_empty[place]);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_decode_wide(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        constexpr u32 readers = 4 * cfg::consumers;
+        ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
+        for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + 1), smem.listed[i].init(1);
+        for (int i = 0; i < cfg::stages; ++i) {
+            smem.k_full[i].init(1), smem.k_empty[i].init(readers);
+            smem.v_full[i].init(1), smem.v_empty[i].init(readers);
+        }
+        smem.board.init();
+        ptx::fence_mbarrier_init();
+    }
+    if (threadIdx.x < 32) Rows::prefetch(args);
+    __syncthreads();
+    bool early = Launch::uses_pdl && threadIdx.x < 32 && args.batches <= most_early;
+    if (!early) {
+        Launch::wait();
+        Launch::launch_dependents();
+    }
+    if (threadIdx.x >= 128) return consume(args, smem);
+    ptx::setmaxnreg_dec<cfg::producer_registers>();
+    if (threadIdx.x >= 64) return;
+    if (threadIdx.x >= 32) return load_queries(args, smem);
+#pragma unroll 1
+    while (!produce(args, smem, early)) early = false;
+}
