@@ -30,8 +30,8 @@ WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
-# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to that of
-# the next block, where all add at once; a step; what a work takes besides.
+# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to the
+# next block's, where all add at once; a step; what a work takes besides.
 HOP, STEP, WORK = 3.0, 2.1, 5.0
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 MOST_ROUNDS = 12  # works of a block, up to which key tiles go round
