@@ -33,8 +33,8 @@ NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
 # Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to the
 # next block's, where all add at once; a step; what a work takes besides.
 HOP, STEP, WORK = 3.0, 2.1, 5.0
+TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
-MOST_ROUNDS = 12  # works of a block, up to which key tiles go round
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
@@ -84,10 +84,19 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
     return dataclasses.replace(config, steps="apart" if _has_two_loops(op, config) else "together")
 
 
+def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
+    """The configuration with key tiles of 128 where that for the head sizes has 192: for few heads more blocks have a work then."""
+    is_plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score and not (op.varlen or any(op.lens) or op.spec.dropout)
+    if not is_plain or config_of(op).consumers == 2:
+        return []
+    config = AttnBwdConfig(dq_columns=op.head_dim)
+    return [dataclasses.replace(config, steps="apart" if _has_two_loops(op, config) else "together")]
+
+
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether whole tiles have a loop of their own: where that is faster (notes/attn_bwd.md) and fits in registers, of which
     three warpgroups have none to spare for packed sequences."""
-    if config.order != "at_once" or not op.has_plain_score or op.spec.dropout or op.spec.offsets is not None:
+    if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None:
         return False
     if op.varlen and config.consumers == 3:
         return False
@@ -229,14 +238,23 @@ def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
     return SUMS if config.dq_sums > 1 else STORES[config.store]
 
 
-def _goes_round(op: Backward, config: AttnBwdConfig, works: int, blocks: int) -> bool:
-    """Says whether key tiles go round: where all of them see all queries, and blocks have few works, most of a work's time is
-    waiting for the key tiles before it (perf/notes/attn_bwd.md, "Rounds")."""
-    forward = op.forward
+def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether key tiles go round, by what is expected: works that begin together wait for the key tiles before them once, a
+    hop each, and rounds wait for nobody, but a block has its works beforehand, in windows (perf/notes/attn_bwd.md)."""
+    forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
     kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
-    is_square = isinstance(forward.mask, Full) and forward.heads_per_kv == 1 and 8 <= kv_tiles <= q_tiles <= 4 * kv_tiles
-    rotated = dataclasses.replace(config, walk="rotated")
-    return is_square and not config.walk and works <= MOST_ROUNDS * blocks and _refuse_rounds(rotated, op) is None
+    rotated = dataclasses.replace(config, walk="rotated", direction="")
+    if (
+        parts > 1
+        or not isinstance(forward.mask, Full)
+        or not 8 <= kv_tiles <= q_tiles / 1.5
+        or _refuse_rounds(rotated, op) is not None
+    ):
+        return False
+    heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
+    windows = -(-kv_tiles // blocks)
+    rounds = -(-heads // max(1, blocks // -(-kv_tiles // windows))) * windows
+    return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
 
 
 def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
@@ -354,10 +372,15 @@ class AttnBwd(BackwardKernel):
         return tiling.too_large_block(smem_bytes(config, forward), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
-        """The operation at two lengths: with few contributors to a tile of dq, and with many."""
+        """The operation at two lengths, with few contributors to a tile of dq and with many; and with one head, where few heads
+        have a configuration of their own."""
         plain = tiling.with_mask(op.forward, _generalize(op.forward.mask))
         plain = dataclasses.replace(plain, spec=plain.spec.at(op.forward.spec.offsets and (0, 0)), heads=8, kv_heads=8)
-        forwards = (dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, total_q=n, total_kv=n) for n in (512, LONGEST))
+        sizes = ((512, 8), (LONGEST, 8), *[(LONGEST // 4, 1)] * bool(small_configs_of(op.forward)))  # lengths, heads
+        forwards = (
+            dataclasses.replace(plain, batch=1, q_len=n, kv_len=n, heads=heads, kv_heads=heads, total_q=n, total_kv=n)
+            for n, heads in sizes
+        )
         return tuple(dataclasses.replace(op, forward=forward) for forward in forwards)
 
     def is_tried(self, op: Backward) -> bool:
@@ -377,7 +400,7 @@ class AttnBwd(BackwardKernel):
         if lists(forward.mask):
             configs = list_configs_of(forward)
         else:
-            configs = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward)]
+            configs = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward), *small_configs_of(forward)]
         return [config for config in map(functools.partial(_use_tma, op), configs) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdConfig, op: Backward, device: Device) -> float:
@@ -390,23 +413,32 @@ class AttnBwd(BackwardKernel):
         if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
-            return seconds * (0.98 if config.order == "step_later" else 1.0)
+            return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
         q_len = max(1, round(forward.total_q / max(1, forward.batch)))
         return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
+
+    def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
+        """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
+        work, and 128 else (perf/notes/attn_bwd.md)."""
+        few = backward.kv_tiles(op, 128) <= device.sm_count
+        return 1.0 if config.consumers == (2 if few else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
         """Those of one sum of each tile of dq, and of several where lengths may ask for them."""
         several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
         kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
+        rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
+        if isinstance(op.forward.mask, Full) and not config.walk and _refuse_rounds(rotated, op) is None:
+            kinds.append(rotated)
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
         """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
-        forward, blocks, works = op.forward, device.sm_count, backward.kv_tiles(op.forward, config.tile_kv)
-        goes_round = _goes_round(op, config, works, blocks)
-        config = group.resolved(forward, config, works, config.tile_kv, blocks)
+        forward, blocks, is_asked = op.forward, device.sm_count, config.walk
+        config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
+        walk = "rotated" if not is_asked and _goes_round(op, config, blocks) else config.walk
         direction = config.direction or _choose_direction(forward, config)
-        walk, count = "rotated" if goes_round else config.walk, config.dq_sums or _count_sums(forward, config, blocks)
+        count = config.dq_sums or _count_sums(forward, config, blocks)
         return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
 
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:

@@ -11,6 +11,7 @@ from ..operation.operand import Layout
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.gradients import DQ
+from ..variant.mask import Causal, Full
 from ..variant.scheduler import DIRECTIONS
 from ..variant.walk import IntervalKeys, ListKeys, QIntervalWalk, QListWalk, lists
 from . import backward, group, tiling
@@ -42,8 +43,9 @@ def config_of(op: Forward) -> AttnBwdPairConfig:
     smaller key tiles. A producer that asks a mask for its tiles, or finds sequences by the rows in use, can spare less."""
     if lists(op.mask):
         return AttnBwdPairConfig(64, 48 if op.head_dim > 248 else 64, 128, 56, 224, 56, 224)
+    is_plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score and not (op.spec.dropout or op.varlen or any(op.lens))
     if op.head_dim <= 248:
-        return AttnBwdPairConfig()
+        return AttnBwdPairConfig(tile_kv=96 if op.widest <= 160 and is_plain else 64)
     if op.spec.dropout or (op.varlen and any(op.lens)):
         return AttnBwdPairConfig(tile_kv=48)
     return AttnBwdPairConfig(q_producer_registers=24, q_consumer_registers=240)

@@ -23,7 +23,8 @@ WALKS: dict[str, Option] = {
 # with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
 # before it have had their turns to add to dq: half as many of them at once, half as long. Elsewhere one a block is enough. Packed
 # sequences come one after the other, not the longest works of all first, and need twice as many.
-ENOUGH, ENOUGH_OF_EQUAL = 1.9, 0.9
+# From LONG queries on, more of them: then fewer heads' Q and dO are read at a time, and L2 holds them.
+ENOUGH, ENOUGH_OF_EQUAL, ENOUGH_OF_LONG, LONG = 1.9, 0.9, 4.0, 8192
 MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
 MOST_PACKED, PACKED_PARTS = 24, 4  # the same of packed sequences; their parts, of which eight lost (perf/notes/attn_bwd.md)
 LONGEST_WORK = {True: 0.42, False: 0.6}  # of a block's share of all steps, for causal masks and others
@@ -59,7 +60,8 @@ def parts(op: Forward, config: Any, works: int, blocks: int) -> int:
     if op.varlen and isinstance(op.mask, (Causal, Full)) and adds_in_turns(config):
         return packed_parts(op, config, works, blocks)
     many = isinstance(op.mask, Causal) or (isinstance(op.mask, Full) and adds_in_turns(config))
-    enough = (ENOUGH if many else ENOUGH_OF_EQUAL) * (2 if op.varlen else 1)
+    is_long = isinstance(op.mask, Causal) and adds_in_turns(config) and op.q_len >= LONG and not op.varlen
+    enough = ENOUGH_OF_LONG if is_long else (ENOUGH if many else ENOUGH_OF_EQUAL) * (2 if op.varlen else 1)
     fitting = [n for n in divisors(op) if n == 1 or n * works <= MOST * blocks]
     return next((n for n in fitting if n * works >= enough * blocks), fitting[-1])
 
