@@ -85,7 +85,7 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 
 
 def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
-    """The configuration with key tiles of 128 where that for the head sizes has 192: for few heads more blocks have a work then."""
+    """The configuration with key tiles of 128 where that for the head sizes has 192: with few heads more blocks have a work."""
     is_plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score and not (op.varlen or any(op.lens) or op.spec.dropout)
     if not is_plain or config_of(op).consumers == 2:
         return []
@@ -244,12 +244,8 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
     kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
     rotated = dataclasses.replace(config, walk="rotated", direction="")
-    if (
-        parts > 1
-        or not isinstance(forward.mask, Full)
-        or not 8 <= kv_tiles <= q_tiles / 1.5
-        or _refuse_rounds(rotated, op) is not None
-    ):
+    is_square = isinstance(forward.mask, Full) and 8 <= kv_tiles <= q_tiles / 1.5
+    if parts > 1 or not is_square or _refuse_rounds(rotated, op) is not None:
         return False
     heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
     windows = -(-kv_tiles // blocks)
