@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 31812,
+    "rawattn": 32040,
     "perf": 6240,
-    "cuda_src": 12998,
-    "tests": 43545,
+    "cuda_src": 13470,
+    "tests": 43905,
 }
 FUNCTION_LINES = 60
 
