@@ -57,23 +57,16 @@ struct Total {
 #pragma unroll
         for (int i = 0; i < blocks; ++i) at(i) = four(x, i);
     }
-    // Folds what was found over keys that follow.
-    __device__ void fold(const MaxSum& next, const Columns& x, float scale_log2) {
+    // Makes of what was found over keys that follow what was found over all so far, and keeps it.
+    __device__ void join(MaxSum& next, Columns& x, float scale_log2) {
         const Factors by = stats.factors(next, scale_log2);
-        stats.fold(next, by);
-#pragma unroll
-        for (int i = 0; i < blocks; ++i) {
-            float4 sum = at(i);
-            ::fold(sum, four(x, i), by);
-            at(i) = sum;
-        }
-    }
-    __device__ void get(MaxSum& found, Columns& x) const {
-        found = stats;
+        stats.fold(next, by), next = stats;
 #pragma unroll
         for (int i = 0; i < blocks; ++i) {
             const float4 sum = at(i);
-            x[4 * i] = sum.x, x[4 * i + 1] = sum.y, x[4 * i + 2] = sum.z, x[4 * i + 3] = sum.w;
+            x[4 * i] = by.fold(sum.x, x[4 * i], 0), x[4 * i + 1] = by.fold(sum.y, x[4 * i + 1], 0);
+            x[4 * i + 2] = by.fold(sum.z, x[4 * i + 2], 1), x[4 * i + 3] = by.fold(sum.w, x[4 * i + 3], 1);
+            at(i) = four(x, i);
         }
     }
 };
@@ -388,12 +381,11 @@ struct Consumer {
             if (run.split > begin) {
                 if (has_rows) leave(slot_after(args, blockIdx.x, split - begin), found);
             } else if (split == begin) total.put(found, o);
-            else total.fold(found, o, own.score.scale_log2);
+            else total.join(found, o, own.score.scale_log2);
         } while (++split < split_end);
         __syncwarp();
         release(smem.q_empty[q.stage]);
         q.advance();
-        if (run.split == begin) total.get(found, o);
         if (!run.is_whole()) {
             if (run.split == begin && has_rows) leave(slot_before(args, blockIdx.x, 0), found);
             meet();

@@ -59,6 +59,12 @@ def most_rows(op: AttentionKVCache) -> int:
     return op.q_len * op.heads_per_kv
 
 
+def is_wide(op: AttentionKVCache) -> bool:
+    """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
+    once, and sequences have so many key heads that a fold of 64 rows is done by several blocks. Nothing here depends on the batch."""
+    return most_rows(op) > 32 and op.kv_heads > 2
+
+
 def is_crowded(op: AttentionKVCache) -> bool:
     """Says whether 32 rows of O take so many registers that a kernel for them may spill: in tiles of 64 keys, which caches of
     eight bits and ``invariant`` take, or where a step has all the arrays that it may have for each sequence."""
@@ -157,6 +163,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
             sizes, room = f"head_dim {op.head_dim} and head_dim_v {op.head_dim_v}", f"{device.smem_bytes} bytes of {device.name}"
             reasons.append(f"{sizes} need more shared memory than the {room}")
         return reasons + tiling.reasons(self.layout_reason(op.layout))
+
+    def prefers(self, op: AttentionKVCache) -> bool:
+        return not is_wide(op)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None

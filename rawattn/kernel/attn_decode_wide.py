@@ -13,7 +13,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Counter, Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
 from .paging import LONGEST, page_shift
@@ -97,7 +97,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         return device.arch == "sm_90a"
 
     def prefers(self, op: AttentionKVCache) -> bool:
-        return False  # behind attn_decode, which takes as much, until timings say where it is faster
+        return is_wide(op)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return False

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 31812,
+    "rawattn": 32260,
     "perf": 6240,
-    "cuda_src": 13063,
-    "tests": 43650,
+    "cuda_src": 13530,
+    "tests": 44140,
 }
 FUNCTION_LINES = 60
 

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "two blocks of rows": (of(RAGGED, heads=10, lengths=((14, 1500), (2, 40))), ONE, 3),
     "end to end": (of(RAGGED, form="indptr", layout="HND", sinks=True), TWO, 5),
     "dense": (of(SAME, form="dense", page_size=2501, pool="interleaved", window=(1700, 0)), ONE, 6),
-    "pages of 8": (of(WIDE, page_size=8, head_dim=80, head_dim_v=96, dtype="fp16", softcap=5.0), ONE, 3),
+    "pages of 8": (of(WIDE, page_size=8, head_dim=80, head_dim_v=96, softcap=5.0), ONE, 3),
     "pages of 128, odd group": (of(WIDE, page_size=128, heads=3, lengths=((30, 1300), (30, 40)), pool="shared"), TWO, 3),
     "small pages at once": (of(WIDE, head_dim=128, head_dim_v=128), AttnDecodeWideConfig(64, 64, 5, 2), 2),
     "small pages of 192 and 128": (of(WIDE, head_dim=192, head_dim_v=128), AttnDecodeWideConfig(64, 32, 3, 1), 2),

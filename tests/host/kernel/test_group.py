@@ -83,7 +83,7 @@ CHOSEN = {
     "no queries": (backward(1, 4096, (8, 1), Full(), q_len=0), "1"),
     "several windows a block": (backward(1, 4096, (8, 1), Window(1024, 0)), "4"),
     "a mask for each head": (backward(1, 4096, (8, 1), HeadWindow(3, 1)), "4"),
-    "two groups of heads": (backward(1, 8192, (32, 8), Causal()), "1"),
+    "two groups of heads, long": (backward(1, 8192, (32, 8), Causal()), "2t"),
     "three groups of heads": (backward(2, 4096, (32, 8), Causal()), "1t"),
     "long packed sequences": (backward(8, 4096, (32, 8), Causal(), varlen=True, total_q=32768, total_kv=32768), "1"),
     "seven heads of a group": (backward(1, 4096, (28, 4), Causal()), "7t"),
@@ -100,15 +100,16 @@ def test_chosen(op: Backward, wanted: str) -> None:
     (backward(1, 1024, (8, 8), Causal(), kv_len=32768), 8, 1),  # 16 query tiles: two blocks at each of 8 heads' sums would wait
     (backward(64, 77, (8, 8), Full(), kv_len=4096), 132, 3),
     (backward(1, 1024, (32, 8), Causal(), kv_len=32768), 5, 1),  # four heads' sums for each key head
-    (backward(4, 4096, (16, 16), Full()), 5, 12),  # as many query tiles as key tiles: a work for each block
+    (backward(4, 4096, (16, 16), Full()), 4, 16),  # rounds: 32 key tiles of each of four heads for 132 blocks
+    (backward(8, 2048, (16, 16), Full()), 9, 14),  # as many query tiles as key tiles: a work for each block
     (backward(4, 4096, (16, 16), Causal()), 5, 12),
     (backward(1, 4096, (16, 16), Causal()), 8, 2),  # an even number of groups, where three would do
     (backward(1, 8192, (40, 40), Causal()), 3, 12),  # and the last has four more than others
     (backward(1, 16384, (2, 2), Causal()), 1, 2),
     (backward(1, 2048, (4, 4), Causal()), 4, 1),  # fewer works than blocks
     (backward(4, 4096, (32, 8), Causal()), 32, 1),  # works with four query heads: all key heads together
-    (backward(3, 8192, (8, 1), Causal()), 6, 1),  # two parts of them
-    (backward(4, 4096, (32, 8), Full()), 5, 6),
+    (backward(3, 8192, (8, 1), Causal()), 12, 1),  # four parts of them
+    (backward(4, 4096, (32, 8), Full()), 4, 8),
     (backward(4, 4096, (32, 8), Window(1024, 0)), 5, 6),
 ], ids=str)  # fmt: skip
 def test_heads_together(op: Backward, size: int, groups: int) -> None:
@@ -212,7 +213,7 @@ def test_launches(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("mask, heads, wanted", [
-    (Causal(), (8, 2), 3), (Causal(), (9, 3), 3), (Causal(), (8, 8), 1), (Full(), (8, 2), 2), (Window(9, 0), (8, 2), 2),
+    (Causal(), (8, 2), 3), (Causal(), (9, 3), 3), (Causal(), (8, 8), 1), (Full(), (8, 2), 3), (Window(9, 0), (8, 2), 2),
 ], ids=str)  # fmt: skip
 def test_new_lengths_compile_nothing(mask: Any, heads: tuple[int, int], wanted: int) -> None:
     """All kernels that any length may get are compiled together."""

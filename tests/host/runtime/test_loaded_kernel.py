@@ -54,10 +54,23 @@ def test_a_new_length_compiles_nothing(compiled: list[str]) -> None:
     for length in range(81, 97):
         rawattn.attention(call["q"], *[torch.randn(2, length, 4, 64).bfloat16()] * 2)
     assert len(kernels) == 1 and len(LAUNCHED) == 17
-    for batch, q_len, kv_len, heads in ((1, 65, 5000, 2), (3, 3000, 3000, 8), (1, 70, 9, 16)):
-        q, k = torch.randn(batch, q_len, heads, 64).bfloat16(), torch.randn(batch, kv_len, 2, 64).bfloat16()
-        rawattn.attention(q, k, k)
+    for batch, q_len, kv_len, heads in ((1, 65, 800, 2), (3, 3000, 3000, 8), (1, 70, 9, 16)):
+        _attend(batch, q_len, kv_len, heads)
     assert compiled == first and {key for key, _ in kernels} <= set(first)
+
+
+def _attend(batch: int, q_len: int, kv_len: int, heads: int) -> None:
+    q, k = torch.randn(batch, q_len, heads, 64).bfloat16(), torch.randn(batch, kv_len, 2, 64).bfloat16()
+    rawattn.attention(q, k, k)
+
+
+def test_few_tiles_are_a_kind_of_their_own(compiled: list[str]) -> None:
+    """All that their lengths need is compiled with the first, in parts of the keys or not."""
+    _attend(1, 65, 5000, 2)
+    first = [*compiled]
+    for q_len, kv_len in ((70, 1024), (129, 40_000), (1000, 2000), (3000, 3000)):
+        _attend(1, q_len, kv_len, 2)
+    assert compiled == first and len(LAUNCHED) > 5
 
 
 def test_a_decode_loop_compiles_once(compiled: list[str]) -> None:
