@@ -320,7 +320,7 @@ struct Consumer {
     // Folds the states that the work's blocks have left, and stores what they give. Warps share strips and columns.
     __device__ void fold(const Rows& rows, const WorkTile& work, i32 strips, const Smem::Pieces& pieces, float scale_log2) const {
         constexpr int columns = blocks % 4 || cfg::consumers > 1 ? 2 : 4, chunks = blocks / columns;  // of a strip
-        constexpr int states = 4;  // fetched at once; more take registers from the main loop's descriptors
+        constexpr int states = cfg::fold_states;  // fetched at once; more of them take registers from the main loop's descriptors
         const u32 own = lane % 32, count = pieces.count;
 #pragma unroll 1
         for (i32 unit = strip(); unit < strips * chunks; unit += 4 * cfg::consumers) {

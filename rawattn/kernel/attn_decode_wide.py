@@ -35,6 +35,7 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
+    fold_states: int = 4  # that a fold fetches at once
 
     @property
     def consumers(self) -> int:
@@ -127,6 +128,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
+        if config.fold_states not in (4, 8):
+            return f"fold_states is {config.fold_states}; it must be 4 or 8"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -179,9 +182,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         producer, consumer = registers(config)
         constants = {**dataclasses.asdict(config), "consumers": config.consumers, "m_tiles_per_warp": 1}
-        constants |= {"producer_registers": producer, "consumer_registers": consumer}
-        constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-        constants |= {"most_pieces": MOST_SPLITS, "most_blocks": MOST_BLOCKS}
+        constants |= {"producer_registers": producer, "consumer_registers": consumer, "head_dim": op.head_dim}
+        constants |= {"head_dim_v": op.head_dim_v, "most_pieces": MOST_SPLITS, "most_blocks": MOST_BLOCKS}
         products = [
             wgmma("QkMma", op.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
             wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),

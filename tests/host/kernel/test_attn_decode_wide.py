@@ -134,6 +134,7 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
         same(run(case, ONE, 3, order=lambda n, last=last: sorted(range(n), key=lambda block: block == last)), wanted)
     same(run(case, AttnDecodeWideConfig(64, 64, 2, 1), 4), wanted)
     same(run(case, TWO, 3), wanted)
+    same(run(case, of(ONE, fold_states=8), 7), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
 
@@ -250,8 +251,9 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
     for name, changes in OPTIONS.items():
         op = op_of(q_len, *sizes, **changes)
         config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
-        binary = compiler.compile(ATTN_DECODE_WIDE.render(op, config, "sm_90a"))
-        assert binary.spill_bytes == 0 and not binary.advisories, name
+        for each in (config, of(config, fold_states=8)):
+            binary = compiler.compile(ATTN_DECODE_WIDE.render(op, each, "sm_90a"))
+            assert binary.spill_bytes == 0 and not binary.advisories, name
 
 
 def test_configurations() -> None:
@@ -268,6 +270,7 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
+        ({"fold_states": 5}, "fold_states is 5"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
