@@ -61,7 +61,7 @@ def most_rows(op: AttentionKVCache) -> int:
 
 def is_wide(op: AttentionKVCache) -> bool:
     """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
-    once, and sequences have so many key heads that a fold of 64 rows is done by several blocks. Nothing here depends on the batch."""
+    once, and sequences have so many key heads that folds of 64 rows are done by several blocks. It never depends on the batch."""
     return most_rows(op) > 32 and op.kv_heads > 2
 
 

@@ -285,11 +285,19 @@ def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) ->
     assert 0 <= attn_decode_wide.smem_bytes(op, config) - facts.value < 1024
 
 
-def test_it_is_asked_for_by_name() -> None:
-    """attn_decode takes what it takes."""
-    for q_len, size in itertools.product((1, 8, 64), (64, 128, 192, 256)):
-        assert select(op_of(q_len, size), HOPPER).kernel.name == "attn_decode"
-        assert select(op_of(q_len, size), HOPPER, "attn_decode_wide").kernel is ATTN_DECODE_WIDE
+def test_who_is_chosen() -> None:
+    """More than 32 rows and two key heads, whatever the batch; what it refuses attn_decode takes."""
+    for q_len, size in itertools.product((1, 8, 9, 64), (64, 128, 192, 256)):
+        for kv_heads, batch in itertools.product((2, 3), (1, 100)):
+            op = dataclasses.replace(
+                op_of(q_len, size), kv_heads=kv_heads, heads=4 * kv_heads, batch=batch, total_q=batch * q_len
+            )
+            wanted = "attn_decode_wide" if q_len > 8 and kv_heads > 2 else "attn_decode"
+            assert select(op, HOPPER).kernel.name == wanted
+            assert select(op, HOPPER, "attn_decode_wide").kernel is ATTN_DECODE_WIDE
+    op = dataclasses.replace(op_of(64), kv_heads=8, heads=32, spec=dataclasses.replace(op_of().spec, invariant=True))
+    assert select(op, HOPPER).kernel.name == "attn_decode"
+    assert select(op_of(64), TYPICAL["sm_80"]).kernel.name == "attn_decode"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
