@@ -453,6 +453,8 @@ def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
     walks = [{"walk": walk} for walk in WALKS] if hasattr(config, "walk") else [{}]
     for parts, walk in itertools.product(divisors(case.op), walks):
         own = dataclasses.replace(config, parts=parts, **walk)
+        if walk.get("walk") == "rotated" and kernel.legal(own, Backward(case.op, dlse), context.device(0)) is not None:
+            continue  # rounds are for a full or causal mask and one length
         found = call.run(kernel, config=own)
         call.check(found)
         assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
