@@ -67,7 +67,7 @@ def kernels_of(case: Case) -> dict[str, Any]:
     return {kernel.name: kernel for kernel in KERNELS_OF[kind]}
 
 
-def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, Any]:
+def our_options(case: Case, name: str, kernel: str | None = None, device: Device | None = None) -> dict[str, Any]:
     """Keyword arguments of ``rawattn.attention`` for ``ours``, ``ours:128x96s2q2``, ``ours:KERNEL/128x96s2q2``, ``ours:KERNEL``,
     or ``ours:KERNEL:stages=2+order=at_once``: the configuration that is chosen, with other fields, and what is no field of it is
     an option. Where the name has no kernel, ``kernel`` says which is asked for; None leaves it to the library."""
@@ -83,7 +83,7 @@ def our_options(case: Case, name: str, kernel: str | None = None) -> dict[str, A
         return options | {"kernel": served.name, "config": parse_config(served.config_type, config)}
     given = {field: _literal(text) for field, _, text in (each.partition("=") for each in changes.split("+") if each)}
     if given:
-        chosen = select(operation(case), context.device(0), kernel).config
+        chosen = select(operation(case), device or context.device(0), kernel).config
         fields = {field: given.pop(field) for field in [*given] if hasattr(chosen, field)}
         options |= given | ({"config": dataclasses.replace(chosen, **fields)} if fields else {})
     return options
@@ -121,7 +121,7 @@ def sources(names: dict[Case, list[str]], device: Device, kernel: str | None = N
     for case in names:
         for name in names[case]:
             with contextlib.suppress(RawattnError):
-                op = _asked(case, options := our_options(case, name, kernel))
+                op = _asked(case, options := our_options(case, name, kernel, device))
                 selection = select(op, device, options.get("kernel"), options.get("config"))
                 yield from launched(selection.kernel, op, selection.config, device)
                 if isinstance(op, Backward):
