@@ -15,7 +15,8 @@
 constexpr i32 work_tiles = 2;  // that a work takes as long as, besides its own
 constexpr i32 tile_bytes = cfg::tile_kv * (cfg::head_dim + cfg::head_dim_v) * sizeof(KvElement);
 // That read as fast as all do; short rows, and more than 32 of them, take longer to compute.
-constexpr i32 enough_blocks = cfg::tile_q > 32 ? cfg::most_blocks : tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes : 64;
+constexpr i32 enough_blocks = cfg::tile_q > 32 ? cfg::most_blocks : tile_bytes < 1 << 15 ? (1 << 21) / tile_bytes
+                                                                                         : 64;
 constexpr float fold_tiles = float(1 << 24) / tile_bytes;                          // that all blocks read while states are left, counted and folded
 
 // This is what the schedule knows of a sequence.
