@@ -159,7 +159,7 @@ def test_what_goes_beside_is_asked_for() -> None:
         launches = both.kernel.lower(MIXED, both.config, TYPICAL[arch]).launches
         assert [(each.entry, each.values["few_queries"]) for each in launches] == [("attn_decode", 64), (one.name, 64)]
         few, many = (dict(each.source.headers)["config.cuh"] for each in launches)
-        of_few = select(dataclasses.replace(MIXED, q_len=64), TYPICAL[arch]).config
+        of_few = select(dataclasses.replace(MIXED, q_len=64), TYPICAL[arch], "attn_decode").config
         assert f"m_tiles = {of_few.m_tiles};" in few and f"tile_kv = {of_few.tile_kv};" in few and "SpeculativeMax" in many
         binaries = [compiler.compile(each.source) for each in launches if arch == "sm_90a"]
         assert not any(each.spill_bytes or each.advisories for each in binaries)
@@ -357,7 +357,8 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     op = Decode(1, 512, 32, 8, *dims, page=page, varlen=ragged, total_q=512, mask=mask, sinks=ragged).operation
     other = dataclasses.replace(op, heads=48, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=9000 if ragged else -1)
     found = select(op, TYPICAL["sm_90a"])
-    for config in (found.config, *found.compiled_with):
+    every = (found.config, *found.compiled_with)
+    for config in (dataclasses.replace(each, kv_splits=n) for each in every for n in ((1, 2) if each.kv_splits == 0 else (1,))):
         launches = [ATTN_FWD_KVCACHE.lower(each, config, TYPICAL["sm_90a"]).launches[0] for each in (op, other)]
         assert launches[0].source.key == launches[1].source.key
         binary = compiler.compile(launches[0].source)
