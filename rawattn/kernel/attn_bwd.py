@@ -276,7 +276,7 @@ def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str,
     size = -(-heads // groups)
     return {
         "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
-        "q_stride": 256 * q_tiles // window,
+        "q_stride": min(256 * q_tiles // window, (1 << 31) - 1),
     }  # fmt: skip
 
 

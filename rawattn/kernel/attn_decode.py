@@ -62,7 +62,7 @@ def most_rows(op: AttentionKVCache) -> int:
 def is_wide(op: AttentionKVCache) -> bool:
     """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
     once, and sequences have so many key heads that folds of 64 rows are done by several blocks. It never depends on the batch."""
-    return most_rows(op) > 32 and op.kv_heads > 2
+    return most_rows(op) > 32 and op.kv_heads > 2 and not op.split_keys
 
 
 def is_crowded(op: AttentionKVCache) -> bool:

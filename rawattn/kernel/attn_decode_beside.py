@@ -84,6 +84,9 @@ class Beside(OverCache):
         main = many.launches[-1]._replace(entry=self.plain.name)  # those before make pyramids, which are made once
         return Program((*few.launches, main), tuple(dict.fromkeys((*few.scratch, *many.scratch))))
 
+    def programs(self, op: AttentionKVCache, config: Any, device: Device) -> tuple[Program, ...]:
+        return (self.lower(op, config, device),)  # steps of any lengths, whose keys are not split
+
 
 class AttnDecodeAndFwd(Beside, AttnFwdKVCache):
     """attn_fwd with attn_decode before it."""

@@ -212,7 +212,8 @@ class AttnFwd(ForwardKernel):
         return device.arch == "sm_90a"
 
     def prefers(self, op: Forward) -> bool:
-        many = not tiling.is_few(op) or few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
+        serves_few = few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
+        many = not tiling.is_few(op) or (serves_few and op.layout.tma_unsupported is None)
         return op.invariant or many  # else attn_fwd_mma has more blocks, and shares tiles among heads
 
     def supports(self, op: Forward, device: Device) -> list[str]:
@@ -253,8 +254,11 @@ class AttnFwd(ForwardKernel):
         ring for each tile; and where the producer asks a mask for its tiles there are up to three warpgroups, which leave it
         registers, and the shortest and the longest key tile of each. Three have rows of several blocks of queries, of which each
         may need other keys."""
-        if short := [c for c in short_configs(op) if is_short(op) and self.legal(c, op, device) is None]:
-            return short
+        short = [config for config in short_configs(op) if is_short(op) and self.legal(config, op, device) is None]
+        return short or self.candidates_of_one(op, device)
+
+    def candidates_of_one(self, op: Forward, device: Device) -> list[AttnFwdConfig]:
+        """Those with one block on a multiprocessor."""
         configs: list[AttnFwdConfig] = []
         most = 256 if not lists(op.mask) else 128 if getattr(op.mask, "by_blocks", False) else 192
         for tile_q in range(64, most + 1, 64):
@@ -303,7 +307,7 @@ class AttnFwd(ForwardKernel):
         if (tiles_each := split_tiles(op, config)) > 1:
             begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, config.tile_q, rows_each)
             visited = int((-(-end.max(1) // config.tile_kv) - begin.min(1) // config.tile_kv).max())
-            return min(few_rows.MOST, max(1, visited // tiles_each))
+            return min(few_rows.MOST, max(1, (visited + 1) // tiles_each))  # one more: where tiles begin the device knows
         q_len = queries_in_steps(op.batch, op.q_len, op.heads, op.kv_heads)
         op = op if op.varlen or q_len == op.q_len else op.resized(op.batch, q_len, op.kv_len, op.spec.offsets)
         count = 1 if config.kv_splits == 1 else _of_splits(config, op, device, rows_each)[1]

@@ -77,8 +77,13 @@ class AttnFwdKVCache(OverCache):
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
-        configs = [dataclasses.replace(config, pack_gqa=False) for config in ATTN_FWD.candidates(forward_of(op), device)]
-        return [config for config in configs if self.legal(config, op, device) is None]
+        """Those over tensors, one block on a multiprocessor each. Keys of few rows are not split: the number of splits would
+        follow from the batch, or scratch from the bound of lengths."""
+        forward = forward_of(op)
+        configs = [dataclasses.replace(config, pack_gqa=False) for config in ATTN_FWD.candidates_of_one(forward, device)]
+        if tiling.is_few(forward):
+            configs = [dataclasses.replace(config, kv_splits=1) for config in configs]
+        return [config for config in dict.fromkeys(configs) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
@@ -93,7 +98,9 @@ class AttnFwdKVCache(OverCache):
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
-        shapes = ATTN_FWD.tuning_shapes(over_tensors(op))
+        forward = over_tensors(op)
+        splits = few_rows.are_sparse(forward) and not tiling.is_few(forward)
+        shapes = few_rows.tuning_shapes(forward) if splits else tiling.tuning_shapes(forward)
         if is_plain(op):
             return shapes
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)

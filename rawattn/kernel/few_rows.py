@@ -44,7 +44,8 @@ def are_sparse(op: Forward) -> bool:
     """Says whether tiles of queries are so few that splits of keys may be worth it."""
     tiles = -(-op.q_len * op.heads_per_kv // 64) * op.kv_heads * op.batch
     are_filled = op.heads_per_kv == 1 or op.q_len >= 64 or may_share(op)
-    return are_few(op) or (tiles <= MOST_TILES and op.kv_len >= SPLIT_KEYS and may_split(op) and are_filled)
+    may = tiles <= MOST_TILES and op.kv_len >= SPLIT_KEYS and may_split(op) and are_filled
+    return are_few(op) or (may and not tiling.is_few(op))
 
 
 def tuning_shapes(op: Forward) -> tuple[Forward, ...]:

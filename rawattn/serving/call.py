@@ -8,6 +8,8 @@ from typing import Any
 from ..array.array import Array
 from ..array.forms import form_of
 from ..errors import ProblemError
+from ..kernel import few_rows
+from ..kernel.attn_decode import is_wide
 from ..kernel.attn_fwd_mma import packs
 from ..kernel.paging import over_tensors
 from ..operation import AttentionKVCache, Operation
@@ -59,12 +61,12 @@ def call_of(op: Operation, inputs: dict[str, Array], kernel: str | None = None, 
 
 def log(op: Operation) -> None:
     """Records an operation where RAWATTN_LOG is set: one of all that need the same kernels, since lengths of a step, and how
-    many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels, and by
-    how it fills tiles, which chooses configurations of attn_fwd_mma."""
+    many rows there are, change all the time. The bound on a sequence's rows counts by powers of two, which choose kernels, by how
+    it fills tiles, which chooses configurations of attn_fwd_mma, and by whether these are so few that keys may be split."""
     if not os.environ.get("RAWATTN_LOG"):
         return
     key: tuple[Any, ...] = (op.kind, op.layout)
     if isinstance(op, AttentionKVCache):
-        rows = op.q_len * op.heads_per_kv
-        key += ((rows - 1).bit_length(), op.heads_per_kv, packs(over_tensors(op)))
+        rows, forward = op.q_len * op.heads_per_kv, over_tensors(op)
+        key += ((rows - 1).bit_length(), op.heads_per_kv, packs(forward), few_rows.are_sparse(forward), is_wide(op))
     log_operation(op, key)

@@ -349,6 +349,24 @@ def test_first_keys_and_tiles_of_256_spill() -> None:
     assert 256 in tiles[0] and 256 not in tiles[1]
 
 
+@pytest.mark.parametrize("sizes", [(32, 128, 128, 32, 8, 64), (256, 64, 64, 64, 8, 128), (2000, 33, 128, 8, 1, 128)], ids=str)
+def test_many_short_steps(sizes: tuple[int, ...]) -> None:
+    """Blocks do not share a multiprocessor over caches."""
+    batch, q_len, kv_len, heads, kv_heads, dim = sizes
+    op = Decode(batch, q_len, heads, kv_heads, dim, dim, page=16, kv_len=kv_len).operation
+    kernel, config, *_ = select(op, TYPICAL["sm_90a"])
+    assert kernel is ATTN_FWD_KVCACHE and config.ctas_per_sm == 1
+
+
+def test_few_rows_are_not_split_over_caches() -> None:
+    """Where attn_decode refuses the head sizes: parts would follow from the batch, and scratch from the bound."""
+    for batch in (1, 2, 8, 256):
+        op = Decode(batch, 1, 32, 8, 72, 72, page=16, kv_len=16384).operation
+        kernel, config, *_ = select(op, TYPICAL["sm_90a"])
+        assert kernel is ATTN_FWD_KVCACHE and config.kv_splits == 1
+        assert not kernel.lower(op, config, TYPICAL["sm_90a"]).scratch
+
+
 @pytest.mark.parametrize("dims", [pytest.param((64, 64), marks=pytest.mark.slow), (128, 128)], ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
