@@ -130,15 +130,16 @@ class Parts(SplitTilesMask):
     """The mask for so many splits, which a kernel has from its scheduler."""
 
     splits: int
+    split_tiles: int
     type: ClassVar[str] = "SplitTilesMask"
 
     @property
     def fields(self) -> Fields:
-        return (*self.base.fields, Field("splits", "i32"))
+        return (*self.base.fields, Field("splits", "i32"), Field("split_tiles", "i32"))
 
     @property
     def values(self) -> dict[str, float]:
-        return {**self.base.values, "splits": self.splits}
+        return {**self.base.values, "splits": self.splits, "split_tiles": self.split_tiles}
 
 
 OF_SPLIT = """\
@@ -150,14 +151,14 @@ extern "C" void of_split(const Args* args, const Rows* rows, i32 split, i32 q_be
 
 @hypothesis.settings(max_examples=150, derandomize=True, database=None, deadline=None)
 @hypothesis.given(
-    st.one_of(KINDS["full"], CAUSAL, WINDOW, SAME), LENGTHS, LENGTHS, st.integers(1, 9), st.sampled_from([128, 192]),
+    st.one_of(KINDS["full"], CAUSAL, WINDOW, SAME), LENGTHS, LENGTHS, st.integers(1, 9), st.integers(1, 3), st.sampled_from([128, 192]),
     st.sampled_from([32, 48, 128]),
 )  # fmt: skip
-def test_splits_of_tiles(mask: Mask, q_len: int, kv_len: int, splits: int, tile_q: int, tile_kv: int) -> None:
-    """They follow each other, are of equal sizes but for one tile, and are all that a work visits; each part of its queries has
-    what it needs of them. Which tiles are full is no matter of splits."""
+def test_splits_of_tiles(mask: Mask, q_len: int, kv_len: int, splits: int, least: int, tile_q: int, tile_kv: int) -> None:
+    """They follow each other, are of equal sizes but for one tile, none of less than ``least``, and are all that a work visits;
+    each part of its queries has what it needs of them. Which tiles are full is no matter of splits."""
     whole = OnHost(mask, MASK + TILES, (q_len, kv_len), (tile_q, tile_kv))
-    split = OnHost(Parts(mask, splits), OF_SPLIT, (q_len, kv_len), (tile_q, tile_kv))
+    split = OnHost(Parts(mask, splits, least), OF_SPLIT, (q_len, kv_len), (tile_q, tile_kv))
 
     def of_split(i: int, first: int, begin: int, end: int) -> list[int]:
         ends = (ctypes.c_int * 4)()
@@ -169,7 +170,8 @@ def test_splits_of_tiles(mask: Mask, q_len: int, kv_len: int, splits: int, tile_
         begin, *full, end = whole.tiles("kv_tiles", first, last)
         found = [of_split(i, first, first, last) for i in range(splits)]
         sizes = [part[3] - part[0] for part in found]
-        assert sum(sizes) == max(0, end - begin) and max(sizes) - min(sizes) <= 1
+        count = max(1, min(splits, max(0, end - begin) // least))
+        assert sum(sizes) == max(0, end - begin) and max(sizes[:count]) - min(sizes[:count]) <= 1 and not any(sizes[count:])
         some = [part for part in found if part[0] < part[3]]
         assert [part[0] for part in some] == [begin, *(part[3] for part in some[:-1])][: len(some)]
         assert all(part[1:3] == full for part in some)
