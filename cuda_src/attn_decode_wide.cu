@@ -40,7 +40,7 @@ using QTile = Tile<cfg::tile_q, cfg::head_dim>;
 using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
 using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
 
-constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs, as in attn_decode.cu
+constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs; more were not timed here
 constexpr int blocks = cfg::head_dim_v / 8;  // of a fragment's columns
 
 // What has been found of a work's splits so far: the columns in shared memory, each thread's own, as registers are few.

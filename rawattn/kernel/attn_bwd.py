@@ -226,15 +226,15 @@ def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
     if not _has_few_queries(op, config):
         return 1
     tiles = op.heads * backward.q_blocks(op, config.tile_q)
-    seconds = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
+    time = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
     of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
     of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
     fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
-    return next((n for n in fitting if HOP / n <= MOST_HOPS * seconds), fitting[-1])
+    return next((n for n in fitting if HOP / n <= MOST_HOPS * time), fitting[-1])
 
 
 def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
-    """How parts of dq meet, and what is cleared for that."""
+    """The options that say how parts of dq meet, and what is cleared for that."""
     return SUMS if config.dq_sums > 1 else STORES[config.store]
 
 

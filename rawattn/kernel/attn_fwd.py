@@ -189,7 +189,8 @@ def is_short(op: Forward) -> bool:
 
 
 def short_configs(op: Forward) -> list[AttnFwdConfig]:
-    """What was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); none for wide heads of more than 64 rows."""
+    """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); wide heads of more than 64
+    rows have none."""
     if op.widest <= 64:
         return [AttnFwdConfig(64, 64, 4, 1, ctas_per_sm=3) if op.q_len <= 64 else AttnFwdConfig(128, 48, 6, 2, ctas_per_sm=2)]
     return [AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2)] * (op.widest <= 128 and op.q_len <= 64)

@@ -13,7 +13,7 @@ from ..variant.walk import lists
 from . import tiling
 
 MOST = 64  # splits of a tile of queries
-MOST_TILES = 264  # of 64 rows, up to which keys may be split: two for each multiprocessor
+SPARSE_TILES = 264  # of 64 rows, up to which keys may be split: two for each multiprocessor
 SHARED_ROWS = 16  # of a key head, above which tiles of 64 rows read keys faster than attn_fwd_mma's of 32
 SPLIT_KEYS = 1024  # of a split of few rows at least: the fold moves an eighth of their bytes
 _NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
@@ -44,7 +44,7 @@ def are_sparse(op: Forward) -> bool:
     """Says whether tiles of queries are so few that splits of keys may be worth it."""
     tiles = -(-op.q_len * op.heads_per_kv // 64) * op.kv_heads * op.batch
     are_filled = op.heads_per_kv == 1 or op.q_len >= 64 or may_share(op)
-    may = tiles <= MOST_TILES and op.kv_len >= SPLIT_KEYS and may_split(op) and are_filled
+    may = tiles <= SPARSE_TILES and op.kv_len >= SPLIT_KEYS and may_split(op) and are_filled
     return are_few(op) or (may and not tiling.is_few(op))
 
 

@@ -13,11 +13,9 @@ from typing import Any
 from ..operation import Forward
 from ..variant import Option
 from ..variant.mask import Causal, Full
-from ..variant.walk import QIntervalByPairs, QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
+from ..variant.walk import QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
 
-WALKS: dict[str, Option] = {
-    "by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "by_pairs": QIntervalByPairs(), "rotated": QIntervalRotated(),
-}  # fmt: skip
+WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "rotated": QIntervalRotated()}
 
 # Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
 # with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
@@ -43,8 +41,8 @@ def wrong(op: Forward, config: Any) -> str | None:
     if config.parts and config.parts not in divisors(op):
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
     walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
-    if walk not in ("", *WALKS) or (walk in ("by_tiles", "by_pairs") and differ):
-        return f"walk is {walk!r}; it must be of {[*WALKS]}; by_tiles or by_pairs needs one mask for all heads that is no list"
+    if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
+        return f"walk is {walk!r}; it must be of {[*WALKS]}; by_tiles needs one mask for all heads that is no list"
     return None
 
 

@@ -95,12 +95,6 @@ class QIntervalByTiles(Option):
     source: ClassVar[str] = "variant/walk/q_interval_by_tiles.cuh"
 
 
-class QIntervalByPairs(Option):
-    """Query tiles of a key tile, side by side, each of two heads before the next one, then those of the next two."""
-
-    source: ClassVar[str] = "variant/walk/q_interval_by_pairs.cuh"
-
-
 class QIntervalRotated(Option):
     """Query tiles of a key tile, side by side, in a round that each key tile of a window begins somewhere else."""
 

@@ -278,7 +278,7 @@ def test_configurations() -> None:
 
 @pytest.mark.parametrize("op", [op_of(8, 80), op_of(32, 192, 128)], ids=["80", "192 and 128"])
 def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) -> None:
-    """What the host expects is what the kernel says, or a little more."""
+    """The host expects the bytes that the kernel says, or a little more."""
     config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
     source = ATTN_DECODE_WIDE.render(op, config, "sm_90a")
     facts = ctypes.c_uint32.in_dll(emulator.library(source, tmp_path), "facts")

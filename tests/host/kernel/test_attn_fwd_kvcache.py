@@ -359,7 +359,7 @@ def test_many_short_steps(sizes: tuple[int, ...]) -> None:
 
 
 def test_few_rows_are_not_split_over_caches() -> None:
-    """Where attn_decode refuses the head sizes: parts would follow from the batch, and scratch from the bound."""
+    """attn_decode refuses these head sizes. Parts would follow from the batch, and scratch from the bound."""
     for batch in (1, 2, 8, 256):
         op = Decode(batch, 1, 32, 8, 72, 72, page=16, kv_len=16384).operation
         kernel, config, *_ = select(op, TYPICAL["sm_90a"])

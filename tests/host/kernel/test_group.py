@@ -236,7 +236,7 @@ def test_numbers_of_parts_that_do_not_divide(kernel: str) -> None:
         select(op, H200, kernel, dataclasses.replace(config, parts=3))
 
 
-@pytest.mark.parametrize("walk, mask", [("by_columns", Causal()), ("by_tiles", HeadWindow(3, 1)), ("by_pairs", HeadWindow(3, 1))])
+@pytest.mark.parametrize("walk, mask", [("by_columns", Causal()), ("by_tiles", HeadWindow(3, 1))])
 def test_orders_that_do_not_fit(walk: str, mask: Any) -> None:
     op = backward(1, 300, (8, 2), mask)
     with pytest.raises(ProblemError, match=f"walk is '{walk}'; it must be of .* needs one mask for all heads"):

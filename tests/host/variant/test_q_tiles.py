@@ -162,7 +162,7 @@ def test_key_tiles_are_taken_in_the_order_of_their_turns(
 
 
 def test_short_sequences_descend_together(schedules: ctypes.CDLL) -> None:
-    """Where key tiles of all heads are fewer than blocks, but for the last one. Longer ones alternate, by groups of heads."""
+    """Sequences with fewer key tiles of all heads than blocks descend, but for the last one. Longer ones alternate."""
     ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
     lengths, said = (128, 64, 1000, 320, 0, 128, 256, 192), np.zeros(1, np.uint32)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
