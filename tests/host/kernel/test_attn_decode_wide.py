@@ -49,27 +49,33 @@ class Runner:
     def __call__(
         self, case: Cached, config: Any = ONE, grid: int = 5, order: Any = None, tear: Any = None, **options: Any
     ) -> tuple[Any, Any, int]:
-        """o, lse and the word of violations. ``tear`` comes before the launch: it gets the number of blocks, and a function that
-        runs some of them with other pointers."""
-        word = gpu.stand_in(self.monkeypatch, self.folder, sm_count=grid)
+        """o, lse and the word of violations. ``tear`` comes before the launches, and the fold after it: it gets the number of blocks,
+        and a function that runs some of them with other pointers."""
+        word, launches = gpu.stand_in(self.monkeypatch, self.folder, sm_count=grid), list[Any]()
 
         def run(launch: Any) -> None:
-            args, offsets = bytearray(launch.args), render.layout(launch.kernel.fields).offsets
-            slots, strips = (int.from_bytes(args[offsets[name] :][:4], "little") for name in ("slots", "strips"))
-            words = max(1, launch.grid - 1) * slots * strips * (16 * case.head_dim_v + 32)
+            main, *folds = launches[:] = [*launches, launch]
+            offsets = render.layout(main.kernel.fields).offsets
+            number = {name: int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders")}
+            if not folds and number["slots"] > 1 and number["borders"]:
+                return  # the fold comes, too
+            words = max(1, number["borders"]) * number["slots"] * number["strips"] * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
-            def some(blocks: Any, **pointers: int) -> None:
+            def some(blocks: Any, which: Any = main, **pointers: int) -> None:
+                args, at = bytearray(which.args), render.layout(which.kernel.fields).offsets
                 for name, pointer in (pointers | {"partials": states[AROUND:].ctypes.data}).items():
-                    args[offsets[name] : offsets[name] + 8] = pointer.to_bytes(8, "little")
+                    args[at[name] : at[name] + 8] = pointer.to_bytes(8, "little")
                 for block in blocks if order is not None else ():
-                    launch.kernel.launch(launch.grid, bytes(args), range(block, block + 1))
+                    which.kernel.launch(which.grid, bytes(args), range(block, block + 1))
                 if order is None:
-                    launch.kernel.launch(launch.grid, bytes(args), blocks)
+                    which.kernel.launch(which.grid, bytes(args), blocks)
 
             if tear is not None:
-                tear(launch.grid, some, int.from_bytes(args[offsets["kv_lens"] :][:8], "little"))
-            some(range(launch.grid) if order is None else order(launch.grid))
+                tear(main.grid, some, int.from_bytes(main.args[offsets["kv_lens"] :][:8], "little"))
+            for each in [*folds * (tear is not None), *launches]:
+                some(range(each.grid) if order is None else order(each.grid), each)
+            launches.clear()
             assert (states[:AROUND] == SEAL).all() and (states[AROUND + words :] == SEAL).all(), "states lie in their memory"
 
         self.monkeypatch.setattr(gpu.Launch, "__call__", run)
@@ -134,7 +140,6 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
         same(run(case, ONE, 3, order=lambda n, last=last: sorted(range(n), key=lambda block: block == last)), wanted)
     same(run(case, AttnDecodeWideConfig(64, 64, 2, 1), 4), wanted)
     same(run(case, TWO, 3), wanted)
-    same(run(case, of(ONE, fold_states=8), 7), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
 
@@ -195,7 +200,6 @@ def test_torn_lengths_are_said_and_mended(run: Runner) -> None:
         changed = np.array(others, np.int32)
         for blocks, early in ((range(first), first % 2), (range(first, grid), 1 - first % 2)):
             some(blocks, kv_lens=changed.ctypes.data if early else kv_lens)
-        some(range(0), kv_lens=kv_lens)
 
     for others, first in itertools.product((SHORT, (0,) * 4), (1, 3, 4, 6)):
         found = run(TORN, ONE, 7, tear=functools.partial(tear, others, first))
@@ -251,9 +255,9 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
     for name, changes in OPTIONS.items():
         op = op_of(q_len, *sizes, **changes)
         config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
-        for each in (config, of(config, fold_states=8)):
-            binary = compiler.compile(ATTN_DECODE_WIDE.render(op, each, "sm_90a"))
-            assert binary.spill_bytes == 0 and not binary.advisories, name
+        for launch in ATTN_DECODE_WIDE.lower(op, config, HOPPER).launches:
+            binary = compiler.compile(launch.source)
+            assert binary.spill_bytes == 0 and not binary.advisories, (name, launch.entry)
 
 
 def test_configurations() -> None:
@@ -270,7 +274,6 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
-        ({"fold_states": 5}, "fold_states is 5"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
