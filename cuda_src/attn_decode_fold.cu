@@ -37,15 +37,12 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
-// Columns of o from some block on, and with the first of them the logarithms. Where a thread's two rows lie is found while states are
-// on their way.
+// Columns of o from some block on, and with the first of them the logarithms.
 struct StoreColumns : Store {
-    const i32 block, first;
-    OElement* const to[2];
+    const i32 block, first;  // this thread's upper row
+    OElement* to[2];         // where its rows lie, once they are found
 
-    __device__ StoreColumns(const Store& store, i32 block, i32 first)
-        : Store(store), block(block), first(first), to{store.o(first) + block * 8, store.o(first + 8) + block * 8} {}
-
+    __device__ void find() { to[0] = Store::o(first) + block * 8, to[1] = Store::o(first + 8) + block * 8; }
     __device__ OElement* o(i32 row) const { return to[(row - first) / 8]; }
     __device__ void lse(i32 row, Number x) const {
         if (block == 0) Store::lse(row, x);
@@ -54,12 +51,12 @@ struct StoreColumns : Store {
 
 __device__ void fold(const Args& args, State (&state)[states], i32 border, i32 strip, i32 block) {
     const Left& left = args.left[border];
-    const WorkTile work{left.batch, left.head, left.q_begin, 0};
     if (strip * 16 >= left.rows) return;
+    const WorkTile work{left.batch, left.head, left.q_begin, 0};
     const i32 lane = threadIdx.x % 32, owned = left.owned, count = 1 + left.splits - owned;
     const Rows rows(args, work.batch);
     const float scale_log2 = Score(args, rows, work).scale_log2;
-    const StoreColumns store({args, rows, work}, block, work.q_begin + strip * 16 + lane / 4);
+    StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + lane / 4, {}};
     MaxSum found;
     float sum[4 * columns];
 #pragma unroll
@@ -75,6 +72,7 @@ __device__ void fold(const Args& args, State (&state)[states], i32 border, i32 s
             for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&state[i].o[c][lane]), from + (block + c) * 32 + lane);
         }
         ptx::cp_async_commit();
+        if (first == 0) store.find();  // while states are on their way
         ptx::cp_async_wait<0>();
         if (first == 0) found.set(state[0].stats[lane]), found.sum[0] = found.sum[1] = -0.f;  // nothing yet, by a factor of 1
 #pragma unroll 2
@@ -112,8 +110,8 @@ __device__ i32 list_cut(const Args& args, Smem& smem) {
 extern "C" __global__ __launch_bounds__(cfg::threads, 1) void attn_decode_fold(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
+    Launch::launch_dependents();  // the next launch waits for this one, which waits: it may come to multiprocessors that are free
     Launch::wait();
-    Launch::launch_dependents();
     const i32 warp = threadIdx.x / 32, chunks = blocks / columns, each = args.strips * chunks, units = list_cut(args, smem) * each;
 #pragma unroll 1
     for (i32 unit = warp * gridDim.x + blockIdx.x; unit < units; unit += gridDim.x * warps)  // neighbours go to other multiprocessors

@@ -102,7 +102,7 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg:
 // The first warp. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     Scheduler scheduler(args, early ? smem.seen : nullptr);
-    Left left{scheduler.here, scheduler.end};
+    Left left{0, 0, 0, 0, 0, 0, scheduler.here, scheduler.end};
     Step works;
     Ring<cfg::stages> kv;
     while (true) {
@@ -123,7 +123,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (run.is_last()) break;
         if (run.split == run.splits.begin && !run.is_whole())
-            left = {left.begin, left.end, run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, run.split_end - run.split, run.splits.end - run.split};
+            left = {run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, run.split_end - run.split, run.splits.end - run.split, left.begin, left.end};
         if (tiles.begin < tiles.end) {
             const Kv source(args, rows, run);
             i32 found = source.find(tiles.begin);

@@ -24,7 +24,7 @@ FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
 MOST_SPLITS = 32
 MOST_BYTES = 150_000_000  # of the states of splits, on a stream
-LEFT_BYTES = 48  # of what else a block leaves
+LEFT_BYTES = 64  # of what else a block leaves
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 

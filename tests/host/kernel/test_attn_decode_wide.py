@@ -16,7 +16,7 @@ import rawattn
 from rawattn import ProblemError, UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_decode_wide, render
+from rawattn.kernel import attn_decode_fold, attn_decode_wide, render
 from rawattn.kernel.attn_decode_wide import ATTN_DECODE_WIDE, AttnDecodeWideConfig
 from rawattn.operation import AttentionKVCache
 from rawattn.operation.spec import Spec
@@ -56,20 +56,21 @@ class Runner:
         def run(launch: Any) -> None:
             main, *folds = launches[:] = [*launches, launch]
             offsets = render.layout(main.kernel.fields).offsets
-            number = {name: int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders")}
-            if not folds and number["slots"] > 1 and number["borders"]:
+            slots, strips, borders = (int.from_bytes(main.args[offsets[x] :][:4], "little") for x in ("slots", "strips", "borders"))
+            if not folds and slots > 1 and borders:
                 return  # the fold comes, too
-            words = max(1, number["borders"]) * number["slots"] * number["strips"] * (16 * case.head_dim_v + 32)
+            words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
             def some(blocks: Any, which: Any = main, **pointers: int) -> None:
                 args, at = bytearray(which.args), render.layout(which.kernel.fields).offsets
                 for name, pointer in (pointers | {"partials": states[AROUND:].ctypes.data}).items():
                     args[at[name] : at[name] + 8] = pointer.to_bytes(8, "little")
+                which.args = bytes(args)
                 for block in blocks if order is not None else ():
-                    which.kernel.launch(which.grid, bytes(args), range(block, block + 1))
+                    which.kernel.launch(which.grid, which.args, range(block, block + 1))
                 if order is None:
-                    which.kernel.launch(which.grid, bytes(args), blocks)
+                    which.kernel.launch(which.grid, which.args, blocks)
 
             if tear is not None:
                 tear(main.grid, some, int.from_bytes(main.args[offsets["kv_lens"] :][:8], "little"))
@@ -144,6 +145,24 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
 
 
+def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:
+    """Up to 32 of a work, which one block has, a few or many."""
+    case = of(SAME, lengths=((5, 2040), (5, 1500)), heads=10, kv_heads=2, page_size=64)
+    wanted = run.check(case, ONE, 1, split=64)
+    for grid in (2, 6, 40):
+        same(run.check(case, ONE, grid, split=64), wanted)
+
+
+def test_who_folds() -> None:
+    """A launch behind, but where no work can be cut: a sequence has one split, or there is one block."""
+    for changes, folds in (({}, True), ({"kv_len": 1024}, False), ({"kv_len": 1025}, True)):
+        op = op_of(**{"batch": 4, "kv_len": 8192, **changes})
+        program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
+        assert [launch.entry for launch in program.launches] == ["attn_decode_wide", "attn_decode_fold"][: 1 + folds]
+        one = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], of(HOPPER, sm_count=1))
+        assert len(one.launches) == 1
+
+
 def test_bits_do_not_follow_from_the_batch(run: Runner) -> None:
     """Each sequence alone, and its last query alone."""
     case = of(SAME, lengths=((6, 2300), (6, 1200), (6, 40)), page_size=64)
@@ -200,6 +219,7 @@ def test_torn_lengths_are_said_and_mended(run: Runner) -> None:
         changed = np.array(others, np.int32)
         for blocks, early in ((range(first), first % 2), (range(first, grid), 1 - first % 2)):
             some(blocks, kv_lens=changed.ctypes.data if early else kv_lens)
+        some(range(0), kv_lens=kv_lens)
 
     for others, first in itertools.product((SHORT, (0,) * 4), (1, 3, 4, 6)):
         found = run(TORN, ONE, 7, tear=functools.partial(tear, others, first))
@@ -218,6 +238,8 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(run: Runner,
 
     def changing(launch: Any, *args: Any) -> Any:
         headers = dict(launch.source.headers)
+        if launch.source.name == attn_decode_fold.FILE:
+            return plain(launch, *args)
         assert headers[file].count(old) == 1
         headers[file] = headers[file].replace(old, late)
         source = dataclasses.replace(launch.source, headers=tuple(headers.items()))
