@@ -223,8 +223,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         return min(device.sm_count, MOST_BLOCKS, works * slots(op), room)
 
     def lower(self, op: AttentionKVCache, config: AttnDecodeWideConfig, device: Device) -> Program:
-        """The launch, that of the fold where a sequence may have several splits, and their scratch: states of splits, and what else
-        a block leaves. None where no row is computed."""
+        """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is
+        computed."""
         if not op.total_q * op.batch:
             return Program(())
         options = op.form, page_rows(op, config), kv_kind(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind

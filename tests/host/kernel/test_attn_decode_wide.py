@@ -49,14 +49,15 @@ class Runner:
     def __call__(
         self, case: Cached, config: Any = ONE, grid: int = 5, order: Any = None, tear: Any = None, **options: Any
     ) -> tuple[Any, Any, int]:
-        """o, lse and the word of violations. ``tear`` comes before the launches, and the fold after it: it gets the number of blocks,
-        and a function that runs some of them with other pointers."""
+        """o, lse and the word of violations. ``tear`` comes before the launches, and the fold after it: it gets the number of
+        blocks, and a function that runs some of them with other pointers."""
         word, launches = gpu.stand_in(self.monkeypatch, self.folder, sm_count=grid), list[Any]()
 
         def run(launch: Any) -> None:
             main, *folds = launches[:] = [*launches, launch]
             offsets = render.layout(main.kernel.fields).offsets
-            slots, strips, borders = (int.from_bytes(main.args[offsets[x] :][:4], "little") for x in ("slots", "strips", "borders"))
+            numbers = (int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders"))
+            slots, strips, borders = numbers
             if not folds and slots > 1 and borders:
                 return  # the fold comes, too
             words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
@@ -277,9 +278,9 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
     for name, changes in OPTIONS.items():
         op = op_of(q_len, *sizes, **changes)
         config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
-        for launch in ATTN_DECODE_WIDE.lower(op, config, HOPPER).launches:
-            binary = compiler.compile(launch.source)
-            assert binary.spill_bytes == 0 and not binary.advisories, (name, launch.entry)
+        for source in (ATTN_DECODE_WIDE.render(op, config, "sm_90a"), ATTN_DECODE_WIDE.render_fold(op, config, "sm_90a")[0]):
+            binary = compiler.compile(source)
+            assert binary.spill_bytes == 0 and not binary.advisories, (name, source.name)
 
 
 def test_configurations() -> None:
