@@ -204,7 +204,7 @@ struct Consumer {
         if (lane % 32 == 0) empty.arrive();
     }
     __device__ void start_qk() {
-        const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
+        const SmemDescriptor<QTile> a = q_rows.stage(uniform(q.stage));
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
         smem.k_full[kv.stage].wait(kv.parity);
         order.take_turn();
@@ -246,8 +246,8 @@ struct Consumer {
             if (!full) mask_fragment(own.mask, s, own.row, first);
         };
         ptx::wgmma_wait<pending>();
-        softmax.next(s, placed, full, logits, [] {});
         release(smem.k_empty[kv.stage]);
+        softmax.next(s, placed, full, logits, [] {});
         if constexpr (pending) {
             ptx::wgmma_wait<0>();
             release(smem.v_empty[kv.previous().stage]);
