@@ -23,8 +23,8 @@ from .render import config_header, source, wgmma
 FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
 MOST_SPLITS = 32
-MOST_BYTES = 150_000_000  # of the states of splits, on a stream
-LEFT_BYTES = 64  # of what else a block leaves
+MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits ...
+LEFT_BYTES = 64  # ... and what else each of them does
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 
@@ -219,7 +219,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         """The number of blocks: one for each multiprocessor, or for each split that there may be; fewer where their states would
         take more than MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
-        room = 1 + MOST_BYTES // (slots(op) * state_bytes(op, config))
+        room = 1 + (MOST_BYTES - LEFT_BYTES * MOST_BLOCKS) // (slots(op) * state_bytes(op, config))
         return min(device.sm_count, MOST_BLOCKS, works * slots(op), room)
 
     def lower(self, op: AttentionKVCache, config: AttnDecodeWideConfig, device: Device) -> Program:
@@ -232,11 +232,12 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config, device.arch)))
         grid = self.grid(op, config, device)
         values = self.values(op, config) | {"borders": grid - 1}
-        launches = (Launch(self.name, *rendered, values, grid),)
+        launches = [Launch(self.name, *rendered, values, grid)]
         if grid > 1 and slots(op) > 1:
             fold = self._keep((attn_decode_fold.NAME, key), lambda: self.render_fold(op, config, device.arch))
-            launches += (Launch(attn_decode_fold.NAME, *fold, values, device.sm_count),)
-        return Program(launches, (Buffer("partials", partials_bytes(op, config, grid)), Buffer("left", LEFT_BYTES * grid)))
+            launches += [Launch(attn_decode_fold.NAME, *fold, values, device.sm_count)]
+        scratch = Buffer("partials", partials_bytes(op, config, grid)), Buffer("left", LEFT_BYTES * grid)
+        return Program(tuple(launches), scratch)
 
 
 ATTN_DECODE_WIDE = AttnDecodeWide()
