@@ -239,5 +239,9 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         scratch = Buffer("partials", partials_bytes(op, config, grid)), Buffer("left", LEFT_BYTES * grid)
         return Program(tuple(launches), scratch)
 
+    def programs(self, op: AttentionKVCache, config: AttnDecodeWideConfig, device: Device) -> tuple[Program, ...]:
+        longest = dataclasses.replace(op, kv_len=LONGEST)  # which is folded
+        return self.lower(op, config, device), self.lower(longest, config, device)
+
 
 ATTN_DECODE_WIDE = AttnDecodeWide()

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32313,
+    "rawattn": 32318,
     "perf": 6240,
     "cuda_src": 13574,
-    "tests": 44172,
+    "tests": 44192,
 }
 FUNCTION_LINES = 60
 

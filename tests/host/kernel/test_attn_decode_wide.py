@@ -160,6 +160,8 @@ def test_who_folds() -> None:
         op = op_of(**{"batch": 4, "kv_len": 8192, **changes})
         program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
         assert [launch.entry for launch in program.launches] == ["attn_decode_wide", "attn_decode_fold"][: 1 + folds]
+        selection = select(op, HOPPER, "attn_decode_wide")
+        assert len({launch.source.key for program in selection.programs(op, HOPPER) for launch in program.launches}) == 2
         one = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], of(HOPPER, sm_count=1))
         assert len(one.launches) == 1
 
