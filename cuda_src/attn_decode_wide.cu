@@ -19,7 +19,7 @@
 // of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Softmax, Order, Pipeline, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/cp_async.cuh"
 #include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
@@ -182,6 +182,7 @@ __device__ void load_queries(const Args& args, Smem& smem) {
 __device__ i32 uniform(i32 x) { return ptx::uniform(x); }
 
 struct Consumer {
+    using Dots = float[QkMma::accumulators];
     const Args& args;
     Smem& smem;
     const u32 index, lane;  // of this warpgroup, of this thread in it
@@ -190,8 +191,8 @@ struct Consumer {
     const SmemDescriptor<VTile> v_rows;
     const Order order;
     Ring<cfg::q_stages> q{};
-    Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
-    float s[QkMma::accumulators], o[PvMma::accumulators];
+    Ring<cfg::stages> kv{};  // the K tile at hand
+    float o[PvMma::accumulators];
     u32 p[QkMma::accumulators / 2];
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -203,18 +204,17 @@ struct Consumer {
     __device__ void release(ptx::Mbarrier& empty) const {
         if (lane % 32 == 0) empty.arrive();
     }
-    __device__ void start_qk() {
+    __device__ void start_qk(Dots& s, const Ring<cfg::stages>& at) const {
         const SmemDescriptor<QTile> a = q_rows.stage(uniform(q.stage));
-        const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
-        smem.k_full[kv.stage].wait(kv.parity);
+        const SmemDescriptor<KTile> b = k_columns.stage(at.stage);
+        smem.k_full[at.stage].wait(at.parity);
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::head_dim / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
         ptx::wgmma_commit();
     }
-    __device__ void start_pv() {
-        const Ring<cfg::stages> at = kv.previous();
+    __device__ void start_pv(const Ring<cfg::stages>& at) {
         const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
         ptx::wgmma_fence();
@@ -233,39 +233,25 @@ struct Consumer {
         __device__ Own(const Args& args, const WorkTile& work, i32 row)
             : rows(args, work.batch), mask(args, rows, work), score(args, rows, work), row(row) {}
     };
-    // Q K^T of a tile and, where it is `pending`, P V of the one before it are issued together; the softmax runs under the latter.
-    template <bool pending>
-    __device__ void step(const Own& own, Softmax& softmax, i32 tile, bool full) {
-        start_qk();
-        if constexpr (pending) start_pv();
-        order.pass_turn();
+    __device__ void weigh(const Own& own, Softmax& softmax, const TileRange& tiles, i32 tile, Dots& s) const {
+        const bool full = tiles.is_full(tile);
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
         const PlacedScore<Score> placed{own.score, own.row, first};
         const auto logits = [&] {
             placed.logits(s);
             if (!full) mask_fragment(own.mask, s, own.row, first);
         };
-        ptx::wgmma_wait<pending>();
-        release(smem.k_empty[kv.stage]);
         softmax.next(s, placed, full, logits, [] {});
-        if constexpr (pending) {
-            ptx::wgmma_wait<0>();
-            release(smem.v_empty[kv.previous().stage]);
-        }
-        kv.advance();
+    }
+    __device__ void keep_weights(const Dots& s) {
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
-        if constexpr (pending) softmax.rescale(o);
     }
     __device__ void attend_split(const Own& own, Softmax& softmax, TileRange tiles) {
 #pragma unroll
         for (float& x : o) x = 0.f;
         if (tiles.begin >= tiles.end) return;
-        i32 tile = tiles.begin;
-        step<false>(own, softmax, tile, tiles.is_full(tile));
-#pragma unroll 1
-        while (++tile < tiles.end) step<true>(own, softmax, tile, tiles.is_full(tile));
-        start_pv();
+        Pipeline::run(*this, own, softmax, tiles);
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
     }

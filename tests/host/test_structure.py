@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32318,
+    "rawattn": 32335,
     "perf": 6240,
-    "cuda_src": 13574,
-    "tests": 44192,
+    "cuda_src": 13639,
+    "tests": 44199,
 }
 FUNCTION_LINES = 60
 
