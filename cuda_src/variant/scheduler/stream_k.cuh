@@ -9,6 +9,7 @@
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
+#include "tile/share.cuh"
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
 
@@ -37,8 +38,6 @@ struct Sequence {
         return work + (i64(work + 1) * tiles <= place);
     }
 };
-
-struct Share { i32 batch, work, split; };  // where it begins: a split of a work of a sequence; split 0 stands for the first there is
 
 // The borders of all shares. A division of 64 bits is a long function: borders are products with 2^32 / blocks, and who has a place
 // is guessed in float and put right.
