@@ -20,7 +20,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
-from ..variant.walk import IntervalWalk, ListWalk, lists
+from ..variant.walk import IntervalWalk, KeptWalk, ListWalk, lists
 from . import combine, few_rows, tiling
 from .base import ForwardKernel
 from .program import Program
@@ -53,6 +53,10 @@ class AttnFwdConfig:
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
     ctas_per_sm: int = dataclasses.field(default=1, metadata={"is_fixed": True})  # blocks that share a multiprocessor
+    l2_bytes: int = dataclasses.field(default=256, metadata={"is_fixed": True})  # that TMA asks L2 to fetch at once
+    # Query tiles that a block takes one after the other, over keys that stay in its rings where a head has so few. 1: keys are loaded
+    # for each tile.
+    q_run: int = dataclasses.field(default=1, metadata={"is_fixed": True})
 
     @property
     def consumers(self) -> int:
@@ -122,7 +126,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    del constants["pack_gqa"], constants["kv_splits"]
+    del constants["pack_gqa"], constants["kv_splits"], constants["l2_bytes"], constants["q_run"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -181,6 +185,18 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
+def run_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
+    """The reasons why keys do not stay in the rings so."""
+    if config.q_run == 1:
+        return []
+    others = op.varlen or op.q_lens or op.kv_lens or op.score.is_function or op.mask.is_function or lists(op.mask) or op.invariant
+    if config.q_run < 1 or others or config.kv_splits != 1 or config.pack_gqa:
+        needs = "1 or more, and 1 for sequences of several lengths, functions, masks with holes, splits and tiles that heads share"
+        return [f"q_run is {config.q_run}; it must be {needs}"]
+    held = config.stages * config.tile_kv
+    return [f"q_run is {config.q_run}; it must be 1 for more keys than rings hold, {held}"] * (op.kv_len > held)
+
+
 def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
     each. What has few rows gets the same configuration in any batch."""
@@ -228,8 +244,10 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        if reasons := split_reasons(op, config) + sharing_reasons(op, config) + tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) + sharing_reasons(op, config) + run_reasons(op, config) + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
+        if config.l2_bytes not in (64, 128, 256):
+            return f"l2_bytes is {config.l2_bytes}; it must be 64, 128 or 256"
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
@@ -336,6 +354,8 @@ class AttnFwd(ForwardKernel):
         changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         if config.pack_gqa:
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
+        if config.q_run != 1:
+            changed |= {"Walk": KeptWalk(), "Scheduler": scheduler.LptScheduler(runs=True)}
         if config.kv_splits != 1:
             changed |= few_rows.options(changed.get("Mask", op.mask))
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
@@ -355,9 +375,9 @@ class AttnFwd(ForwardKernel):
     def fields(self, op: Forward, config: AttnFwdConfig) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
-        tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
+        tensors = [Field(name, ctype, fill(name, box_rows, l2_bytes=config.l2_bytes)) for name, box_rows in boxes.items()]
         if config.pack_gqa:
-            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
+            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv, config.l2_bytes))
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
@@ -365,6 +385,7 @@ class AttnFwd(ForwardKernel):
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         values = tiling.values(packed(op, config), config.tile_q, device)
+        values |= {"run": config.q_run} if config.q_run != 1 else {}
         return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
     def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:
@@ -372,6 +393,8 @@ class AttnFwd(ForwardKernel):
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
         found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count * config.ctas_per_sm)
+        if config.q_run != 1:  # the tiles of a head follow each other
+            found = found._replace(group=1, multiprocessors=1, last_tiles=0, most_last=0)
         return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
     def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:
