@@ -74,8 +74,8 @@ class AttnFwdKVCache(OverCache):
             return "pack_gqa is True; over caches heads share tiles wherever they can"
         if config.ctas_per_sm != 1:
             return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
-        if config.q_run != 1:
-            return f"q_run is {config.q_run}; it must be 1 over caches"
+        if config.run != 1:
+            return f"run is {config.run}; it must be 1 over caches"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
@@ -102,7 +102,7 @@ class AttnFwdKVCache(OverCache):
             return (paging.tried_shape(op),)
         forward = over_tensors(op)
         splits = few_rows.are_sparse(forward) and not tiling.is_few(forward)
-        shapes = few_rows.tuning_shapes(forward) if splits else tiling.tuning_shapes(forward)
+        shapes = few_rows.tuning_shapes(forward, True) if splits else tiling.tuning_shapes(forward)
         if is_plain(op):
             return shapes
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)

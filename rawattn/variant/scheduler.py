@@ -13,8 +13,8 @@ from .field import Counter, Field, Fields, Violations
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys; with ``runs`` a block takes
-    ``run`` tiles one after the other."""
+    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys; with ``runs`` a block
+    takes ``run`` tiles one after the other."""
 
     persistent: bool = True
     split: bool = False
