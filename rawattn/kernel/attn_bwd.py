@@ -19,7 +19,7 @@ from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QListWalk, RotatedTurn, lists
+from ..variant.walk import QIntervalPart, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -34,6 +34,12 @@ NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
 # next block's, where all add at once; a step; what a work takes besides.
 HOP, STEP, WORK = 3.0, 2.1, 5.0
 TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
+SUM, SUM_NUMBER, PASSES = (
+    3.0,
+    2.4e-6,
+    10.0,
+)  # a pass that adds parts, a number of them, written and added; other passes: not timed
+MOST_QUERY_PARTS = 4
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
@@ -68,6 +74,7 @@ class AttnBwdConfig:
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
 
@@ -200,6 +207,16 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
+def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why the query tiles of a key tile cannot be split; None where they can. A work of a part goes round."""
+    if config.query_parts in (0, 1):
+        return None
+    others = config.parts > 1 or config.dq_sums > 1 or config.walk not in ("", "rotated") or op.forward.spec.dropout
+    if config.query_parts < 0 or others or _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is not None:
+        return f"query_parts is {config.query_parts}; several need what walk 'rotated' needs, no dropout, one of parts and of dq_sums"
+    return None
+
+
 def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
     return config.store == "ordered" and not lists(op.mask)
@@ -245,12 +262,35 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
     rotated = dataclasses.replace(config, walk="rotated", direction="")
     is_square = isinstance(forward.mask, Full) and 8 <= kv_tiles <= q_tiles / 1.5
-    if parts > 1 or not is_square or _refuse_rounds(rotated, op) is not None:
+    if parts > 1 or _refuse_rounds(rotated, op) is not None:
+        return False
+    if not is_square:
         return False
     heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
     windows = -(-kv_tiles // blocks)
     rounds = -(-heads // max(1, blocks // -(-kv_tiles // windows))) * windows
     return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
+
+
+def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
+    """The parts of the query tiles of a key tile by which rounds end soonest, by what is expected of them; one where others save
+    less than a twentieth of all launches' time (perf/notes/attn_bwd.md)."""
+    forward = op.forward
+    is_full = isinstance(forward.mask, Full) and forward.total_q and forward.total_kv
+    if not is_full or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
+        return 1
+    kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
+
+    def expect(parts: int) -> float:
+        tiles = _part_tiles(forward, config, parts)
+        windows = -(-kv_tiles // min(kv_tiles, tiles, blocks))
+        rounds = -(-heads * parts // max(1, blocks // -(-kv_tiles // windows))) * windows
+        numbers = parts * heads * forward.kv_len * (forward.head_dim + forward.head_dim_v)
+        added = SUM + numbers * SUM_NUMBER if parts > 1 else 0
+        return PASSES + rounds * (tiles * forward.heads_per_kv * STEP + ROUND) + added
+
+    best = min(range(1, MOST_QUERY_PARTS + 1), key=expect)
+    return best if expect(best) < 0.95 * expect(1) else 1
 
 
 def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
@@ -263,15 +303,20 @@ def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
     return "AlternatingLong" if op.heads_per_kv == 1 else "LongestFirst" if in_step else ""
 
 
+def _part_tiles(op: Forward, config: AttnBwdConfig, parts: int) -> int:
+    """The query tiles of one of so many parts."""
+    return -(-op.q_len // (config.tile_q * parts))
+
+
 def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
     """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
     of their own, and equal groups of as many heads as ``blocks`` have windows for."""
     if config.walk != "rotated":
         return {}
     blocks = max(1, blocks)  # none without keys
-    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
+    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, _part_tiles(op, config, config.query_parts))
     window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
-    heads = max(1, op.kv_heads * op.batch * config.parts)
+    heads = max(1, op.kv_heads * op.batch * config.parts * config.query_parts)
     groups = -(-heads // max(1, blocks // window))
     size = -(-heads // groups)
     return {
@@ -360,6 +405,8 @@ class AttnBwd(BackwardKernel):
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
             return reason
+        if reason := _refuse_query_parts(config, op):
+            return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
         threads = 128 * (1 + config.consumers)
@@ -425,14 +472,20 @@ class AttnBwd(BackwardKernel):
         kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
         rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
         if isinstance(op.forward.mask, Full) and not config.walk and _refuse_rounds(rotated, op) is None:
-            kinds.append(rotated)
+            numbers = (config.query_parts,) if config.query_parts else (1, 2)
+            kinds += [dataclasses.replace(rotated, query_parts=n) for n in numbers]
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
         """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
         forward, blocks, is_asked = op.forward, device.sm_count, config.walk
+        if config.query_parts > 1:
+            config = dataclasses.replace(config, parts=1, dq_sums=1)
         config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
-        walk = "rotated" if not is_asked and _goes_round(op, config, blocks) else config.walk
+        if config.query_parts == 0:
+            n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
+            config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
+        walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
         direction = config.direction or _choose_direction(forward, config)
         count = config.dq_sums or _count_sums(forward, config, blocks)
         return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
@@ -441,16 +494,20 @@ class AttnBwd(BackwardKernel):
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = self.resolved(op, config, device)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        sums = group.sums(forward, config, config.parts)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
+        parts, sums = config.parts * config.query_parts, group.sums(forward, config, config.parts)
+        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, parts, sums)
+        if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
+            of_parts = {"heads": forward.heads * parts, "heads_per_kv": forward.heads_per_kv}
+            kv_values |= of_parts | {"part_tiles": _part_tiles(forward, config, parts)}
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
+        grid = min(device.sm_count, works * parts) if forward.total_kv else 0
         kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        of_source = dataclasses.replace(group.source_of(config), dq_sums=min(config.dq_sums, 2))
+        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts")}
+        of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
-        launches += self.add_parts(op, config.parts, device)
+        launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -462,14 +519,15 @@ class AttnBwd(BackwardKernel):
         cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else _store_of(config)[1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
-        scratch += backward.part_buffers(forward, config.parts)
+        scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
-    del numbers["parts"], numbers["dq_sums"]
+    parts = numbers.pop("parts") * numbers.pop("query_parts")
+    del numbers["dq_sums"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -480,10 +538,12 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
-    rotated = config.walk == "rotated"
+    rotated, of_part = config.walk == "rotated", config.query_parts > 1
+    if of_part:
+        walk = QIntervalPart()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],

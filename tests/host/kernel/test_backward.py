@@ -55,6 +55,7 @@ class Case:
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
     sums: int = 1  # of each tile of dq
+    query_parts: int = 1  # of the query tiles of a key tile
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -135,6 +136,8 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "64, rotated, causal": Case((64, 64), {"mask": Causal()}, ((200, 1000),), (2, 1), grid=4, walk="rotated", dlse=True),
     "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
+    "128, rotated, query parts": Case((128, 128), {}, ((450, 700),) * 2, (2, 1), grid=7, query_parts=3),
+    "64, query parts": Case((64, 64), {"mask": Causal()}, ((300, 420),), (1, 1), store="final", grid=6, query_parts=2),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
 }
 HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
@@ -376,9 +379,11 @@ class Call:
             found = attn_bwd.config_of(self.op.forward, case.store)
             found = dataclasses.replace(found, steps=found.steps if case.order == "at_once" else "together", dq_sums=case.sums)
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
+            found = dataclasses.replace(found, query_parts=case.query_parts)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
-        device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
+        device, goes_round = TYPICAL["sm_90a"], case.walk == "rotated" or case.query_parts > 1
+        device = dataclasses.replace(device, sm_count=case.grid) if goes_round else device
         return kernel.lower(self.op, found, device)
 
     def run(self, folder: pathlib.Path) -> Program:

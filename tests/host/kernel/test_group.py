@@ -173,6 +173,30 @@ def test_sums_that_do_not_fit(changes: dict[str, Any], mask: Any) -> None:
         select(backward(1, 300, (8, 8), mask), H200, "attn_bwd", AttnBwdConfig(**{"dq_sums": 2, **changes}))
 
 
+@pytest.mark.parametrize("length, heads, wanted", [
+    (2048, (4, 4), 2), (2048, (8, 8), 1), (2048, (12, 12), 1), (5000, (1, 1), 2), (5000, (4, 4), 3), (16384, (1, 1), 1),
+    (2048, (4, 2), 1),
+])  # fmt: skip
+def test_query_parts(length: int, heads: tuple[int, int], wanted: int) -> None:
+    """They are chosen where they are asked for, alone; works of all heads' parts go round, and a pass adds what they leave."""
+    op = backward(1, length, heads, Full())
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, query_parts=0)
+    found = ATTN_BWD.resolved(op, config, H200)
+    assert (found.query_parts, AttnBwdConfig.query_parts) == (wanted, 1)
+    program = ATTN_BWD.lower(op, config, H200)
+    main = next(each for each in program.launches if each.entry == "attn_bwd")
+    assert ("attn_bwd_sum" in [each.entry for each in program.launches]) == (found.parts * wanted > 1)
+    assert main.grid == min(132, -(-length // 128) * heads[1] * found.parts * wanted)
+    assert main.values.get("part_tiles", -(-length // 64)) == -(-length // (64 * wanted))
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+@pytest.mark.parametrize("changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0))], ids=str)
+def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
+    with pytest.raises(ProblemError, match="query_parts is 2; several need what walk 'rotated' needs"):
+        select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"query_parts": 2, **changes}))
+
+
 def test_no_turns_no_steps_together() -> None:
     op = backward(1, 4096, (32, 8), Causal(), deterministic=False)
     assert (chosen(op, "attn_bwd"), chosen(op, "attn_bwd_mma")) == ("1t", "1")  # the first adds in turns all the same

@@ -288,7 +288,7 @@ def test_key_tiles_of_lists_add_from_the_last_one_on(turns: ctypes.CDLL, q_len: 
 
 ROUNDS = """\
 namespace cfg { constexpr i32 tile_q = 2, tile_kv = 3, causal_to_last = 1; }
-struct Args { i32 heads, heads_per_kv, window_tiles, q_stride; };
+struct Args { i32 heads, heads_per_kv, window_tiles, q_stride, group_parts, part_tiles; };
 struct Rows {
     i32 q_len, kv_len;
     i32 shift(bool) const { return kv_len - q_len; }
@@ -298,14 +298,15 @@ template <class> struct KvTilesOption {};
 #include "variant/mask/FILE.cuh"
 using Mask = NAME;
 #include "variant/walk/q_interval_rotated.cuh"
+#include "variant/walk/q_interval_part.cuh"
 
 // The steps of a key tile: query tiles, the numbers of its turns there, and the last ones.
-extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 (*found)[3]) {
+extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 part, i32 (*found)[3]) {
     const Rows rows{q_len, kv_len};
-    const KvWorkTile work{0, 0, kv_tile, 1, 1};
+    const KvWorkTile work{0, part, kv_tile, 1, 1};
     i32 count = 0;
-    for (QIntervalRotated at(*args, rows, work); at.more(); at.advance()) {
-        const RotatedTurn turn = at.turn(Mask(*args, rows, at.work_tile()));
+    for (WALK at(*args, rows, work); at.more(); at.advance()) {
+        const IntervalTurn turn = at.turn(Mask(*args, rows, at.work_tile()));
         found[count][0] = at.tile, found[count][1] = turn.number, found[count++][2] = turn.last;
     }
     return count;
@@ -313,26 +314,30 @@ extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 (
 """
 
 
+@pytest.mark.parametrize("walk", ["QIntervalRotated", "QIntervalPart"])
 @pytest.mark.parametrize("name", ["Full", "Causal"])
-def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, tmp_path: pathlib.Path) -> None:
-    """At each query tile turns are counted without a gap, and works of a window come to an end where only they run."""
+def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, walk: str, tmp_path: pathlib.Path) -> None:
+    """At each query tile turns are counted without a gap, and works of a window come to an end where only they run. A tile is of
+    one part."""
     for header in ("variant/interfaces.cuh", "variant/interfaces_bwd.cuh"):
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
-    library = native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name), tmp_path)
+    library = native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name).replace("WALK", walk), tmp_path)
     random = np.random.default_rng(3)
-    for q_len, kv_len, window, stride in random.integers((1, 1, 1, 60), (60, 90, 12, 1100), (300, 4)).tolist():
-        args, turns = (ctypes.c_int * 4)(1, 1, window, stride), dict[int, list[int]]()
+    for q_len, kv_len, window, stride, parts in random.integers((1, 1, 1, 60, 1), (60, 90, 12, 1100, 5), (300, 5)).tolist():
+        parts = parts if walk == "QIntervalPart" else 1
+        args, turns = (ctypes.c_int * 6)(1, 1, window, stride, parts, -(-q_len // (2 * parts))), dict[int, list[int]]()
         counts, works = dict[int, int](), list[list[list[int]]]()
-        for kv_tile in range(-(-kv_len // 3)):
+        for kv_tile, part in itertools.product(range(-(-kv_len // 3)), range(parts)):
             found = np.zeros((q_len, 3), np.int32)
-            works.append(found[: library.steps(args, q_len, kv_len, kv_tile, ctypes.c_void_p(found.ctypes.data))].tolist())
+            count = library.steps(args, q_len, kv_len, kv_tile, part, ctypes.c_void_p(found.ctypes.data))
+            works.append(found[:count].tolist())
             for tile, number, _ in works[-1]:
                 turns.setdefault(tile, []).append(number)
         assert all(sorted(numbers) == [*range(len(numbers))] for numbers in turns.values())
         assert all(last == len(turns[tile]) - 1 for steps in works for tile, _, last in steps)
-        for begin in range(0, len(works), window):
-            running = works[begin : begin + window]
+        for begin in range(0, len(works), window * parts):
+            running = works[begin : begin + window * parts]
             while any(running):
                 ready = [steps for steps in running if steps and counts.get(steps[0][0], 0) == steps[0][1]]
                 assert ready, "each waits for another"
