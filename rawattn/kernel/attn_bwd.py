@@ -12,7 +12,7 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, gradients
+from ..variant import Option, gradients, scheduler
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
@@ -74,6 +74,7 @@ class AttnBwdConfig:
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    bundle: int = 0  # works for each block, of packed sequences that are taken side by side; 0 where one comes after the other
     query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
@@ -205,6 +206,13 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
     if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
         return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
     return None
+
+
+def _refuse_bundles(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why packed sequences cannot be taken side by side; None where they can."""
+    if config.bundle == 0 or (config.bundle > 0 and op.varlen and isinstance(op.mask, Full) and config.direction in ("", "Ascending")):
+        return None
+    return f"bundle is {config.bundle}; it must be 0, or more for packed sequences without a mask and direction 'Ascending'"
 
 
 def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
@@ -405,7 +413,7 @@ class AttnBwd(BackwardKernel):
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
             return reason
-        if reason := _refuse_query_parts(config, op):
+        if reason := _refuse_query_parts(config, op) or _refuse_bundles(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -499,12 +507,14 @@ class AttnBwd(BackwardKernel):
         if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
             of_parts = {"heads": forward.heads * parts, "heads_per_kv": forward.heads_per_kv}
             kv_values |= of_parts | {"part_tiles": _part_tiles(forward, config, parts)}
+        if config.bundle:
+            kv_values |= {"bundle_works": config.bundle * device.sm_count}
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
         grid = min(device.sm_count, works * parts) if forward.total_kv else 0
         kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts")}
+        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")}
         of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
         launches += self.add_parts(op, parts, device)
@@ -527,7 +537,7 @@ class AttnBwd(BackwardKernel):
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     parts = numbers.pop("parts") * numbers.pop("query_parts")
-    del numbers["dq_sums"]
+    del numbers["dq_sums"], numbers["bundle"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -542,6 +552,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     if of_part:
         walk = QIntervalPart()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
+    plan = scheduler.KvBundles() if config.bundle else plan
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,

@@ -54,11 +54,13 @@ def test_longest_sequences() -> None:
 
 SCHEDULES = """\
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
+inline i32 __popc(u32 x) { return __builtin_popcount(x); }
 struct Args {
     i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group, total_q, total_kv;
     const i32 *cu_seqlens_q, *cu_seqlens_kv;
     i32* counter;
     u32* violations;
+    i32 bundle_works;
 };
 #include "variant/rows/varlen.cuh"
 using Rows = Varlen;
@@ -66,6 +68,7 @@ using Rows = Varlen;
 #include "variant/scheduler/alternating_long.cuh"
 #include "variant/scheduler/ascending.cuh"
 #include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/kv_bundles.cuh"
 #include "variant/scheduler/kv_lpt.cuh"
 #include "variant/scheduler/kv_lpt_varlen.cuh"
 #include "variant/scheduler/longest_first.cuh"
@@ -97,6 +100,12 @@ struct AllNumbers {
 extern "C" i32 packed_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
     return run<KvVarlenScheduler<AllNumbers, AlternatingLong>>(*args, found, most, grid);
 }
+extern "C" i32 packed_bundles(const Args* args, KvWorkTile* found, i32 most) {
+    return run<KvBundles<DynamicPersistent>>(*args, found, most);
+}
+extern "C" i32 bundles_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
+    return run<KvBundles<AllNumbers>>(*args, found, most, grid);
+}
 """
 SCHEDULE = """\
 extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{
@@ -113,6 +122,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         *((x, ctypes.c_int) for x in ("heads", "heads_per_kv", "batches", "kv_tiles", "l2_head_group", "last_group", "q", "kv")),
         *((x, ctypes.c_void_p) for x in ("cu_seqlens_q", "cu_seqlens_kv", "counter", "violations")),
+        ("bundle_works", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -182,18 +192,44 @@ def test_short_sequences_descend_together(schedules: ctypes.CDLL) -> None:
     assert not said[0]
 
 
+@pytest.mark.parametrize("enough", [1, 7, 30, 10**6])
+def test_sequences_side_by_side(schedules: ctypes.CDLL, enough: int) -> None:
+    """Of a bundle all first key tiles come first. A sequence with enough works is alone, in groups of as many heads as blocks take."""
+    tile, heads, grid = 64, 3, 8
+    ctypes.c_int.in_dll(schedules, "tile_kv").value = tile
+    lengths, said = np.random.default_rng(4).choice([0, 1, 64, 130, 700], 90).tolist(), np.zeros(1, np.uint32)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    args = Args(2 * heads, 2, len(lengths), 0, 1, 0, *[sum(lengths)] * 2, *[starts.ctypes.data] * 2, None, said.ctypes.data, enough)
+    tiles, wanted, begin = [-(-length // tile) for length in lengths], list[tuple[int, int, int]](), 0
+    while begin < len(lengths):
+        count = next((n for n in range(1, 33) if heads * sum(tiles[begin : begin + n]) >= enough), 32)
+        alone = (n for n in range(1, count) if heads * sum(tiles[begin + n : begin + n + 1]) >= enough)
+        bundle = [*range(begin, min(begin + next(alone, count), len(lengths)))]
+        group = min(heads, (grid - 1) // max(1, tiles[begin]) + 1) if len(bundle) == 1 else heads
+        firsts = [*range(0, heads // group * group, group)]
+        for first, last in zip(firsts, [*firsts[1:], heads], strict=True):
+            for n in range(max(tiles[b] for b in bundle)):
+                wanted += [(b, h, n) for b in bundle if n < tiles[b] for h in range(first, last)]
+        begin = bundle[-1] + 1
+    found = np.zeros((len(wanted) + 1, 5), np.int32)
+    count = schedules.bundles_of_grid(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found), grid)
+    assert [tuple(work) for work in found[:count].tolist()] == [(*work, 1, 1) for work in wanted]
+    assert not said[0]
+
+
+@pytest.mark.parametrize("name", ["packed_Ascending", "packed_bundles"])
 @pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_kv"])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str) -> None:
+def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str, name: str) -> None:
     ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
     counter, said, starts = np.zeros(2, np.int32), np.zeros(1, np.uint32), np.array(wrong, np.int32)
     good = np.maximum.accumulate(np.clip(starts, 0, ROWS))
-    args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data)
+    args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data, 5)
     setattr(args, side, starts.ctypes.data)
     found = np.zeros((200, 5), np.int32)
-    count = schedules.packed_Ascending(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
+    count = getattr(schedules, name)(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
     works, lengths = [tuple(work[:3]) for work in found[:count].tolist()], np.diff(good)[: len(right(wrong))].tolist()
-    assert works == [(b, 0, n) for b, length in enumerate(lengths) for n in range(-(-length // 64))]
+    assert sorted(works) == [(b, 0, n) for b, length in enumerate(lengths) for n in range(-(-length // 64))]
     assert said[0] == 128 and not counter.any()
 
 
