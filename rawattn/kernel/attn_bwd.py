@@ -301,6 +301,16 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     return best if expect(best) < 0.95 * expect(1) else 1
 
 
+def _count_kept_keys(op: Forward) -> float:
+    """The keys that a query keeps, on average. Where the longest of packed sequences is known, one is taken to be as long, and the
+    others alike: most queries may be of few sequences."""
+    if not op.varlen or op.batch < 2 or not op.q_len < op.total_q or not op.kv_len < op.total_kv:
+        return op.pairs / max(1, round(op.total_q / max(1, op.batch)))
+    longest = dataclasses.replace(op, batch=1, total_q=op.q_len, total_kv=op.kv_len)
+    others = dataclasses.replace(op, batch=op.batch - 1, total_q=op.total_q - op.q_len, total_kv=op.total_kv - op.kv_len)
+    return (longest.pairs + others.batch * others.pairs) / op.total_q
+
+
 def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
     """The order of works of packed sequences under a causal mask: with a head for each key head short sequences descend, since
     those whose works all begin at the last query tile wait for each other; parts of heads that go in step have the longest
@@ -465,8 +475,7 @@ class AttnBwd(BackwardKernel):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
+        return seconds * (0.95 if _count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64] else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
