@@ -19,7 +19,7 @@ from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QIntervalPart, QListWalk, RotatedTurn, lists
+from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -74,6 +74,7 @@ class AttnBwdConfig:
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
     bundle: int = 0  # works for each block, of packed sequences that are taken side by side; 0 where one comes after the other
     query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
@@ -201,27 +202,40 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
     if config.walk != "rotated":
         return None
     forward = op.forward
-    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or not forward.has_plain_score or config.gradient:
-        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and a score that reads no arrays"
+    masks = Full if forward.varlen else (Full, Causal)
+    if not isinstance(forward.mask, masks) or not forward.has_plain_score or config.gradient or config.bundle:
+        return (
+            "walk is 'rotated'; it needs a full mask, or a causal one and one length, a score without arrays, and a bundle of 0"
+        )
     if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
         return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
     return None
 
 
-def _refuse_bundles(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why packed sequences cannot be taken side by side; None where they can."""
-    if config.bundle == 0 or (config.bundle > 0 and op.varlen and isinstance(op.mask, Full) and config.direction in ("", "Ascending")):
-        return None
-    return f"bundle is {config.bundle}; it must be 0, or more for packed sequences without a mask and direction 'Ascending'"
+def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why heads, or packed sequences, cannot be taken together as the configuration says; None where they can."""
+    if config.heads_together < 0 or (config.heads_together and (op.varlen or config.walk == "rotated")):
+        return (
+            f"heads_together is {config.heads_together}; it must be 0, or more for sequences of one length that do not go round"
+        )
+    if config.bundle and (config.bundle < 0 or not op.varlen or not isinstance(op.mask, Full) or config.direction):
+        return f"bundle is {config.bundle}; it must be 0, or more for packed sequences without a mask, of no direction"
+    return None
 
 
 def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
     """The reason why the query tiles of a key tile cannot be split; None where they can. A work of a part goes round."""
     if config.query_parts in (0, 1):
         return None
-    others = config.parts > 1 or config.dq_sums > 1 or config.walk not in ("", "rotated") or op.forward.spec.dropout
+    others = (
+        op.forward.varlen
+        or config.parts > 1
+        or config.dq_sums > 1
+        or config.walk not in ("", "rotated")
+        or op.forward.spec.dropout
+    )
     if config.query_parts < 0 or others or _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is not None:
-        return f"query_parts is {config.query_parts}; several need what walk 'rotated' needs, no dropout, one of parts and of dq_sums"
+        return f"query_parts is {config.query_parts}; several need one length and what walk 'rotated' needs, without dropout"
     return None
 
 
@@ -269,7 +283,7 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
     kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
     rotated = dataclasses.replace(config, walk="rotated", direction="")
-    is_square = isinstance(forward.mask, Full) and 8 <= kv_tiles <= q_tiles / 1.5
+    is_square = isinstance(forward.mask, Full) and not forward.varlen and 8 <= kv_tiles <= q_tiles / 1.5
     if parts > 1 or _refuse_rounds(rotated, op) is not None:
         return False
     if not is_square:
@@ -302,8 +316,8 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
 
 
 def _count_kept_keys(op: Forward) -> float:
-    """The keys that a query keeps, on average. Where the longest of packed sequences is known, one is taken to be as long, and the
-    others alike: most queries may be of few sequences."""
+    """The keys that a query keeps, on average. Where the length of the longest packed sequence is known, the others are taken to
+    be alike: most queries may be of few sequences."""
     if not op.varlen or op.batch < 2 or not op.q_len < op.total_q or not op.kv_len < op.total_kv:
         return op.pairs / max(1, round(op.total_q / max(1, op.batch)))
     longest = dataclasses.replace(op, batch=1, total_q=op.q_len, total_kv=op.kv_len)
@@ -329,7 +343,7 @@ def _part_tiles(op: Forward, config: AttnBwdConfig, parts: int) -> int:
 def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
     """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
     of their own, and equal groups of as many heads as ``blocks`` have windows for."""
-    if config.walk != "rotated":
+    if config.walk != "rotated" or op.varlen:
         return {}
     blocks = max(1, blocks)  # none without keys
     kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, _part_tiles(op, config, config.query_parts))
@@ -423,7 +437,7 @@ class AttnBwd(BackwardKernel):
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
             return reason
-        if reason := _refuse_query_parts(config, op) or _refuse_bundles(config, forward):
+        if reason := _refuse_query_parts(config, op) or _refuse_together(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -488,7 +502,12 @@ class AttnBwd(BackwardKernel):
         several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
         kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
         rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
-        if isinstance(op.forward.mask, Full) and not config.walk and _refuse_rounds(rotated, op) is None:
+        if (
+            isinstance(op.forward.mask, Full)
+            and not op.forward.varlen
+            and not config.walk
+            and _refuse_rounds(rotated, op) is None
+        ):
             numbers = (config.query_parts,) if config.query_parts else (1, 2)
             kinds += [dataclasses.replace(rotated, query_parts=n) for n in numbers]
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
@@ -516,6 +535,10 @@ class AttnBwd(BackwardKernel):
         if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
             of_parts = {"heads": forward.heads * parts, "heads_per_kv": forward.heads_per_kv}
             kv_values |= of_parts | {"part_tiles": _part_tiles(forward, config, parts)}
+        if config.heads_together and config.walk != "rotated":
+            heads = max(1, forward.kv_heads * forward.batch * parts)
+            size = min(config.heads_together, heads)
+            kv_values |= {"l2_head_group": size, "last_group": heads // size - 1}
         if config.bundle:
             kv_values |= {"bundle_works": config.bundle * device.sm_count}
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
@@ -523,7 +546,7 @@ class AttnBwd(BackwardKernel):
         kv_values |= _window_values(forward, config, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")}
+        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
         of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
         launches += self.add_parts(op, parts, device)
@@ -546,7 +569,7 @@ class AttnBwd(BackwardKernel):
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     parts = numbers.pop("parts") * numbers.pop("query_parts")
-    del numbers["dq_sums"], numbers["bundle"]
+    del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -560,8 +583,11 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     rotated, of_part = config.walk == "rotated", config.query_parts > 1
     if of_part:
         walk = QIntervalPart()
+    elif rotated and op.varlen:
+        walk = QIntervalRotatedPacked()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
-    plan = scheduler.KvBundles() if config.bundle else plan
+    if op.varlen and (rotated or config.bundle):
+        plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,

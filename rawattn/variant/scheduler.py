@@ -143,6 +143,20 @@ class KvVarlenScheduler(KvScheduler):
         return self.numbers
 
 
+class KvWindows(KvScheduler):
+    """Key tiles of the backward of packed sequences that go round, one sequence after the other."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_windows.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.draw}>"
+
+    @property
+    def fields(self) -> Fields:
+        return self.numbers
+
+
 class KvBundles(KvScheduler):
     """Key tiles of the backward of packed sequences without a mask, several sequences side by side."""
 

@@ -105,6 +105,12 @@ class QIntervalRotated(Option):
         return tuple(Field(name, "i32") for name in ("window_tiles", "q_stride"))
 
 
+class QIntervalRotatedPacked(QIntervalWalk):
+    """Query tiles of a key tile of a packed sequence, side by side, in such a round."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_rotated_packed.cuh"
+
+
 class QIntervalPart(QIntervalRotated):
     """Query tiles of a key tile, side by side, of one part of all of them, in such a round."""
 

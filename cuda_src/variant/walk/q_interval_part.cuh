@@ -1,9 +1,10 @@
 #pragma once
-// The same rounds over a part of the query tiles, where key tiles alone are too few works: a work has one of args.group_parts parts, of
+// The rounds of variant/walk/q_interval_rotated.cuh over a part of the query tiles, where key tiles alone are too few works: a work has one of args.group_parts parts, of
 // args.part_tiles query tiles, and the last part what is left. All that counts key heads counts parts, those of one key head side by side, as
 // with parts of a group of query heads, and dk and dv are parts, too (variant/group/part.cuh). A tile of dq is of one part, and key tiles add
 // to it in the order that they have without parts.
-#include "variant/walk/q_interval_rotated.cuh"
+#include "variant/walk/q_interval.cuh"
+#include "variant/walk/turn_rotated.cuh"
 
 struct QIntervalPart : QIntervalWalk {
     using OfLane = QIntervalPart;
@@ -32,7 +33,9 @@ struct QIntervalPart : QIntervalWalk {
             if (left > 0) return;
         }
     }
-    __device__ RotatedTurn turn(const Mask& mask) const { return RotatedTurn::of(args, mask, rows, work, tile, tile % args.part_tiles); }
+    __device__ RotatedTurn turn(const Mask& mask) const {
+        return RotatedTurn::of(mask, rows, work, tile, tile % args.part_tiles, args.window_tiles, args.q_stride);
+    }
 
     template <class Producer>
     __device__ static void load(Producer& producer, const KvWorkTile& work) { load_steps<QIntervalPart>(producer, work); }

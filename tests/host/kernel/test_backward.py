@@ -147,7 +147,11 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
     "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
     "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
 }
-HOPPER |= {  # packed sequences side by side
+HOPPER |= {  # packed sequences whose key tiles go round, or side by side
+    "40, packed, rotated": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, walk="rotated", dlse=True),
+    "128, later, packed, rotated": Case(
+        (128, 128), {}, ((70, 300), (130, 700), (0, 9), (300, 260)), (2, 2), True, order="step_later", grid=5, walk="rotated"
+    ),
     "40, packed, bundles": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, bundle=1),
     "128, later, packed, bundles": Case((128, 128), {}, PACKED, (4, 2), varlen=True, order="step_later", grid=3, bundle=2),
 }

@@ -173,6 +173,46 @@ def test_sums_that_do_not_fit(changes: dict[str, Any], mask: Any) -> None:
         select(backward(1, 300, (8, 8), mask), H200, "attn_bwd", AttnBwdConfig(**{"dq_sums": 2, **changes}))
 
 
+@pytest.mark.parametrize("changes, values", [
+    ({"heads_together": 44}, {"l2_head_group": 44, "last_group": 10}),
+    ({"heads_together": 1000}, {"l2_head_group": 512, "last_group": 0}),
+])  # fmt: skip
+def test_heads_that_are_asked_for(changes: dict[str, int], values: dict[str, int]) -> None:
+    """They change numbers of a launch alone."""
+    op = backward(64, 151, (8, 8), Full(), kv_len=1961)
+    config = select(op, H200, "attn_bwd").config
+    before, after = (ATTN_BWD.lower(op, x, H200) for x in (config, dataclasses.replace(config, **changes)))
+    assert [x.source for x in after.launches] == [x.source for x in before.launches]
+    main = next(each for each in after.launches if each.entry == "attn_bwd")
+    assert {name: main.values[name] for name in values} == values
+
+
+@pytest.mark.parametrize("changes, more, reason", [
+    ({"heads_together": 3, "walk": "rotated"}, {}, "heads_together is 3"),
+    ({"heads_together": -1}, {}, "heads_together is -1"),
+    ({"bundle": 1}, {}, "bundle is 1"),
+    ({"bundle": 1, "direction": "Ascending"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "bundle is 1"),
+    ({"bundle": 1, "walk": "rotated"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "and a bundle of 0"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be_taken_together(changes: dict[str, Any], more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ProblemError, match=reason):
+        select(backward(1, 300, (8, 4), Full(), **more), H200, "attn_bwd", AttnBwdConfig(**changes))
+
+
+LONG_BESIDE_SHORT = {"varlen": True, "total_q": 24064, "total_kv": 24064}
+
+
+@pytest.mark.parametrize("op, wanted", [
+    (backward(61, 16384, (4, 4), Full(), **LONG_BESIDE_SHORT), ("ordered", "step_later")),
+    (backward(61, 16384, (4, 4), Causal(), **LONG_BESIDE_SHORT), ("ordered", "step_later")),
+    (backward(61, 24064, (4, 4), Full(), **LONG_BESIDE_SHORT), ("final", "at_once")),  # how long the longest is, is not known
+    (backward(61, 512, (4, 4), Full(), **LONG_BESIDE_SHORT), ("final", "at_once")),
+], ids=str)  # fmt: skip
+def test_who_finishes_dq_of_packed_sequences(op: Backward, wanted: tuple[str, str]) -> None:
+    config = select(op, H200, "attn_bwd").config
+    assert (config.store, config.order) == wanted
+
+
 @pytest.mark.parametrize("length, heads, wanted", [
     (2048, (4, 4), 2), (2048, (8, 8), 1), (2048, (12, 12), 1), (5000, (1, 1), 2), (5000, (4, 4), 3), (16384, (1, 1), 1),
     (2048, (4, 2), 1),
@@ -193,7 +233,7 @@ def test_query_parts(length: int, heads: tuple[int, int], wanted: int) -> None:
 
 @pytest.mark.parametrize("changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0))], ids=str)
 def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
-    with pytest.raises(ProblemError, match="query_parts is 2; several need what walk 'rotated' needs"):
+    with pytest.raises(ProblemError, match="query_parts is 2; several need one length and what walk 'rotated' needs"):
         select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"query_parts": 2, **changes}))
 
 

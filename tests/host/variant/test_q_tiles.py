@@ -71,6 +71,7 @@ using Rows = Varlen;
 #include "variant/scheduler/kv_bundles.cuh"
 #include "variant/scheduler/kv_lpt.cuh"
 #include "variant/scheduler/kv_lpt_varlen.cuh"
+#include "variant/scheduler/kv_windows.cuh"
 #include "variant/scheduler/longest_first.cuh"
 #include "variant/scheduler/shortest_first.cuh"
 
@@ -102,6 +103,12 @@ extern "C" i32 packed_of_grid(const Args* args, KvWorkTile* found, i32 most, i32
 }
 extern "C" i32 packed_bundles(const Args* args, KvWorkTile* found, i32 most) {
     return run<KvBundles<DynamicPersistent>>(*args, found, most);
+}
+extern "C" i32 packed_windows(const Args* args, KvWorkTile* found, i32 most) {
+    return run<KvWindows<DynamicPersistent>>(*args, found, most);
+}
+extern "C" i32 windows_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
+    return run<KvWindows<AllNumbers>>(*args, found, most, grid);
 }
 extern "C" i32 bundles_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
     return run<KvBundles<AllNumbers>>(*args, found, most, grid);
@@ -194,12 +201,14 @@ def test_short_sequences_descend_together(schedules: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("enough", [1, 7, 30, 10**6])
 def test_sequences_side_by_side(schedules: ctypes.CDLL, enough: int) -> None:
-    """Of a bundle all first key tiles come first. A sequence with enough works is alone, in groups of as many heads as blocks take."""
+    """Of a bundle all first key tiles come first. A sequence with enough works is alone, in groups of heads."""
     tile, heads, grid = 64, 3, 8
     ctypes.c_int.in_dll(schedules, "tile_kv").value = tile
     lengths, said = np.random.default_rng(4).choice([0, 1, 64, 130, 700], 90).tolist(), np.zeros(1, np.uint32)
     starts = np.cumsum([0, *lengths], dtype=np.int32)
-    args = Args(2 * heads, 2, len(lengths), 0, 1, 0, *[sum(lengths)] * 2, *[starts.ctypes.data] * 2, None, said.ctypes.data, enough)
+    args = Args(
+        2 * heads, 2, len(lengths), 0, 1, 0, *[sum(lengths)] * 2, *[starts.ctypes.data] * 2, None, said.ctypes.data, enough
+    )
     tiles, wanted, begin = [-(-length // tile) for length in lengths], list[tuple[int, int, int]](), 0
     while begin < len(lengths):
         count = next((n for n in range(1, 33) if heads * sum(tiles[begin : begin + n]) >= enough), 32)
@@ -217,11 +226,11 @@ def test_sequences_side_by_side(schedules: ctypes.CDLL, enough: int) -> None:
     assert not said[0]
 
 
-@pytest.mark.parametrize("name", ["packed_Ascending", "packed_bundles"])
+@pytest.mark.parametrize("name", ["packed_Ascending", "packed_bundles", "packed_windows"])
 @pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_kv"])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str, name: str) -> None:
-    ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
+    ctypes.c_int.in_dll(schedules, "tile_kv").value, ctypes.c_int.in_dll(schedules, "tile_q").value = 64, 64
     counter, said, starts = np.zeros(2, np.int32), np.zeros(1, np.uint32), np.array(wrong, np.int32)
     good = np.maximum.accumulate(np.clip(starts, 0, ROWS))
     args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data, 5)
@@ -324,7 +333,7 @@ def test_key_tiles_of_lists_add_from_the_last_one_on(turns: ctypes.CDLL, q_len: 
 
 ROUNDS = """\
 namespace cfg { constexpr i32 tile_q = 2, tile_kv = 3, causal_to_last = 1; }
-struct Args { i32 heads, heads_per_kv, window_tiles, q_stride, group_parts, part_tiles; };
+struct Args { i32 heads, heads_per_kv, window_tiles, q_stride, group_parts, part_tiles, grid; };
 struct Rows {
     i32 q_len, kv_len;
     i32 shift(bool) const { return kv_len - q_len; }
@@ -335,11 +344,13 @@ template <class> struct KvTilesOption {};
 using Mask = NAME;
 #include "variant/walk/q_interval_rotated.cuh"
 #include "variant/walk/q_interval_part.cuh"
+#include "variant/walk/q_interval_rotated_packed.cuh"
 
 // The steps of a key tile: query tiles, the numbers of its turns there, and the last ones.
 extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 part, i32 (*found)[3]) {
     const Rows rows{q_len, kv_len};
     const KvWorkTile work{0, part, kv_tile, 1, 1};
+    gridDim.x = args->grid;
     i32 count = 0;
     for (WALK at(*args, rows, work); at.more(); at.advance()) {
         const IntervalTurn turn = at.turn(Mask(*args, rows, at.work_tile()));
@@ -350,19 +361,58 @@ extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 p
 """
 
 
+def going_round(name: str, walk: str, folder: pathlib.Path) -> ctypes.CDLL:
+    for header in ("variant/interfaces.cuh", "variant/interfaces_bwd.cuh"):
+        (folder / header).parent.mkdir(parents=True, exist_ok=True)
+        (folder / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
+    return native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name).replace("WALK", walk), folder)
+
+
+@pytest.mark.parametrize("name", ["Full", "Causal"])
+def test_packed_sequences_go_round(schedules: ctypes.CDLL, name: str, tmp_path: pathlib.Path) -> None:
+    """Each work is there once, turns are counted without a gap, and blocks that take every so manieth work come to an end."""
+    library, random, said = (
+        going_round(name, "QIntervalRotatedPacked", tmp_path),
+        np.random.default_rng(5),
+        np.zeros(1, np.uint32),
+    )
+    ctypes.c_int.in_dll(schedules, "tile_kv").value, ctypes.c_int.in_dll(schedules, "tile_q").value = 3, 2
+    for heads, grid in itertools.product((1, 2, 5), (1, 4, 7, 40)):
+        lengths = random.choice([0, 1, 4, 9, 20, 50], (7, 2))
+        starts = np.concatenate([np.zeros((1, 2)), lengths.cumsum(0)]).astype(np.int32).T.copy()
+        args = Args(
+            2 * heads, 2, 7, 0, 1, 0, *lengths.sum(0).tolist(), *[each.ctypes.data for each in starts], None, said.ctypes.data
+        )
+        found = np.zeros((heads * 150, 5), np.int32)
+        count = schedules.windows_of_grid(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found), grid)
+        order = [tuple(work[:3]) for work in found[:count].tolist()]
+        assert sorted(order) == [(b, h, n) for b in range(7) for h in range(heads) for n in range(-(-lengths[b][1] // 3))]
+        works, counts = list[list[tuple[tuple[int, int, int], int]]](), dict[tuple[int, int, int], int]()
+        for b, h, n in order:
+            steps, (q_len, kv_len) = np.zeros((60, 3), np.int32), lengths[b].tolist()
+            of_round = (ctypes.c_int * 7)(1, 1, 0, 0, 1, 0, grid)
+            taken = library.steps(of_round, q_len, kv_len, n, 0, ctypes.c_void_p(steps.ctypes.data))
+            works.append([((b, h, tile), number) for tile, number, _ in steps[:taken].tolist()])
+        blocks = [[step for work in works[block::grid] for step in work] for block in range(grid)]
+        while any(blocks):
+            ready = [steps for steps in blocks if steps and counts.get(steps[0][0], 0) == steps[0][1]]
+            assert ready, "each waits for another"
+            for steps in ready:
+                place, number = steps.pop(0)
+                counts[place] = number + 1
+    assert not said[0]
+
+
 @pytest.mark.parametrize("walk", ["QIntervalRotated", "QIntervalPart"])
 @pytest.mark.parametrize("name", ["Full", "Causal"])
 def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, walk: str, tmp_path: pathlib.Path) -> None:
     """At each query tile turns are counted without a gap, and works of a window come to an end where only they run. A tile is of
     one part."""
-    for header in ("variant/interfaces.cuh", "variant/interfaces_bwd.cuh"):
-        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
-    library = native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name).replace("WALK", walk), tmp_path)
+    library = going_round(name, walk, tmp_path)
     random = np.random.default_rng(3)
     for q_len, kv_len, window, stride, parts in random.integers((1, 1, 1, 60, 1), (60, 90, 12, 1100, 5), (300, 5)).tolist():
         parts = parts if walk == "QIntervalPart" else 1
-        args, turns = (ctypes.c_int * 6)(1, 1, window, stride, parts, -(-q_len // (2 * parts))), dict[int, list[int]]()
+        args, turns = (ctypes.c_int * 7)(1, 1, window, stride, parts, -(-q_len // (2 * parts))), dict[int, list[int]]()
         counts, works = dict[int, int](), list[list[list[int]]]()
         for kv_tile, part in itertools.product(range(-(-kv_len // 3)), range(parts)):
             found = np.zeros((q_len, 3), np.int32)
