@@ -40,6 +40,7 @@ SUM, SUM_NUMBER, PASSES = (
     10.0,
 )  # a pass that adds parts, a number of them, written and added; other passes: not timed
 MOST_QUERY_PARTS = 4
+BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
@@ -75,7 +76,10 @@ class AttnBwdConfig:
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
     heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
-    bundle: int = 0  # works for each block, of packed sequences that are taken side by side; 0 where one comes after the other
+    bundle: int = (
+        0  # works for each block, of packed sequences that are taken side by side; 0 for one after the other, -1 for what
+    )
+    # sizes suggest, which may be that they go round
     query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
@@ -218,8 +222,8 @@ def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
         return (
             f"heads_together is {config.heads_together}; it must be 0, or more for sequences of one length that do not go round"
         )
-    if config.bundle and (config.bundle < 0 or not op.varlen or not isinstance(op.mask, Full) or config.direction):
-        return f"bundle is {config.bundle}; it must be 0, or more for packed sequences without a mask, of no direction"
+    if config.bundle and (config.bundle < -1 or not op.varlen or not isinstance(op.mask, Full) or config.direction):
+        return f"bundle is {config.bundle}; it must be 0, or -1 or more for packed sequences without a mask, of no direction"
     return None
 
 
@@ -313,6 +317,20 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
 
     best = min(range(1, MOST_QUERY_PARTS + 1), key=expect)
     return best if expect(best) < 0.95 * expect(1) else 1
+
+
+def _place_packed(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
+    """The configuration in which packed sequences without a mask go round, where they are alike or one has most of all pairs, or
+    are side by side. Works of several query heads stay in their order (perf/notes/attn_bwd.md)."""
+    forward, places = op.forward, [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
+    if forward.heads_per_kv > config.parts:
+        return places[0]
+    others = (forward.total_q - forward.q_len) / max(1, forward.batch - 1)
+    is_long = others >= 0.9 * forward.q_len or forward.q_len**2 >= 4 * (forward.batch - 1) * others**2
+    is_known = forward.batch == 1 or forward.q_len < forward.total_q
+    rotated = dataclasses.replace(places[0], walk="rotated")
+    goes_round = is_long and is_known and forward.kv_len >= 8 * config.tile_kv and _refuse_rounds(rotated, op) is None
+    return rotated if goes_round else places[1]
 
 
 def _count_kept_keys(op: Forward) -> float:
@@ -510,6 +528,9 @@ class AttnBwd(BackwardKernel):
         ):
             numbers = (config.query_parts,) if config.query_parts else (1, 2)
             kinds += [dataclasses.replace(rotated, query_parts=n) for n in numbers]
+        if config.bundle < 0:
+            placed = [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
+            kinds = [*placed, dataclasses.replace(placed[0], walk="rotated")]
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
@@ -521,6 +542,8 @@ class AttnBwd(BackwardKernel):
         if config.query_parts == 0:
             n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
             config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
+        if config.bundle < 0:
+            config = _place_packed(op, config)
         walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
         direction = config.direction or _choose_direction(forward, config)
         count = config.dq_sums or _count_sums(forward, config, blocks)

@@ -199,6 +199,24 @@ def test_what_cannot_be_taken_together(changes: dict[str, Any], more: dict[str, 
         select(backward(1, 300, (8, 4), Full(), **more), H200, "attn_bwd", AttnBwdConfig(**changes))
 
 
+@pytest.mark.parametrize("op, wanted", [
+    (backward(2, 8192, (4, 4), Full(), varlen=True, total_q=16384, total_kv=16384), ("rotated", 0)),  # alike
+    (backward(61, 16384, (4, 4), Full(), varlen=True, total_q=24064, total_kv=24064), ("rotated", 0)),  # one has most pairs
+    (backward(30, 2871, (4, 4), Full(), varlen=True, total_q=33356, total_kv=33356), ("by_heads", 2)),
+    (backward(30, 33356, (4, 4), Full(), varlen=True, total_q=33356, total_kv=33356), ("by_heads", 2)),  # nothing is known
+    (backward(128, 130, (4, 4), Full(), varlen=True, total_q=16640, total_kv=16640), ("by_heads", 2)),
+    (backward(16, 1024, (16, 2), Full(), varlen=True, total_q=16384, total_kv=16384), ("by_heads", 0)),
+], ids=str)  # fmt: skip
+def test_where_packed_sequences_are_taken(op: Backward, wanted: tuple[str, int]) -> None:
+    """It is chosen where it is asked for, alone, and its kernel is among those that are compiled beforehand."""
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, bundle=-1)
+    found = ATTN_BWD.resolved(op, config, H200)
+    assert (found.walk, found.bundle, AttnBwdConfig.bundle) == (*wanted, 0)
+    main = next(each for each in ATTN_BWD.lower(op, config, H200).launches if each.entry == "attn_bwd")
+    assert main.values.get("bundle_works", 0) == 132 * wanted[1]
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
 LONG_BESIDE_SHORT = {"varlen": True, "total_q": 24064, "total_kv": 24064}
 
 
