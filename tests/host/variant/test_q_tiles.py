@@ -370,7 +370,7 @@ def going_round(name: str, walk: str, folder: pathlib.Path) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("name", ["Full", "Causal"])
 def test_packed_sequences_go_round(schedules: ctypes.CDLL, name: str, tmp_path: pathlib.Path) -> None:
-    """Each work is there once, turns are counted without a gap, and blocks that take every so manieth work come to an end."""
+    """Each work is there once, turns are counted without a gap, and blocks with a work of each so many come to an end."""
     library, random, said = (
         going_round(name, "QIntervalRotatedPacked", tmp_path),
         np.random.default_rng(5),
