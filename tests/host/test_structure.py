@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 32470,
     "perf": 6240,
     "cuda_src": 13685,
-    "tests": 44343,
+    "tests": 44381,
 }
 FUNCTION_LINES = 60
 
