@@ -12,15 +12,15 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, gradients
+from ..variant import Option, gradients, scheduler
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QListWalk, RotatedTurn, lists
-from . import attn_bwd_captured, backward, group, tiling
+from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
+from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Launch, Program
@@ -29,12 +29,6 @@ from .render import wgmma
 WIDEST = 128  # columns
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
-NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
-# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to the
-# next block's, where all add at once; a step; what a work takes besides.
-HOP, STEP, WORK = 3.0, 2.1, 5.0
-TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
-MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
@@ -68,6 +62,9 @@ class AttnBwdConfig:
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
+    bundle: int = 0  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
+    query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
 
@@ -187,97 +184,9 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
-def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
-    """The reason why key tiles cannot begin their rounds at different query tiles, where the configuration says so; None where
-    they can."""
-    if config.walk != "rotated":
-        return None
-    forward = op.forward
-    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or not forward.has_plain_score or config.gradient:
-        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and a score that reads no arrays"
-    if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
-        return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
-    return None
-
-
-def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
-    return config.store == "ordered" and not lists(op.mask)
-
-
-def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
-    return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
-
-
-def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why a tile of dq cannot have so many sums; None where it can."""
-    most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
-    if config.dq_sums in (0, 1) or (1 < config.dq_sums <= most and _may_have_sums(op, config)):
-        return None
-    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered' and a mask without lists"
-
-
-def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
-    """The sums of each tile of dq that keep ``blocks`` from queuing for them.
-
-    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
-    which is where blocks queue (perf/notes/attn_bwd.md)."""
-    if not _has_few_queries(op, config):
-        return 1
-    tiles = op.heads * backward.q_blocks(op, config.tile_q)
-    time = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
-    of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
-    of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
-    fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
-    return next((n for n in fitting if HOP / n <= MOST_HOPS * time), fitting[-1])
-
-
 def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
     """The options that say how parts of dq meet, and what is cleared for that."""
     return SUMS if config.dq_sums > 1 else STORES[config.store]
-
-
-def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
-    """Says whether key tiles go round, by what is expected: works that begin together wait for the key tiles before them once, a
-    hop each, and rounds wait for nobody, but a block has its works beforehand, in windows (perf/notes/attn_bwd.md)."""
-    forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
-    kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
-    rotated = dataclasses.replace(config, walk="rotated", direction="")
-    is_square = isinstance(forward.mask, Full) and 8 <= kv_tiles <= q_tiles / 1.5
-    if parts > 1 or not is_square or _refuse_rounds(rotated, op) is not None:
-        return False
-    heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
-    windows = -(-kv_tiles // blocks)
-    rounds = -(-heads // max(1, blocks // -(-kv_tiles // windows))) * windows
-    return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
-
-
-def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
-    """The order of works of packed sequences under a causal mask: with a head for each key head short sequences descend, since
-    those whose works all begin at the last query tile wait for each other; parts of heads that go in step have the longest
-    first."""
-    if not op.varlen or not isinstance(op.mask, Causal) or not group.adds_in_turns(config):
-        return ""
-    in_step = config.parts > 1 and config.walk == "by_tiles"
-    return "AlternatingLong" if op.heads_per_kv == 1 else "LongestFirst" if in_step else ""
-
-
-def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
-    """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
-    of their own, and equal groups of as many heads as ``blocks`` have windows for."""
-    if config.walk != "rotated":
-        return {}
-    blocks = max(1, blocks)  # none without keys
-    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
-    window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
-    heads = max(1, op.kv_heads * op.batch * config.parts)
-    groups = -(-heads // max(1, blocks // window))
-    size = -(-heads // groups)
-    return {
-        "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
-        "q_stride": min(256 * q_tiles // window, (1 << 31) - 1),
-    }  # fmt: skip
 
 
 def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
@@ -358,7 +267,7 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
+        if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -410,8 +319,7 @@ class AttnBwd(BackwardKernel):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
+        return seconds * (0.95 if attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64] else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
@@ -420,37 +328,28 @@ class AttnBwd(BackwardKernel):
         return 1.0 if config.consumers == (2 if few else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
-        """Those of one sum of each tile of dq, and of several where lengths may ask for them."""
-        several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
-        kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
-        rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
-        if isinstance(op.forward.mask, Full) and not config.walk and _refuse_rounds(rotated, op) is None:
-            kinds.append(rotated)
+        """Those of all works that lengths may ask for."""
+        kinds = attn_bwd_works.kinds(op, config)
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
         """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
-        forward, blocks, is_asked = op.forward, device.sm_count, config.walk
-        config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
-        walk = "rotated" if not is_asked and _goes_round(op, config, blocks) else config.walk
-        direction = config.direction or _choose_direction(forward, config)
-        count = config.dq_sums or _count_sums(forward, config, blocks)
-        return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
+        return attn_bwd_works.resolved(op, config, device.sm_count)
 
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = self.resolved(op, config, device)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        sums = group.sums(forward, config, config.parts)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
+        parts = config.parts * config.query_parts
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        kv_values |= _window_values(forward, config, grid)
+        grid = min(device.sm_count, works * parts) if forward.total_kv else 0
+        kv_values |= attn_bwd_works.values(forward, config, device.sm_count, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        of_source = dataclasses.replace(group.source_of(config), dq_sums=min(config.dq_sums, 2))
+        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
+        of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
-        launches += self.add_parts(op, config.parts, device)
+        launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
             last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
@@ -462,14 +361,15 @@ class AttnBwd(BackwardKernel):
         cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else _store_of(config)[1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
-        scratch += backward.part_buffers(forward, config.parts)
+        scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
-    del numbers["parts"], numbers["dq_sums"]
+    parts = numbers.pop("parts") * numbers.pop("query_parts")
+    del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -480,10 +380,16 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
-    rotated = config.walk == "rotated"
+    rotated, of_part = config.walk == "rotated", config.query_parts > 1
+    if of_part:
+        walk = QIntervalPart()
+    elif rotated and op.varlen:
+        walk = QIntervalRotatedPacked()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
+    if op.varlen and (rotated or config.bundle):
+        plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],

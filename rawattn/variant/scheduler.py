@@ -147,6 +147,34 @@ class KvVarlenScheduler(KvScheduler):
         return self.numbers
 
 
+class KvWindows(KvScheduler):
+    """Key tiles of the backward of packed sequences that go round, one sequence after the other."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_windows.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.draw}>"
+
+    @property
+    def fields(self) -> Fields:
+        return self.numbers
+
+
+class KvBundles(KvScheduler):
+    """Key tiles of the backward of packed sequences without a mask, several sequences side by side."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_bundles.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.draw}>"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers, Field("bundle_works", "i32"))
+
+
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 

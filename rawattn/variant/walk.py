@@ -111,6 +111,22 @@ class QIntervalRotated(Option):
         return tuple(Field(name, "i32") for name in ("window_tiles", "q_stride"))
 
 
+class QIntervalRotatedPacked(QIntervalWalk):
+    """Query tiles of a key tile of a packed sequence, side by side, in such a round."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_rotated_packed.cuh"
+
+
+class QIntervalPart(QIntervalRotated):
+    """Query tiles of a key tile, side by side, of one part of all of them, in such a round."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_part.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("part_tiles", "i32"), *super().fields)
+
+
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32335,
+    "rawattn": 32800,
     "perf": 6240,
-    "cuda_src": 13639,
-    "tests": 44199,
+    "cuda_src": 13950,
+    "tests": 44900,
 }
 FUNCTION_LINES = 60
 

@@ -460,6 +460,43 @@ def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
         assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
 
 
+ORDERS: list[dict[str, Any]] = [  # of works, which change no sum
+    {"walk": "by_heads", **order} for order in ({"bundle": 1}, {"bundle": 3}, {"heads_together": 3})
+]
+CUT: list[dict[str, Any]] = [{"query_parts": 2}, {"query_parts": 5}, {"walk": "rotated"}]
+
+
+@listed(
+    (ATTN_BWD, Case(dtype, head_dim=size, head_dim_v=size, **kind), dlse)
+    for (dtype, size, dlse), kind in itertools.product(
+        [("bf16", 128, True), ("fp16", 64, False)],
+        [
+            {"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 1, "kv_heads": 1},
+            {"batch": 2, "q_len": 700, "kv_len": 1500, "heads": 4, "kv_heads": 2, "scale": -0.1},
+            {"batch": 2, "q_len": 900, "kv_len": 900, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True},
+            {"batch": 3, "q_len": 333, "kv_len": 333, "heads": 2, "kv_heads": 2, "lens": ((129, 0, 333), (333, 200, 0))},
+            {"heads": 4, "kv_heads": 4, "lengths": ((1024, 1024),) * 16},
+            {"heads": 4, "kv_heads": 4, "lengths": ((4000, 4000), *((130, 130),) * 40, (700, 900), (0, 70), (70, 0))},
+            *({"heads": 6, "kv_heads": 2, "lengths": each, "sinks": True} for each in PACKED),
+        ],
+    )
+)
+def test_orders_and_parts_of_works(kernel: Any, case: Case, dlse: bool) -> None:
+    """Those that the configuration may say are right, each time with the same bits: those of other orders, where sums stay."""
+    call, legal = Call(case, dlse), 0
+    for store, changes in itertools.product(("ordered", "final"), [*ORDERS, *CUT]):
+        config = config_of(case.op, store)
+        own = dataclasses.replace(config, parts=1, **changes)
+        if kernel.legal(own, Backward(case.op, dlse), context.device(0)) is not None:
+            continue
+        legal += 1
+        found = call.run(kernel, config=own)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=own), found) for _ in range(5))
+        assert changes in CUT or equal(call.run(kernel, config=dataclasses.replace(config, parts=1, walk="by_heads")), found)
+    assert legal > 1
+
+
 WIDE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
 NARROWER: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 120, "head_dim_v": 120}
 

@@ -55,6 +55,8 @@ class Case:
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
     sums: int = 1  # of each tile of dq
+    query_parts: int = 1  # of the query tiles of a key tile
+    bundle: int = 0
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
@@ -135,6 +137,9 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "64, rotated, causal": Case((64, 64), {"mask": Causal()}, ((200, 1000),), (2, 1), grid=4, walk="rotated", dlse=True),
     "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
+    "128, rotated, query parts": Case((128, 128), {}, ((450, 700),) * 2, (2, 1), grid=7, query_parts=3),
+    "64, query parts, lens": Case((64, 64), {}, ((200, 300),) * 2, (1, 1), grid=6, query_parts=2, lens=((200, 70), (131, 300))),
+    "64, query parts": Case((64, 64), {"mask": Causal()}, ((300, 420),), (1, 1), store="final", grid=6, query_parts=2),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
 }
 HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
@@ -142,6 +147,14 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
     "128, later, sums": Case((128, 128), {"mask": Causal()}, ((400, 300),), order="step_later", chains=2, grid=3, sums=2),
     "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
     "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
+}
+HOPPER |= {  # packed sequences whose key tiles go round, or side by side
+    "40, packed, rotated": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, walk="rotated", dlse=True),
+    "128, later, packed, rotated": Case(
+        (128, 128), {}, ((70, 300), (130, 700), (0, 9), (300, 260)), (2, 2), True, order="step_later", grid=5, walk="rotated"
+    ),
+    "40, packed, bundles": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, bundle=1),
+    "128, later, packed, bundles": Case((128, 128), {}, PACKED, (4, 2), varlen=True, order="step_later", grid=3, bundle=2),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
@@ -376,9 +389,11 @@ class Call:
             found = attn_bwd.config_of(self.op.forward, case.store)
             found = dataclasses.replace(found, steps=found.steps if case.order == "at_once" else "together", dq_sums=case.sums)
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
+            found = dataclasses.replace(found, query_parts=case.query_parts, bundle=case.bundle)
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
-        device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
+        device, is_of_grid = TYPICAL["sm_90a"], case.walk == "rotated" or case.query_parts > 1 or case.bundle
+        device = dataclasses.replace(device, sm_count=case.grid) if is_of_grid else device
         return kernel.lower(self.op, found, device)
 
     def run(self, folder: pathlib.Path) -> Program:
@@ -415,6 +430,16 @@ def test_sums_have_the_same_bits_on_any_grid(tmp_path: pathlib.Path) -> None:
     for call in calls:
         call.wanted(), call.run(tmp_path / str(call.case.grid))
     assert calls[0].scratch["dq_sum"].tobytes() == calls[1].scratch["dq_sum"].tobytes()  # dq itself is rounded
+
+
+def test_sequences_side_by_side_have_the_same_bits(tmp_path: pathlib.Path) -> None:
+    """Works come in another order, and key tiles add to dq in the same one."""
+    case = dataclasses.replace(CASES["40, packed, bundles"], lengths=((70, 200), (7, 150), (64, 130)), store="ordered")
+    calls = [Call(dataclasses.replace(case, bundle=bundle, grid=grid)) for bundle, grid in ((0, 2), (1, 4), (9, 1))]
+    for i, call in enumerate(calls):
+        call.wanted(), call.run(tmp_path / str(i))
+        assert call.scratch["dq_sum"].tobytes() == calls[0].scratch["dq_sum"].tobytes()
+        assert all(call.arrays[name].tobytes() == calls[0].arrays[name].tobytes() for name in ("dk", "dv"))
 
 
 @pytest.mark.parametrize("name", ["64, dropout, offsets", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"])
