@@ -81,25 +81,31 @@ struct Strand {
         }
         q_operand.scale(s);
     }
+    // Weights of 16 keys, as an a operand; `step`: which of the 32.
+    __device__ static void pack(u32 (&a)[4], const float (&p)[scores], int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int from = fragment_index(2 * step + i / 2, i % 2);
+            a[i] = Element::pack(p[from], p[from + 1]);
+        }
+    }
+    // o += p v for 16 keys and the columns of V in 32 bytes.
+    __device__ static void multiply_pair(float* o, const u32 (&a)[4], u32 address) {
+        constexpr int blocks = 2 * Operands::steps;  // of eight columns
+        u32 words[4], b[blocks][2];
+        ptx::ldmatrix_transposed(words, address);
+        Operands::of_v(b, words);
+#pragma unroll
+        for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(j, 0), a, b[j]);
+    }
     // o += p v for 32 keys.
     __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
 #pragma unroll
         for (int step = 0; step < step_keys / 16; ++step) {
             u32 a[4];
+            pack(a, p, step);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int from = fragment_index(2 * step + i / 2, i % 2);
-                a[i] = Element::pack(p[from], p[from + 1]);
-            }
-#pragma unroll
-            for (int i = 0; i < VTile::chunks / 2; ++i) {
-                constexpr int blocks = 2 * Operands::steps;  // of eight columns
-                u32 words[4], b[blocks][2];
-                ptx::ldmatrix_transposed(words, v_blocks.block(step, i, shift));
-                Operands::of_v(b, words);
-#pragma unroll
-                for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(blocks * i + j, 0), a, b[j]);
-            }
+            for (int i = 0; i < VTile::chunks / 2; ++i) multiply_pair(o + fragment_index(2 * Operands::steps * i, 0), a, v_blocks.block(step, i, shift));
         }
     }
 };

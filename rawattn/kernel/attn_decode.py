@@ -9,7 +9,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
+from ..variant import Option, element, kv, rows, scheduler, softmax, store, team, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import few_rows, paging, pyramid, tiling
@@ -40,6 +40,7 @@ class AttnDecodeConfig:
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
     q_tiles: int = 2  # with two a producer loads Q of the next work ahead
+    tiles_together: bool = False  # whether four warps compute each tile together, a quarter of the columns each
 
     @property
     def tile_q(self) -> int:
@@ -81,7 +82,8 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     """Shared memory of a block, about."""
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
-    exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
+    states = 4096 * (blocks + 1)
+    exchange = max(4864 + states, 18_432) if config.tiles_together else 8192 * blocks // config.merge_passes + 2048 + states
     return ring + 2 * config.q_tiles * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
@@ -193,8 +195,11 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.q_tiles not in (1, 2):
             return f"q_tiles is {config.q_tiles}; it must be 1 or 2"
-        if config.stages < 2:
-            return f"stages is {config.stages}; it must be at least 2"
+        least = 128 // config.tile_kv if config.tiles_together else 2
+        if config.stages < least:
+            return f"stages is {config.stages}; it must be at least {least}"
+        if config.tiles_together and (op.head_dim_v % 64 or paging.is_fp8(op)):
+            return "tiles_together is for multiples of 64 columns of 16 bits"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:
@@ -261,6 +266,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
+            "Team": team.TilesTogether() if config.tiles_together else team.TilesApart(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:
@@ -283,7 +289,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"]
+        del constants["cp_async"], constants["tiles_together"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
