@@ -221,13 +221,14 @@ struct Warps {
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key, `row` its upmost row. The few
     // tiles that need a mask make it anew, and keep it in no register.
-    __device__ void mask_and_score(const Score& score, float (&s)[OwnStrand::scores], bool full, i32 row, i32 first) const {
+    template <int n>
+    __device__ void mask_and_score(const Score& score, float (&s)[n], bool full, i32 row, i32 first) const {
         apply(score, s, row, first);
         if (full) return;
         const Mask mask(args, Rows(args, smem.work.run.batch), smem.work.run);
-        const auto kept = kept_rows<OwnStrand::scores>(mask, row + row_after(0), row + row_after(1), first);
+        const auto kept = kept_rows<n>(mask, row + row_after(0), row + row_after(1), first);
 #pragma unroll
-        for (int i = 0; i < OwnStrand::scores; ++i)
+        for (int i = 0; i < n; ++i)
             if (!kept(i)) s[i] = minus_inf;
     }
     // The warp has read the stage.

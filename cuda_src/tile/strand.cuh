@@ -56,8 +56,9 @@ struct Strand {
         for (float& x : o) x = 0.f;
     }
 
-    // s = q k^T for 32 keys, which lie `shift` bytes on in the first stage and those that follow it.
-    __device__ void multiply_qk(float (&s)[scores], u32 shift, u32 q_shift) {
+    // s = q k^T for 2 n keys, which lie `shift` bytes on in the first stage and those that follow it.
+    template <int n>
+    __device__ void multiply_qk(float (&s)[n], u32 shift, u32 q_shift) {
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
@@ -67,7 +68,7 @@ struct Strand {
             for (int step = first; step < first + Operands::steps; ++step)
                 if (step >= kept) load_q(q[kept + step - first], step, q_shift);
 #pragma unroll
-            for (int i = 0; i < step_keys / 16; ++i) {
+            for (int i = 0; i < n / 8; ++i) {
                 u32 words[4], b[Operands::steps][2][2];
                 ptx::ldmatrix(words, k_blocks.block(i, block, shift));
                 Operands::of_k(b, words);
@@ -81,8 +82,9 @@ struct Strand {
         }
         q_operand.scale(s);
     }
-    // Weights of 16 keys, as an a operand; `step`: which of the 32.
-    __device__ static void pack(u32 (&a)[4], const float (&p)[scores], int step) {
+    // Weights of the 16 keys `step`, as an a operand.
+    template <int n>
+    __device__ static void pack(u32 (&a)[4], const float (&p)[n], int step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int from = fragment_index(2 * step + i / 2, i % 2);

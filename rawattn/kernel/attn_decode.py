@@ -83,7 +83,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     states = 4096 * (blocks + 1)
-    exchange = max(4864 + states, 18_432) if config.tiles_together else 8192 * blocks // config.merge_passes + 2048 + states
+    exchange = max(4864 + states, 18_432) - 160 if config.tiles_together else 8192 * blocks // config.merge_passes + 2048 + states
     return ring + 2 * config.q_tiles * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
@@ -195,7 +195,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.q_tiles not in (1, 2):
             return f"q_tiles is {config.q_tiles}; it must be 1 or 2"
-        least = 128 // config.tile_kv if config.tiles_together else 2
+        least = 128 // config.tile_kv if config.tiles_together else 2  # what a step reads
         if config.stages < least:
             return f"stages is {config.stages}; it must be at least {least}"
         if config.tiles_together and (op.head_dim_v % 64 or paging.is_fp8(op)):

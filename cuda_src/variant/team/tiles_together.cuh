@@ -1,17 +1,19 @@
 #pragma once
-// Four warps compute a step of 128 keys together: each the logits of 32 of them, and then, with the weights of all, a quarter of the columns
-// of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the tiles that come last are soon done.
+// Four warps compute a step of 128 keys together, or 64 of long rows: each the logits of a quarter of them, and then, with the weights of
+// all, a quarter of the columns of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the tiles that come last are soon done.
 #include "tile/softmax.cuh"
 #include "tile/softmax_state.cuh"
 #include "tile/strand.cuh"
 
 struct TilesTogether {
     static constexpr u32 readers = 4;  // warps of 16 rows that read a tile
-    static constexpr int step_tiles = 128 / cfg::tile_kv, tile_warps = 4 / step_tiles, tile_blocks = cfg::tile_kv / 16, pairs = quarter_blocks / 2;
+    static constexpr int warp_keys = cfg::head_dim + cfg::head_dim_v > 256 ? 16 : 32;  // a step takes 64 KB, so that the ring has as much on its way
+    static constexpr int blocks = warp_keys / 16, tile_blocks = cfg::tile_kv / 16;     // of 16 keys, in a warp's part and in a tile
+    static constexpr int step_tiles = 4 * warp_keys / cfg::tile_kv, tile_warps = 4 / step_tiles, pairs = quarter_blocks / 2;
     static_assert(cfg::head_dim_v % 64 == 0 && cfg::stages >= step_tiles && KvElement::Operands::steps == 1);
 
     struct Exchange {
-        uint4 weights[8][32];  // of 16 keys each, as a operands
+        uint4 weights[4 * blocks][32];  // of 16 keys each, as a operands
         float2 top[8][4];      // of a quad's rows, by warp
         float2 sum[2][8][4];   // of splits by turns: a warp may be one ahead
     };
@@ -47,15 +49,15 @@ struct TilesTogether {
         // The weights of this warp's keys, which lie in one tile, if there is one; all warps' maxima are theirs.
         __device__ void weigh(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile, i32 end) {
             const u32 lane = ptx::lane_id(), place = this->place(tile), stage = Warps::stage(place), barrier = Warps::barrier(place), part = warp % tile_warps;
-            const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + i32(part * OwnStrand::step_keys + lane % 4 * 2);
-            float s[OwnStrand::scores];
+            const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + i32(part * warp_keys + lane % 4 * 2);
+            float s[warp_keys / 2];
             i32 kept = 0;
             if (tile < end) {
                 smem.k_full[barrier].wait(Warps::parity(place));
                 kept = Walk::told(smem.board, stage, smem.work.tiles, tile);
             }
             if (kept) {
-                strand.multiply_qk(s, stage * sizeof(smem.ring.k[0]) + part * Warps::K::block(2, 0), q_place() * sizeof(smem.q[0]));
+                strand.multiply_qk(s, stage * sizeof(smem.ring.k[0]) + part * Warps::K::block(blocks, 0), q_place() * sizeof(smem.q[0]));
                 mask_and_score(score, s, kept == 2, row, key);
             } else {
 #pragma unroll
@@ -72,10 +74,10 @@ struct TilesTogether {
             softmax.weigh(s);
             if (kept) apply(weight, s, row, key);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < blocks; ++i) {
                 u32 a[4];
                 OwnStrand::pack(a, s, i);
-                own.exchange.weights[2 * warp + i][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+                own.exchange.weights[blocks * warp + i][lane] = make_uint4(a[0], a[1], a[2], a[3]);
             }
             if (kept == 0 || part != 0) return;
             const Rows::Keys there = smem.work.keys.from(tile * cfg::tile_kv);
