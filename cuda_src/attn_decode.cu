@@ -39,6 +39,7 @@
 #include "tile/paged_tile.cuh"
 #include "tile/range.cuh"
 #include "tile/softmax.cuh"
+#include "tile/store_state.cuh"
 #include "tile/strand.cuh"
 #include "tile/strided_tensor.cuh"
 #include "variant/interfaces.cuh"
@@ -152,7 +153,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (threadIdx.x < 32) {
             smem.taken.wait(n % 2 ^ 1);
             __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
-            if (n > 0 && !before.is_whole()) list_pieces(args, smem, scheduler.line, before);
+            if (n > 0 && !before.is_whole()) Fold::list(args, smem, scheduler.line, before);
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
@@ -184,7 +185,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             else Kv::pass(k_full, v_full);
         }
     }
-    if (threadIdx.x < 32) end_counting(args);
+    if (threadIdx.x < 32) Fold::end(args);
     ptx::cp_async_commit(), ptx::cp_async_wait<0>();  // no warp ends while copies of its are on their way
     return true;
 }
@@ -238,10 +239,10 @@ struct Warps {
     }
 };
 
-struct Consumer : Team::Of<Warps> {
+struct Consumer : StateStore<Team::Of<Warps>> {
     static constexpr u32 first_thread = 32 * cfg::producers;
 
-    __device__ Consumer(const Args& args, Smem& smem) : Team::Of<Warps>(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
+    __device__ Consumer(const Args& args, Smem& smem) : StateStore(args, smem, ptx::uniform(threadIdx.x / 32) - cfg::producers) {}
 
     __device__ bool is_first() const { return threadIdx.x == first_thread; }
     __device__ static void meet() { ptx::bar_sync(1, 128 * cfg::m_tiles); }
@@ -307,8 +308,7 @@ struct Consumer : Team::Of<Warps> {
         } else {
             if (run.split == splits.begin && run.split_end >= splits.group_end(splits.begin))
                 leave_before(place_of_groups(run.split_end), own.groups.get(thread()));
-            arrive();
-            if (smem.is_last) fold_pieces(scale_log2);
+            Fold::fold(*this, scale_log2);
         }
         meet();
     }
@@ -328,31 +328,6 @@ struct Consumer : Team::Of<Warps> {
         const PieceFold<Consumer> fold{*this, smem.pieces, own.factors};
         fold.run(smem.work.run.splits, smem.work.rows - i32(16 * m), scale_log2,
                  [&](const FloatState& state, i32 lane, i32 column) { store(state, lane, column, scale_log2); });
-    }
-
-    // Of the lane that had the rows; `column`: of the state's first block.
-    template <int blocks>
-    __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
-        const SplitRun& run = smem.work.run;
-        const Rows rows(args, run.batch);
-        const Store out(args, rows, run);
-        const Softmax softmax(args, rows, run, scale_log2);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const i32 row = run.q_begin + 16 * m + lane / 4 * 2 + r;
-            if (row >= rows.q_len) continue;
-            LogSum<float> sum{__fmul_rn(state.max[r], scale_log2 * float(ln_2)), state.sum[r]};  // no part of another product's sum
-            softmax.finish(row, sum);
-            const float factor = sum.inverse();
-            OElement* const to = out.o(row) + column + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < blocks; ++i) {
-                const float4 x = state.o[i];
-                if (column + i * 8 < cfg::head_dim_v)
-                    *reinterpret_cast<u32*>(to + i * 8) = OElement::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
-            }
-            if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
-        }
     }
 };
 

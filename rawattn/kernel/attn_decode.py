@@ -9,7 +9,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, rows, scheduler, softmax, store, team, weight
+from ..variant import Option, element, kv, rows, scheduler, softmax, split_fold, store, team, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import few_rows, paging, pyramid, tiling
@@ -18,12 +18,21 @@ from .paging import LONGEST, WHOLE, page_shift
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
-FILE = "attn_decode.cu"
+FILE, FOLD_FILE = "attn_decode.cu", "fold_pieces.cu"
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
+STATES = (  # fields of both launches
+    Field("partials", "float*", Scratch("partials")),
+    Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
+    Field("violations", "u32*", Violations()),
+    Field("scale", "Number"),
+    Field("heads", "i32"),
+    Field("slots", "i32"),
+)
+NOT_OF_THE_FOLD = ("QOperand", "Weight", "Kv", "Fold", "Team")  # axes
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
 
@@ -41,6 +50,7 @@ class AttnDecodeConfig:
     producers: int = 1  # warps that copy; TMA needs one
     q_tiles: int = 2  # with two a producer loads Q of the next work ahead
     tiles_together: bool = False  # whether four warps compute each tile together, a quarter of the columns each
+    fold_launch: bool = False  # whether a launch behind folds the states of splits, in place of the block that comes last
 
     @property
     def tile_q(self) -> int:
@@ -266,30 +276,22 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
+            "Fold": split_fold.NextLaunch() if config.fold_launch else split_fold.LastBlock(),
             "Team": team.TilesTogether() if config.tiles_together else team.TilesApart(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool, box_rows = ("StridedPages", 0) if config.cp_async else ("TmaPages", page_rows(op, config))
-        common = (
-            *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
-            Field("q", "StridedTensor", View("q")),
-            Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
-            Field("violations", "u32*", Violations()),
-            Field("scale", "Number"),
-            Field("heads", "i32"),
-            Field("slots", "i32"),
-        )
+        pools = *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"), Field("q", "StridedTensor", View("q"))
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
-        return (*common, *dict.fromkeys(of_options))
+        return (*pools, *STATES, *dict.fromkeys(of_options))
 
-    def render(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Source:
-        """The source of operations of one kind."""
+    def constants(self, op: AttentionKVCache, config: AttnDecodeConfig) -> dict[str, int]:
+        """The compile-time numbers."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"], constants["tiles_together"]
+        del constants["cp_async"], constants["tiles_together"], constants["fold_launch"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
@@ -297,7 +299,20 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "most_blocks": MOST_BLOCKS,
         }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
-        return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
+        return constants
+
+    def render(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Source:
+        """The source of operations of one kind."""
+        options, constants = self.options(op, config, arch), self.constants(op, config)
+        return source(FILE, config_header(constants, self.fields(op, config, arch), [], options), arch)
+
+    def render_fold(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> tuple[Source, Fields]:
+        """The source and the fields of the launch that folds."""
+        options = {axis: option for axis, option in self.options(op, config, arch).items() if axis not in NOT_OF_THE_FOLD}
+        threads = 32 * ceil_div(16 * ceil_div(op.head_dim_v, 32), 32)  # a float4 of two rows for each
+        of_options = dict.fromkeys(field for option in options.values() for field in option.fields)
+        fields = (*STATES, Field("blocks_before", "i32"), *of_options)
+        return source(FOLD_FILE, config_header(self.constants(op, config) | {"threads": threads}, fields, [], options), arch), fields
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
@@ -322,9 +337,14 @@ class AttnDecode(Kernel[AttentionKVCache]):
         formats = op.element, op.kv_element, op.k_scales, op.v_scales, *paging.arrays_of(op)
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._keep(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
-        grid = self.grid(op, config, device)
+        grid, values = self.grid(op, config, device), self.values(op)
         partials = Buffer("partials", partials_bytes(op, config, grid))
-        program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
+        launches = [Launch(self.name, *rendered, values, grid)]
+        if config.fold_launch:
+            rendered = self._keep((*key, "fold"), lambda: self.render_fold(op, config, arch))
+            pairs = ceil_div(min(most_rows(op), config.tile_q), 2)
+            launches += [Launch("fold_pieces", *rendered, values | {"blocks_before": grid}, grid * pairs)]
+        program = Program(tuple(launches), (partials,))
         return pyramid.before(program, op.mask, device)
 
 

@@ -57,14 +57,16 @@ class Case:
 
 
 @functools.cache
-def kernel(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
+def kernel(op: Decode, config: AttnDecodeConfig, fold: bool) -> emulator.Kernel:
     folder = FOLDER / str(len(list(FOLDER.iterdir())))
     folder.mkdir()
+    if fold:
+        return emulator.Kernel(*decode.fold(op, config, ARCH), folder)
     return emulator.Kernel(decode.source(op, config, ARCH), decode.fields(op, config, ARCH), folder)
 
 
-def compiled(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
-    """The kernel of a step; what is a run-time value does not make another."""
+def compiled(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> emulator.Kernel:
+    """The kernel of a step, or the one that folds; what is a run-time value does not make another."""
     split = 256 if op.split_keys else 0
     page = min(op.page, config.tile_kv)
     return kernel(
@@ -72,6 +74,7 @@ def compiled(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
             op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, kv_len=1 << 20, scale=float(np.copysign(0.3, op.scale))
         ),
         config,
+        fold,
     )
 
 
@@ -162,6 +165,9 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
         edit(values)
     for some in (range(case.grid),) if order is None else (range(block, block + 1) for block in order):
         compiled(op, config)(case.grid, values, some)
+    if config.fold_launch:
+        pairs = -(-min(attn_decode.most_rows(op.operation), config.tile_q) // 2)
+        compiled(op, config, True)(case.grid * pairs, values | {"blocks_before": case.grid}, range(case.grid * pairs))
     assert not arrived[:-1].any() and not arrived[-1] & 0xFFFF, "the counters are zero again"
     assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
