@@ -17,7 +17,7 @@ struct Smem {
         SplitRun run;
         i32 rows;
     } work;
-    alignas(16) i32 pieces[cfg::most_pieces];
+    alignas(16) i32 pieces[2][cfg::most_pieces];  // none, and those of the work
     QuadFactors<1> factors;
 };
 template struct RowsOption<Rows>;
@@ -63,7 +63,10 @@ __device__ void find(const Args& args, Smem& smem) {
         if (run.is_last()) return;
         if (run.split > run.splits.begin || run.is_whole()) continue;
         if (threadIdx.x == 0) smem.work = {run, min(cfg::tile_q, rows.q_len - run.q_begin)};
-        return list_pieces(args, smem, scheduler.line, run);
+        struct {
+            i32 (&pieces)[cfg::most_pieces];
+        } to{smem.pieces[1]};
+        return list_pieces(args, to, scheduler.line, run);
     }
 }
 
@@ -72,15 +75,21 @@ extern "C" __global__ __launch_bounds__(cfg::threads) void fold_pieces(const __g
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     Launch::launch_dependents();
     ptx::launch_in_front_has_waited();  // for lengths
+    for (u32 i = threadIdx.x; i < cfg::most_pieces; i += cfg::threads) smem.pieces[0][i] = -1;
     if (threadIdx.x < 32) find(args, smem);
     __syncthreads();
     const StateStore<Pair> pair(args, smem, blockIdx.x / work_blocks(args));
-    if (blockIdx.x > 0 && pair.rows() <= 0) return;
-    Launch::wait();  // one block does so in any case: the launch behind waits for this one
-    if (pair.rows() <= 0) return;
-    const SplitRun& run = smem.work.run;
-    const float scale_log2 = Score(args, Rows(args, run.batch), run).scale_log2;
-    const PieceFold<StateStore<Pair>, QuadFactors<1>, cfg::threads> fold{pair, smem.pieces, smem.factors};
-    fold.run(run.splits, min(2, pair.rows()), scale_log2,
-             [&](const FloatState& state, i32 lane, i32 column) { pair.store(state, i32(4 * pair.quad) + lane, column, scale_log2); });
+    if (blockIdx.x > 0 && pair.rows() <= 0) return;  // one block waits in any case: the launch behind waits for this one
+    // Nothing is folded first: then instructions are there when states are.
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        if (turn == 1) Launch::wait();
+        if (pair.rows() <= 0) continue;
+        const SplitRun& run = smem.work.run;
+        const float scale_log2 = Score(args, Rows(args, run.batch), run).scale_log2;
+        const PieceFold<StateStore<Pair>, QuadFactors<1>, cfg::threads> fold{pair, smem.pieces[turn], smem.factors};
+        fold.run(run.splits, min(2, pair.rows()), scale_log2, [&](const FloatState& state, i32 lane, i32 column) {
+            if (turn == 1) pair.store(state, i32(4 * pair.quad) + lane, column, scale_log2);
+        });
+    }
 }

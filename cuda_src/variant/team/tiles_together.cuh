@@ -1,13 +1,13 @@
 #pragma once
-// Four warps compute a step of 128 keys together, or 64 of long rows: each the logits of a quarter of them, and then, with the weights of
-// all, a quarter of the columns of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the tiles that come last are soon done.
+// Four warps compute a step of 128 keys together, or 64 where the ring is short: each the logits of a quarter of them, and then, with the
+// weights of all, a quarter of the columns of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the tiles that come last are soon done.
 #include "tile/softmax.cuh"
 #include "tile/softmax_state.cuh"
 #include "tile/strand.cuh"
 
 struct TilesTogether {
     static constexpr u32 readers = 4;  // warps of 16 rows that read a tile
-    static constexpr int warp_keys = cfg::head_dim + cfg::head_dim_v > 256 ? 16 : 32;  // a step takes 64 KB, so that the ring has as much on its way
+    static constexpr int warp_keys = cfg::stages * cfg::tile_kv >= 256 ? 32 : 16;  // a step is half of the ring at most: the rest is on its way
     static constexpr int blocks = warp_keys / 16, tile_blocks = cfg::tile_kv / 16;     // of 16 keys, in a warp's part and in a tile
     static constexpr int step_tiles = 4 * warp_keys / cfg::tile_kv, tile_warps = 4 / step_tiles, pairs = quarter_blocks / 2;
     static_assert(cfg::head_dim_v % 64 == 0 && cfg::stages >= step_tiles && KvElement::Operands::steps == 1);
