@@ -3,8 +3,8 @@
 // Rows are the queries of all heads that share a key head, cfg::tile_q of them in a work. Blocks are persistent: each takes an equal
 // share of all key tiles, which it finds from the lengths on the device. Warp 0 loads the tiles of its share, first ones first, into
 // a ring; where it copies them row by row, others copy a part of each with it, and find their way by themselves. Every 16 rows have
-// four other warps, of which each computes whole tiles by itself: warp w those whose number is w modulo 4. At the end of a split the
-// four results become one, of which each warp has a quarter of the columns. Splits, and the order in which they are folded, follow
+// four other warps, of which each computes whole tiles by itself, or which compute each tile together (the option Team). At the end of a
+// split each has a quarter of the columns of the result. Splits, and the order in which they are folded, follow
 // from the sequence alone (tile/splits.cuh): a row has the same bits in any batch, on any grid, for any pages.
 //
 //   barrier               arrives                       waits               protects
@@ -18,7 +18,8 @@
 //   named barrier 2 + m   those of 16 rows              they                smem.own[m]
 //   named barrier 4       producers                     producers           what they have seen, in smem.own[0]
 //   args.arrived[block]   blocks with splits of the work of which that block has the first, as many as splits; the last to arrive
-//                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks
+//                         folds, and sets it back to zero. A block has but one such work that goes on in other blocks. Where the
+//                         launch behind folds (the option Fold, fold_pieces.cu), nobody counts
 //
 // Who changes lengths while blocks look at them tears the launch: blocks see other shares, and may wait for nobody or leave arrivals that
 // nobody folds. What it computes is then undefined, but it lies in its memory, and the next launch is right (end_counting).
@@ -31,7 +32,8 @@
 // for each group of splits that they have from its beginning. No vote of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options
-                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch
+                       // Element, QElement, KvElement, OElement, QOperand, Rows, Mask, Score, Softmax, Weight, Kv, Walk, Scheduler, Store, Launch,
+                       // Fold, Team
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async_mbarrier.cuh"
 #include "tile/facts.cuh"
@@ -99,6 +101,8 @@ template struct SplitWalkOption<Walk, Mask>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
+template struct FoldOption<Fold>;
+template struct TeamOption<Team>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 32 * cfg::warps, Launch::uses_pdl};
 

@@ -56,11 +56,13 @@ struct Strand {
         for (float& x : o) x = 0.f;
     }
 
-    // s = q k^T for 2 n keys, which lie `shift` bytes on in the first stage and those that follow it.
+    // s = q k^T for 2 n keys, which lie `shift` bytes on in the first stage and those that follow it. Of 16 keys, even and odd steps are
+    // two chains of products, so that a warp alone waits for half as many.
     template <int n>
     __device__ void multiply_qk(float (&s)[n], u32 shift, u32 q_shift) {
+        float odd[n];
 #pragma unroll
-        for (float& x : s) x = 0.f;
+        for (int i = 0; i < n; ++i) s[i] = odd[i] = 0.f;
 #pragma unroll
         for (int block = 0; block < KTile::chunks / 2; ++block) {
             const int first = block * Operands::steps;
@@ -75,10 +77,15 @@ struct Strand {
 #pragma unroll
                 for (int j = 0; j < Operands::steps; ++j) {
                     const u32(&a)[4] = q[first + j < kept ? first + j : kept + j];
-                    Element::multiply(s + fragment_index(2 * i, 0), a, b[j][0]);
-                    Element::multiply(s + fragment_index(2 * i + 1, 0), a, b[j][1]);
+                    float* const to = n == 8 && (first + j) % 2 ? odd : s;
+                    Element::multiply(to + fragment_index(2 * i, 0), a, b[j][0]);
+                    Element::multiply(to + fragment_index(2 * i + 1, 0), a, b[j][1]);
                 }
             }
+        }
+        if (n == 8) {
+#pragma unroll
+            for (int i = 0; i < n; ++i) s[i] += odd[i];
         }
         q_operand.scale(s);
     }

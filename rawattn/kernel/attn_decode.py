@@ -9,7 +9,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, rows, scheduler, softmax, split_fold, store, team, weight
+from ..variant import Option, element, kv, rows, scheduler, softmax, split, store, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import few_rows, paging, pyramid, tiling
@@ -276,8 +276,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
-            "Fold": split_fold.NextLaunch() if config.fold_launch else split_fold.LastBlock(),
-            "Team": team.TilesTogether() if config.tiles_together else team.TilesApart(),
+            "Fold": split.NextLaunch() if config.fold_launch else split.LastBlock(),
+            "Team": split.TilesTogether() if config.tiles_together else split.TilesApart(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:
@@ -309,10 +309,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
     def render_fold(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
         options = {axis: option for axis, option in self.options(op, config, arch).items() if axis not in NOT_OF_THE_FOLD}
-        threads = 32 * ceil_div(16 * ceil_div(op.head_dim_v, 32), 32)  # a float4 of two rows for each
         of_options = dict.fromkeys(field for option in options.values() for field in option.fields)
         fields = (*STATES, Field("blocks_before", "i32"), *of_options)
-        return source(FOLD_FILE, config_header(self.constants(op, config) | {"threads": threads}, fields, [], options), arch), fields
+        constants = self.constants(op, config) | {"threads": 32 * ceil_div(op.head_dim_v, 64)}  # a float4 of two rows for each
+        return source(FOLD_FILE, config_header(constants, fields, [], options), arch), fields
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
@@ -340,7 +340,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         grid, values = self.grid(op, config, device), self.values(op)
         partials = Buffer("partials", partials_bytes(op, config, grid))
         launches = [Launch(self.name, *rendered, values, grid)]
-        if config.fold_launch:
+        if config.fold_launch and splits_at_most(op) > 1:
             rendered = self._keep((*key, "fold"), lambda: self.render_fold(op, config, arch))
             pairs = ceil_div(min(most_rows(op), config.tile_q), 2)
             launches += [Launch("fold_pieces", *rendered, values | {"blocks_before": grid}, grid * pairs)]

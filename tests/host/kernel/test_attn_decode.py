@@ -503,6 +503,73 @@ def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.M
     np.testing.assert_allclose(lse.T[~bad], wanted_lse.T[~bad], rtol=2e-5)
 
 
+TOGETHER = {"long ring": {}, "short ring": {"tile_kv": 32, "stages": 5, "q_tiles": 1, "steps_at_once": 1}}
+
+
+def together(case: Case, ring: str = "long ring", **changes: Any) -> Case:
+    """The case where four warps compute each tile together: steps of 128 keys, or of 64."""
+    config = dataclasses.replace(case.config, tiles_together=True, **TOGETHER[ring], **changes)
+    return with_op(dataclasses.replace(case, config=config), head_dim_v=max(64, case.op.head_dim_v))
+
+
+@pytest.mark.parametrize("ring", TOGETHER)
+@pytest.mark.parametrize(
+    "name",
+    ["one tile", "many", "pages of 16", "window", "softcap", "rows of two m tiles", "checkerboard, copied", "many sequences"],
+)
+def test_warps_compute_tiles_together(name: str, ring: str) -> None:
+    check(together(CASES[name], ring, fold_launch=name == "many sequences"))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("columns 192 and 128", 4), ("columns 256", 5), ("documents", 2), ("tiles of q in turn", 3)]
+)
+def test_tiles_together_over_other_rings(name: str, stages: int) -> None:
+    check(together(CASES[name], stages=stages, merge_passes=1))
+
+
+@pytest.mark.parametrize("ring", TOGETHER)
+def test_bits_of_tiles_together_follow_from_the_sequence(ring: str) -> None:
+    """Alone and among others, on any grid, from pages, by threads, in tiles of more rows, and whoever folds."""
+    case = together(Case(dataclasses.replace(OP, mask=Window(3000, 0), split_keys=256), (2500, 7, 0, 3300), grid=1), ring)
+    wanted = check(case)
+    for grid in (2, 5, 40):
+        for changes in ({}, {"m_tiles": 2}, {"fold_launch": True}):
+            same(run(dataclasses.replace(case, grid=grid, config=dataclasses.replace(case.config, **changes))), wanted, 4)
+    same(run(with_op(dataclasses.replace(case, grid=7), page=16)), wanted, 4)
+    same(run(with_op(together(case, ring, cp_async=True), page=2)), wanted, 4)
+    for i, length in enumerate(case.kv_lens):
+        same(run(dataclasses.replace(case, kv_lens=(length,), grid=9)), (wanted[0][i:], wanted[1][i:]), 1)
+
+
+@pytest.mark.parametrize("name", ["splits of one", "many", "queries", "rows of two m tiles", "columns 256", "e4m3", "sinks"])
+def test_the_launch_behind_folds_to_the_same_bits(name: str) -> None:
+    """In a block for each two rows, wherever works are cut, and in whatever order blocks come."""
+    case = CASES[name]
+    behind = dataclasses.replace(case, config=dataclasses.replace(case.config, fold_launch=True))
+    wanted = run(case)
+    same(check(behind), wanted, len(case.kv_lens))
+    for grid in (2, 9):
+        same(run(dataclasses.replace(behind, grid=grid), order=range(grid)[::-1]), wanted, len(case.kv_lens))
+
+
+def test_a_fold_of_other_lengths_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths change between the two launches: what is computed then is undefined, and the next step is right."""
+    case = dataclasses.replace(TORN["table"], config=replace(fold_launch=True))
+    wanted, plain, others = run(case), compiled, iter(((700, 3, 0, 4000), (0,) * 4, (4000,) * 4))
+
+    def torn(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
+        kernel = plain(op, config, fold)
+        lens = np.array(next(others), np.int32) if fold else None
+        return kernel if lens is None else lambda grid, values, some: kernel(grid, values | {"kv_lens": lens}, some)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.host.kernel.test_attn_decode.compiled", torn)
+        for _ in range(3):
+            run(case)
+    same(run(case), wanted, 4)
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_step_in_eight_bits(data: Any) -> None:
