@@ -24,7 +24,8 @@ struct TilesTogether {
         using Warps::mask_and_score, Warps::meet_strands, Warps::q_place, Warps::release, Warps::tiles_of, Warps::top_row;
         using Warps::own, Warps::smem, Warps::strand, Warps::warp;
         u32 v_address[pairs];  // of the lane's row in two blocks of the warp's columns, in the first stage
-        u32 turn = 0;
+        u32 turn = 0, ahead;   // of the work, as in it
+        TileRange tiles;
 
         template <class Smem>
         __device__ Of(const Args& args, Smem& smem, u32 index) : Warps(args, smem, index) {
@@ -34,27 +35,39 @@ struct TilesTogether {
 
         // What a split gives; this warp's quarter of the columns.
         __device__ Quarter attend_split(const Score& score, const Weight& weight, i32 split) {
-            const i32 end = tiles_of(split).end;
             OnlineSoftmax softmax(score.scale_log2);
             float o[4 * quarter_blocks] = {};
+            tiles = smem.work.tiles, ahead = smem.work.ahead;
+            const TileRange own = tiles_of(split);
 #pragma unroll 1
-            for (i32 tile = tiles_of(split).begin; tile < end; tile += step_tiles) {
-                weigh(score, weight, softmax, tile + i32(warp / tile_warps), end);
+            for (i32 first = own.begin; first < own.end; first += step_tiles) {
+                const i32 count = min(step_tiles, own.end - first), mine = warp / tile_warps;
+                weigh(score, weight, softmax, first + mine, mine < count);
+                const u32 visited = await_v(first, count);
                 softmax.rescale(o);
                 meet_strands();
-                multiply(o, tile, end);
+                if (visited == (1u << step_tiles) - 1) {
+#pragma unroll
+                    for (int i = 0; i < step_tiles; ++i) multiply(o, first, i);
+                } else {
+#pragma unroll 1
+                    for (int i = 0; i < count; ++i)
+                        if (visited >> i & 1) multiply(o, first, i);
+                }
+#pragma unroll 1
+                for (int i = 0; i < count; ++i) release(Warps::barrier(first + i + ahead));
             }
             return quarter(softmax, o);
         }
-        // The weights of this warp's keys, which lie in one tile, if there is one; all warps' maxima are theirs.
-        __device__ void weigh(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile, i32 end) {
-            const u32 lane = ptx::lane_id(), place = this->place(tile), stage = Warps::stage(place), barrier = Warps::barrier(place), part = warp % tile_warps;
+        // The weights of this warp's keys in a tile, or none where it `is_there` not; all warps' maxima are theirs.
+        __device__ void weigh(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile, bool is_there) {
+            const u32 lane = ptx::lane_id(), place = tile + ahead, stage = Warps::stage(place), part = warp % tile_warps;
             const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + i32(part * warp_keys + lane % 4 * 2);
             float s[warp_keys / 2];
             i32 kept = 0;
-            if (tile < end) {
-                smem.k_full[barrier].wait(Warps::parity(place));
-                kept = Walk::told(smem.board, stage, smem.work.tiles, tile);
+            if (is_there) {
+                smem.k_full[Warps::barrier(place)].wait(Warps::parity(place));
+                kept = Walk::told(smem.board, stage, tiles, tile);
             }
             if (kept) {
                 strand.multiply_qk(s, stage * sizeof(smem.ring.k[0]) + part * Warps::K::block(blocks, 0), q_place() * sizeof(smem.q[0]));
@@ -79,30 +92,31 @@ struct TilesTogether {
                 OwnStrand::pack(a, s, i);
                 own.exchange.weights[blocks * warp + i][lane] = make_uint4(a[0], a[1], a[2], a[3]);
             }
-            if (kept == 0 || part != 0) return;
-            const Rows::Keys there = smem.work.keys.from(tile * cfg::tile_kv);
-            smem.v_full[barrier].wait(Warps::parity(place));
-            if (!there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[stage], there);
         }
-        // o += p v over the step, and the tiles' stages are read.
-        __device__ void multiply(float (&o)[4 * quarter_blocks], i32 first, i32 end) {
+        // Waits for V of a step. A bit for each tile that is visited; one of its warps clears what is there besides its keys.
+        __device__ u32 await_v(i32 first, i32 count) {
+            u32 visited = 0;
 #pragma unroll
             for (int i = 0; i < step_tiles; ++i) {
-                const i32 tile = first + i;
-                if (tile >= end) return;
-                const u32 place = this->place(tile), stage = Warps::stage(place), barrier = Warps::barrier(place);
-                smem.v_full[barrier].wait(Warps::parity(place));
-                if (Walk::told(smem.board, stage, smem.work.tiles, tile)) {
+                if (i >= count) break;
+                const u32 place = first + i + ahead;
+                smem.v_full[Warps::barrier(place)].wait(Warps::parity(place));
+                if (!Walk::told(smem.board, Warps::stage(place), tiles, first + i)) continue;
+                visited |= 1u << i;
+                const Rows::Keys there = smem.work.keys.from((first + i) * cfg::tile_kv);
+                if (i * tile_warps == i32(warp) && !there.fill(cfg::tile_kv)) Kv::clear_others(smem.ring.v[Warps::stage(place)], there);
+            }
+            return visited;
+        }
+        // o += p v over a tile of a step.
+        __device__ void multiply(float (&o)[4 * quarter_blocks], i32 first, int i) const {
+            const u32 shift = Warps::stage(first + i + ahead) * sizeof(smem.ring.v[0]);
 #pragma unroll
-                    for (int block = 0; block < tile_blocks; ++block) {
-                        const uint4 a = own.exchange.weights[i * tile_blocks + block][ptx::lane_id()];
-                        const u32 words[4] = {a.x, a.y, a.z, a.w};
+            for (int block = 0; block < tile_blocks; ++block) {
+                const uint4 a = own.exchange.weights[i * tile_blocks + block][ptx::lane_id()];
+                const u32 words[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
-                        for (int pair = 0; pair < pairs; ++pair)
-                            OwnStrand::multiply_pair(o + 8 * pair, words, v_address[pair] + stage * sizeof(smem.ring.v[0]) + Warps::V::block(block, 0));
-                    }
-                }
-                release(barrier);
+                for (int pair = 0; pair < pairs; ++pair) OwnStrand::multiply_pair(o + 8 * pair, words, v_address[pair] + shift + Warps::V::block(block, 0));
             }
         }
         __device__ Quarter quarter(const OnlineSoftmax& softmax, const float (&o)[4 * quarter_blocks]) {
