@@ -32,6 +32,7 @@ STATES = (  # fields of both launches
     Field("heads", "i32"),
     Field("slots", "i32"),
 )
+FOLD_BYTES = 4500  # of shared memory, for a block of the launch that folds
 NOT_OF_THE_FOLD = ("QOperand", "Weight", "Kv", "Fold", "Team")  # axes
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
@@ -93,7 +94,9 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
     states = 4096 * (blocks + 1)
-    exchange = max(4864 + states, 18_432) - 160 if config.tiles_together else 8192 * blocks // config.merge_passes + 2048 + states
+    exchange = 8192 * blocks // config.merge_passes + 2048 + states
+    if config.tiles_together:
+        exchange = max(states + (4704 if config.stages * config.tile_kv >= 256 else 2656), 18_272)
     return ring + 2 * config.q_tiles * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
@@ -234,6 +237,24 @@ class AttnDecode(Kernel[AttentionKVCache]):
                 if m_tiles == 1 or not is_crowded(op):
                     break
         return configs
+
+    def together(self, op: AttentionKVCache, device: Device) -> AttnDecodeConfig | None:
+        """The configuration in which warps compute tiles together; None where there is none. No GPU has timed it, so it is among
+        no candidates. In which steps keys are taken, and so a row's bits, follows from the model and from ``m_tiles``. Where rows
+        are few and short, a block of the next launch has room beside. The launch behind folds unless so many works are there
+        that few are cut."""
+        m_tiles, copies = 2 if most_rows(op) > 16 and op.head_dim_v <= 192 else 1, must_copy(op, device)
+        halved = m_tiles == 1 and key_bytes(op) <= 512
+        tile = 64 if 64 * key_bytes(op) <= (1 << 14 if halved else 1 << 15) else 32
+        works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), 16 * m_tiles)
+        config = AttnDecodeConfig(m_tiles, tile, 1, op.head_dim // 16, 1, 1, copies, 4 if copies else 1, 1 if halved else 2, True)
+        config = dataclasses.replace(config, fold_launch=works < 4 * device.sm_count)
+        room = device.smem_bytes - FOLD_BYTES
+        if halved:
+            room = (device.smem_bytes + tiling.RESERVED_SMEM) // 2 - tiling.RESERVED_SMEM - FOLD_BYTES
+        stages = min(10, (room - smem_bytes(op, config)) // (tile * key_bytes(op) + 24) + 1)
+        config = dataclasses.replace(config, stages=stages)
+        return config if self.legal(config, op, device) is None else None
 
     def _lighten(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
         """Configurations with fewer registers, which functions may need, the fastest first."""
