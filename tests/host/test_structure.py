@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32330,
+    "rawattn": 32350,
     "perf": 6240,
-    "cuda_src": 13860,
-    "tests": 44230,
+    "cuda_src": 13870,
+    "tests": 44270,
 }
 FUNCTION_LINES = 60
 
