@@ -133,8 +133,8 @@ __device__ void load_q(const Args& args, const Rows& rows, const WorkTile& work,
 
 // What a producer has seen of the lengths lies where consumers later exchange what they found.
 constexpr i32 most_seen = sizeof(Team::Exchange) / sizeof(SeenLength) / cfg::producers;
-// Where two blocks fit on a multiprocessor, those of the next launch come as this one begins: they find their shares while it runs, and what
-// they brought to L2 would be gone.
+// Where two blocks fit on a multiprocessor, those of the next launch come as this one begins: they find their shares while it runs. What more than
+// some blocks brought to L2 would be gone.
 constexpr bool is_beside = 2 * (sizeof(Smem) + 1024) <= 228 << 10;
 constexpr i32 most_early = !is_beside ? 32 : most_seen < 256 ? most_seen
                                                              : 256;  // sequences: what this hides is latency, 1 to 2 us at 16 of them
@@ -151,7 +151,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         const TileRange own = Walk::span(args, rows, run, min(run.q_begin + cfg::tile_q, rows.q_len));
         const TileRange tiles = run.splits.clip(own, run.split, run.split_end);
         if (early && n == 0) {
-            if (!is_beside && !run.is_last()) prefetch(Kv(args, rows, run), tiles);
+            if ((!is_beside || gridDim.x <= 64) && !run.is_last()) prefetch(Kv(args, rows, run), tiles);
             Launch::wait();
             Launch::launch_dependents();
             const bool holds = Scheduler::holds(args, seen);

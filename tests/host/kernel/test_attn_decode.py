@@ -736,6 +736,7 @@ CALLS = {
         whole=False,
     ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
+    "two launches": dataclasses.replace(GPU_CASE, lengths=((2, 1300), (4, 70)), head_dim_v=64),
 }
 
 
@@ -749,6 +750,8 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     q, sinks = _move(case.rows(4, 32, 1), "torch", "cpu"), case.sink_logits()
     cache, step = case.cache("torch"), case.step("torch", nonsense_before=True, max_q_len=4)
     options = {"window": case.window, "sinks": None if sinks is None else torch.from_numpy(sinks)}
+    if name == "two launches":
+        options |= {"kernel": "attn_decode", "config": replace(tiles_together=True, fold_launch=True)}
     o, lse = rawattn.attention_kvcache(q, cache, step, return_lse=True, **options)
     assert word[0] == 0 and "attn_decode" in str(rawattn.explain_kvcache(q, cache, step))
     for i in range(len(case.lengths)):
