@@ -133,11 +133,11 @@ __device__ void load_q(const Args& args, const Rows& rows, const WorkTile& work,
 
 // What a producer has seen of the lengths lies where consumers later exchange what they found.
 constexpr i32 most_seen = sizeof(Team::Exchange) / sizeof(SeenLength) / cfg::producers;
-// Where two blocks fit on a multiprocessor, those of the next launch come as this one begins: they find their shares while it runs. What more than
-// some blocks brought to L2 would be gone.
-constexpr bool is_beside = 2 * (sizeof(Smem) + 1024) <= 228 << 10;
-constexpr i32 most_early = !is_beside ? 32 : most_seen < 256 ? most_seen
-                                                             : 256;  // sequences: what this hides is latency, 1 to 2 us at 16 of them
+// Where two blocks fit on a multiprocessor, those of the next launch come as this one begins: they find their shares while it runs, and
+// what more than some of them brought to L2 would be gone. Not where tiles are computed apart: that has been timed without.
+constexpr bool is_beside = Team::readers > 1 && 2 * (sizeof(Smem) + 1024) <= 228 << 10;
+constexpr i32 most_ever = most_seen < 256 ? most_seen : 256;
+constexpr i32 most_early = is_beside ? most_ever : 32;  // sequences: what this hides is latency, 1 to 2 us at 16 of them
 static_assert(most_early <= most_seen, "each producer keeps the lengths that it has seen");
 
 // Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
