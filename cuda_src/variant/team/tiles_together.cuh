@@ -1,6 +1,7 @@
 #pragma once
 // Four warps compute a step of 128 keys together, or 64 where the ring is short: each the logits of a quarter of them, and then, with the
-// weights of all, a quarter of the columns of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the tiles that come last are soon done.
+// weights of all, a quarter of the columns of o. So each has its quarter at any time: nothing becomes one at the end of a split, and the
+// tiles that come last are soon done.
 #include "tile/softmax.cuh"
 #include "tile/softmax_state.cuh"
 #include "tile/strand.cuh"
@@ -63,6 +64,7 @@ struct TilesTogether {
         __device__ void weigh(const Score& score, const Weight& weight, OnlineSoftmax& softmax, i32 tile, bool is_there) {
             const u32 lane = ptx::lane_id(), place = tile + ahead, stage = Warps::stage(place), part = warp % tile_warps;
             const i32 row = smem.work.run.q_begin + top_row(), key = tile * cfg::tile_kv + i32(part * warp_keys + lane % 4 * 2);
+            const u32 in_tile = part / 2 * Warps::K::block(2 * blocks, 0) + part % 2 * Warps::K::block(blocks, 0);
             float s[warp_keys / 2];
             i32 kept = 0;
             if (is_there) {
@@ -70,7 +72,7 @@ struct TilesTogether {
                 kept = Walk::told(smem.board, stage, tiles, tile);
             }
             if (kept) {
-                strand.multiply_qk(s, stage * sizeof(smem.ring.k[0]) + part * Warps::K::block(blocks, 0), q_place() * sizeof(smem.q[0]));
+                strand.multiply_qk(s, stage * sizeof(smem.ring.k[0]) + in_tile, q_place() * sizeof(smem.q[0]));
                 mask_and_score(score, s, kept == 2, row, key);
             } else {
 #pragma unroll
