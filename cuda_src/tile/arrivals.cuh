@@ -3,9 +3,10 @@
 // says who has which; and how blocks count who has left theirs.
 #include "ptx/atomic.cuh"
 #include "ptx/load.cuh"
+#include "tile/grid.cuh"
 #include "tile/violated.cuh"
 
-__device__ inline i32 slot_in(const Args& args, i32 slot) { return min(u32(slot), u32(max(1, i32(gridDim.x) - 1) * args.slots - 1)); }  // also where lengths were torn
+__device__ inline i32 slot_in(const Args& args, i32 slot) { return min(u32(slot), u32(max(1, i32(work_blocks(args)) - 1) * args.slots - 1)); }  // also where lengths were torn
 __device__ inline i32 slot_before(const Args& args, i32 block, i32 place) { return slot_in(args, block * args.slots + place); }
 __device__ inline i32 slot_after(const Args& args, i32 block, i32 place) { return slot_in(args, (block - 1) * args.slots + place); }
 

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32800,
+    "rawattn": 32870,
     "perf": 6240,
-    "cuda_src": 13950,
-    "tests": 44900,
+    "cuda_src": 14310,
+    "tests": 45020,
 }
 FUNCTION_LINES = 60
 

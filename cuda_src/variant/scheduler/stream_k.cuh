@@ -9,6 +9,7 @@
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
+#include "tile/grid.cuh"
 #include "tile/share.cuh"
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
@@ -137,12 +138,12 @@ struct StreamKScheduler {
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
-        line.blocks = __shfl_sync(0xffffffffu, blocks_for(longest, shortest, works), 0);
+        line.blocks = __shfl_sync(0xffffffffu, blocks_for(work_blocks(args), longest, shortest, works), 0);
         line.part = Line::part_of(line.blocks);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
-            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
+            const Begin begin = find(args, work_block(args) + i, first, last, upto - own, upto, sequence);
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
@@ -162,8 +163,8 @@ struct StreamKScheduler {
         }
         return __all_sync(0xffffffffu, same);
     }
-    __device__ static i32 blocks_for(i32 longest, i32 shortest, i32 works) {
-        const i32 blocks = gridDim.x, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
+    __device__ static i32 blocks_for(i32 blocks, i32 longest, i32 shortest, i32 works) {
+        const i32 alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
         return longest == shortest && 25 * alike >= 24 * blocks ? alike : blocks;
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
