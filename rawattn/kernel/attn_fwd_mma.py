@@ -83,7 +83,8 @@ def smem_bytes(config: AttnFwdMmaConfig, op: Forward) -> int:
 def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
     if op.element == FP32:
-        return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 8 * config.q_steps_in_registers) + 112
+        sums = config.tile_kv // 2 + op.head_dim_v // 2 + max(0, config.tile_kv - 64)  # longer tiles have more on their way
+        return config.m_tiles_per_warp * (sums + 8 * config.q_steps_in_registers) + 136
     plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score
     rest = 52 if plain else 76
     if op.head_dim % 16 or op.head_dim_v % 16:
@@ -182,7 +183,7 @@ class AttnFwdMma(ForwardKernel):
                 fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
                 for config in fitting:
                     room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
-                    kept = min(steps, room // 2 * 2)
+                    kept = min(steps, room // 2 * 2) * (op.element != FP32)
                     configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
         return configs
 
@@ -195,10 +196,11 @@ class AttnFwdMma(ForwardKernel):
         tile."""
         qk, v = columns(op)
         tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-        products = 2 * tile_q * keys * (qk + v) / tiling.mma_flops(device)
+        each, size = 6 if op.element == FP32 else 1, op.element.itemsize  # of tf32: three, at half the rate
+        products = 2 * each * tile_q * keys * (qk + v) / tiling.mma_flops(device)
         exponentials = tile_q * keys / 16
         reread = 1 - config.q_steps_in_registers / (qk // 16)
-        read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
+        read = (keys * (qk + v) * size * (warps + 1) + tile_q * qk * size * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
