@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 32360,
     "perf": 6240,
     "cuda_src": 13660,
-    "tests": 44330,
+    "tests": 44350,
 }
 FUNCTION_LINES = 60
 
