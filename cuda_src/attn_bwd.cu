@@ -222,7 +222,8 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 4) {
             const float2 d = delta(i);
-            StepOrder::Packed::later(p, i, s + i);
+            StepOrder::Packed::later(p, i, s + i, weights);
+            weights.gradients(dp + i, p + i / 2);
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {

@@ -324,6 +324,10 @@ inline u32 halves_from(u32 x, u32 limits) {
     for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
     return found;
 }
+inline void keep_where(float& x, float& y, u32 word) {
+    if (!(word & 0xffff)) x = 0;
+    if (!(word >> 16)) y = 0;
+}
 }
 """
 MOVMATRIX = r"""

@@ -82,16 +82,22 @@ __device__ KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
 }
 
 // When the weights that values are multiplied by are packed in p, four from element i on: as they are made, or not yet.
-__device__ inline void pack_four(u32* p, int i, const float* w) {
-    p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
+template <class Weights>
+__device__ void pack_four(u32* p, int i, const float* w, const Weights& weights) {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) p[(i + j) / 2] = weights.packed(Element::pack(w[j], w[j + 1]), i / 8, i % 8 + j);
 }
 struct PackedAtOnce {
-    __device__ static void early(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
-    __device__ static void later(u32*, int, const float*) {}
+    template <class Weights>
+    __device__ static void early(u32* p, int i, const float* w, const Weights& weights) { pack_four(p, i, w, weights); }
+    template <class Weights>
+    __device__ static void later(u32*, int, const float*, const Weights&) {}
 };
 struct PackedLater {
-    __device__ static void early(u32*, int, const float*) {}
-    __device__ static void later(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
+    template <class Weights>
+    __device__ static void early(u32*, int, const float*, const Weights&) {}
+    template <class Weights>
+    __device__ static void later(u32* p, int i, const float* w, const Weights& weights) { pack_four(p, i, w, weights); }
 };
 
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
@@ -113,6 +119,6 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
             w[j] = weights(e, i / 8, i % 8 + j);
             s[i + j] = e * score.derivative(s[i + j], q, kv);
         }
-        Packed::early(p, i, w);
+        Packed::early(p, i, w, weights);
     }
 }

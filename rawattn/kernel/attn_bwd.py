@@ -12,7 +12,7 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, gradients, scheduler
+from ..variant import Option, gradients, scheduler, weight
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
@@ -67,6 +67,7 @@ class AttnBwdConfig:
     query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
+    dropped: str = "each"  # "packed" where weights are dropped two at a time
 
     @property
     def tile_kv(self) -> int:
@@ -198,6 +199,17 @@ def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
+def _weight_of(op: Forward, config: AttnBwdConfig) -> Option:
+    return weight.PackedDropout(op.spec.dropout) if config.dropped == "packed" else op.spec.weight
+
+
+def _refuse_dropped(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why weights are not dropped so; None where they can be."""
+    if config.dropped == "each" or (config.dropped == "packed" and op.spec.dropout and op.spec.offsets is None):
+        return None
+    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with dropout and without q_offset and kv_offset"
+
+
 def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
     """The option for what becomes of dS besides dq. Tiles that a mask leaves out are filled, unless they were cleared before."""
     if not config.gradient:
@@ -251,7 +263,7 @@ class AttnBwd(BackwardKernel):
             )
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
-        plain = forward.has_plain_score and not forward.spec.dropout
+        plain = forward.has_plain_score and not (forward.spec.dropout and config.dropped == "each")
         if config.order == "step_later" and (config.dq_parts == 1 or not plain):
             return (
                 "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"
@@ -268,6 +280,8 @@ class AttnBwd(BackwardKernel):
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
+            return reason
+        if reason := _refuse_dropped(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -389,7 +403,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     if op.varlen and (rotated or config.bundle):
         plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(parts),
+        op, Score=backward.exact_score(op), Weight=_weight_of(op, config), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],

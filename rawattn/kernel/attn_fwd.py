@@ -18,8 +18,10 @@ from ..operation.base import queries_in_steps
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
+from ..variant.element import BF16
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
+from ..variant.score import QuinticSoftcap, Softcap
 from ..variant.walk import IntervalWalk, KeptWalk, ListWalk, lists
 from . import combine, few_rows, tiling
 from .base import ForwardKernel
@@ -57,6 +59,7 @@ class AttnFwdConfig:
     l2_bytes: int = dataclasses.field(default=256, metadata={"is_fixed": True})  # that TMA asks L2 to fetch at once
     # Query tiles that a block takes one after the other, over keys that stay in its rings; 1: keys are loaded for each tile.
     run: int = dataclasses.field(default=1, metadata={"is_fixed": True})
+    unshifted: bool = dataclasses.field(default=False, metadata={"is_fixed": True})  # by exp(logit), under a cap
 
     @property
     def consumers(self) -> int:
@@ -126,7 +129,8 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    del constants["pack_gqa"], constants["kv_splits"], constants["l2_bytes"], constants["run"]
+    for name in ("pack_gqa", "kv_splits", "l2_bytes", "run", "unshifted"):
+        del constants[name]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -197,6 +201,13 @@ def run_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"run is {config.run}; it must be 1 for more keys than rings hold, {held}"] * (op.kv_len > held)
 
 
+def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
+    """The reason why logits are not weighed without a reference."""
+    is_served = type(op.spec.placed_score) is Softcap and op.element == BF16 and not op.spec.data_independent
+    needs = "a softcap, bf16 and time that may depend on the data, and no pack_gqa"
+    return [f"unshifted is True; it needs {needs}"] * (config.unshifted and (config.pack_gqa or not is_served))
+
+
 def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
     each. What has few rows gets the same configuration in any batch. Of wide heads under a mask four tiles are short, too: of two
@@ -249,7 +260,9 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        reasons = split_reasons(op, config) + sharing_reasons(op, config) + run_reasons(op, config)
+        reasons = (
+            split_reasons(op, config) + sharing_reasons(op, config) + run_reasons(op, config) + unshifted_reasons(op, config)
+        )
         if reasons := reasons + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
         if config.l2_bytes not in (64, 128, 256):
@@ -367,6 +380,8 @@ class AttnFwd(ForwardKernel):
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
         if config.run != 1:
             changed |= {"Walk": KeptWalk(), "Scheduler": scheduler.LptScheduler(runs=True)}
+        if config.unshifted:
+            changed |= {"Score": QuinticSoftcap(op.score.values["softcap"]), "Softmax": softmax.Unshifted()}
         if config.kv_splits != 1:
             changed |= few_rows.options(changed.get("Mask", op.mask))
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
@@ -397,6 +412,7 @@ class AttnFwd(ForwardKernel):
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         values = tiling.values(packed(op, config), config.tile_q, device)
         values |= {"run": config.run} if config.run != 1 else {}
+        values |= QuinticSoftcap(op.score.values["softcap"]).values if config.unshifted else {}
         return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
     def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
 from ..variant import Option, kv, rows, scheduler
 from ..variant.field import Field, Fields, PagePool, View
+from ..variant.gradients import Blocks16
 from . import paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from .paging import LONGEST, OverCache, forward_of, over_tensors
@@ -60,6 +61,7 @@ class AttnFwdMmaKVCache(OverCache):
             "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(kv.PAGES[op.form]),
             "Scheduler": scheduler.ReportingScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": tiling.cursor(over_tensors(op)),
+            "Blocks": Blocks16(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> Fields:

@@ -424,6 +424,10 @@ static u32 halves_from(u32 x, u32 limits) {
     for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
     return found;
 }
+static inline void keep_where(float& x, float& y, u32 word) {
+    if (!(word & 0xffff)) x = 0;
+    if (!(word >> 16)) y = 0;
+}
 // Bit by bit, as the format says.
 static u16 widen_e4m3(unsigned char x) {
     const i32 exponent = x >> 3 & 15, fraction = x & 7;

@@ -235,6 +235,20 @@ def test_a_step_later_needs_plain_weights() -> None:
         compiler.compile(lowered(op, config)["attn_bwd"])
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_weights_dropped_as_they_are_packed(size: int) -> None:
+    """By compared words, each a mask of two weights, and predicates of these; refused without dropout, and with offsets."""
+    op = backward((size, size), q_len=2048, kv_len=2048, mask=Causal(), dropout=0.1)
+    config = dataclasses.replace(attn_bwd.config_of(op.forward), steps="apart", dropped="packed")
+    (source,) = (x.source for x in ATTN_BWD.lower(op, config, TYPICAL["sm_90a"]).launches if x.entry == "attn_bwd")
+    binary = compiler.compile(source)
+    assert binary.spill_bytes == 0
+    assert len(re.findall(r"\bHSETP2\b", sass.disassemble(binary.cubin))) >= 16
+    for changes in ({}, {"dropout": 0.1, "q_offset": 3}):
+        refused = ATTN_BWD.legal(config, backward((size, size), **changes), TYPICAL["sm_90a"])
+        assert refused and "with dropout and without q_offset" in refused
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", SIZES + PAIR_SIZES, ids=str)
 def test_full_product(size: tuple[int, int], pytestconfig: pytest.Config) -> None:

@@ -21,7 +21,7 @@ from rawattn.operation.base import FEW_ROWS, three_bits
 from rawattn.operation.forward import LONGEST
 from rawattn.operation.operand import PLAIN, Layout
 from rawattn.runtime import select
-from rawattn.variant.element import BF16, ELEMENTS, FP32
+from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64
 from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
@@ -106,8 +106,8 @@ def test_a_kernel_that_is_asked_for() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
         found = chosen(OP, TYPICAL["sm_90a"], kernel.name)
         assert found.kernel is kernel and found.slow is None
-    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
-        chosen(replace(OP, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16, fp16 and fp32, not fp64"):
+        chosen(replace(OP, element=FP64), TYPICAL["sm_90a"], "attn_fwd_mma")
     with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.AttnFwdMmaConfig"):
         select.select(OP, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.AttnFwdConfig())
 
@@ -279,7 +279,7 @@ def test_few_queries_go_to_the_kernel_that_splits() -> None:
         assert chosen(replace(OP, q_len=q_len, kv_heads=kv_heads), device).kernel.name == kernel
     assert chosen(replace(OP, q_len=1, varlen=True), device).kernel.name == "attn_fwd"
     assert chosen(replace(OP, q_len=1), device, "attn_fwd").kernel.name == "attn_fwd"
-    refusals = chosen(replace(OP, q_len=1, element=FP32), device).refusals
+    refusals = chosen(replace(OP, q_len=1, element=FP64), device).refusals
     assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
 
 
