@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32280,
+    "rawattn": 32460,
     "perf": 6240,
-    "cuda_src": 13510,
-    "tests": 44150,
+    "cuda_src": 13930,
+    "tests": 44230,
 }
 FUNCTION_LINES = 60
 
