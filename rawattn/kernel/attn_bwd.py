@@ -1,4 +1,6 @@
-"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it."""
+"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it. Where
+it is asked for, head sizes up to 192: in the same kernel where q and v have up to 320 columns together, else with dv in
+attn_bwd_dv.cu."""
 
 from __future__ import annotations
 
@@ -27,6 +29,8 @@ from .program import Buffer, Launch, Program
 from .render import wgmma
 
 WIDEST = 128  # columns
+SMEM = 232448  # bytes of a block
+WIDEST_HEAD, WIDEST_PAIR = 192, 320  # of q or v alone, and of both, where dP has the registers of S
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
@@ -39,7 +43,13 @@ SUMS: tuple[Option, Option] = (gradients.DqOrderedSums(), gradients.ClearTurnsOf
 ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
+    "dp_later": (gradients.DpLater(), gradients.StatisticsByRows()),
+    "dk_first": (gradients.DkFirst(), gradients.StatisticsByQuads()),
 }
+VALUES: dict[str, Option] = {
+    "in_smem": gradients.ValuesInSmem(),
+    "in_registers": gradients.ValuesInRegisters(),
+}  # where V of a work is
 STEPS = ("together", "apart")  # in one loop or two
 
 
@@ -51,14 +61,19 @@ class AttnBwdConfig:
     tile_q: int = 64  # query rows of a step
     dq_parts: int = 1  # into which the columns of dq are cut
     dq_columns: int = 128  # of a part
+    dv_consumers: int = 0  # warpgroups of the kernel that makes dv, 64 keys each; 0 where this one does
     dq_chains: int = 1  # in which blocks take turns to add to dq
-    dq_stages: int = 2  # steps whose dq is under way
+    dq_stages: int = 2  # steps whose dq has a place in shared memory
+    q_stages: int = 2  # steps whose Q has
+    do_stages: int = 2  # steps whose dO has
+    ds_stages: int = 2  # steps whose dS has
     dq_sums: int = 0  # of each tile of dq, to which key tiles add in turn; 0 for what sizes suggest
     producer_registers: int = 40  # of a thread
     consumer_registers: int = 232  # of a thread
     store: str = "ordered"  # how parts of dq meet, of STORES
     direction: str = ""  # in which blocks go; "" for what the mask suggests
     order: str = "at_once"  # when a step's part of dq is made, of ORDERS
+    values: str = "in_smem"  # where V is, of VALUES
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
@@ -78,8 +93,21 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
     """The configuration for the head sizes, found by compiling."""
     if lists(op.mask):
         return dataclasses.replace(list_configs_of(op)[0], store=store)
+    if op.widest > WIDEST:
+        return wide_config_of(op)
     config = _choose_registers(op, store)
     return dataclasses.replace(config, steps="apart" if _has_two_loops(op, config) else "together")
+
+
+def wide_config_of(op: Forward) -> AttnBwdConfig:
+    """The configuration for heads above 128 columns, which was compiled and has run on no GPU (perf/notes/attn_bwd.md): dk and dv
+    fill the registers, or dk and V do; shared memory has room for dq of one step, and mostly for dO and dS of one."""
+    columns = max(64, -(-op.head_dim // 16) * 8)
+    config = AttnBwdConfig(dq_parts=2, dq_columns=columns, dq_stages=1, producer_registers=24, consumer_registers=240)
+    if op.head_dim + op.head_dim_v > WIDEST_PAIR:
+        return dataclasses.replace(config, order="dk_first", values="in_registers", dv_consumers=3)
+    config = dataclasses.replace(config, order="dp_later", ds_stages=1)
+    return config if smem_bytes(config, op) <= SMEM else dataclasses.replace(config, do_stages=1)
 
 
 def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -156,11 +184,28 @@ def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
     return [dataclasses.replace(config, producer_registers=producer, consumer_registers=consumer)]
 
 
+def _is_plain(op: Forward) -> bool:
+    """Says whether nothing changes weights and scores, and tiles lie side by side."""
+    return op.has_plain_score and not op.spec.dropout and not lists(op.mask)
+
+
+def _shares_panel(config: AttnBwdConfig) -> bool:
+    """Says whether a part of dq is a panel of 64 columns and a half of what is beyond the panels of all parts."""
+    return config.dq_parts > 1 and config.dq_columns > 64
+
+
 def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
-    panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
-    tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
-    return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
+    qk, v = -(-op.head_dim // 64), -(-op.head_dim_v // 64)
+    of_queries = config.q_stages * qk + config.do_stages * v + config.ds_stages * config.consumers
+    tiles = 128 * (config.tile_kv * (qk + v) + config.tile_q * of_queries)
+    dq = 0 if config.values == "in_registers" else config.dq_stages * _dq_bytes(config)
+    return tiles + dq + 16 * config.tile_q + 1024
+
+
+def _dq_bytes(config: AttnBwdConfig) -> int:
+    """The bytes of a step's dq."""
+    return 4 * config.tile_q * config.dq_parts * config.dq_columns
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
@@ -185,6 +230,30 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
+def _refuse_wide(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why heads are too wide for the order, or the rest of the configuration does not fit it; None where it fits."""
+    order, values, stages = config.order, config.values, (config.q_stages, config.do_stages, config.ds_stages)
+    wanted = "dk_first" if op.head_dim + op.head_dim_v > WIDEST_PAIR else "dp_later" if op.widest > WIDEST else ""
+    if wanted and order not in (wanted, "dk_first"):
+        return f"order is {order!r}; heads of {op.head_dim} and {op.head_dim_v} columns need {wanted!r}"
+    if config.dv_consumers not in ((2, 3) if order == "dk_first" else (0,)):
+        return f"dv_consumers is {config.dv_consumers}; it must be 2 or 3 with order 'dk_first', and 0 else"
+    is_late = order in ("step_later", "dk_first") or config.gradient or config.elements
+    if config.dv_consumers and config.query_parts != 1:
+        return f"query_parts is {config.query_parts}; it must be 1 where dv is made by a kernel of its own"
+    if not {*stages} <= {1, 2} or (config.ds_stages == 1 and is_late):
+        return f"q_stages, do_stages and ds_stages are {stages}; they must be 1 or 2, and dS that is read later or stored needs 2"
+    place = config.tile_kv * 128 * -(-op.head_dim_v // 64)
+    has_place = order == "dk_first" and config.dq_stages == 1 and _dq_bytes(config) <= place
+    if values not in VALUES or (values == "in_registers" and not has_place):
+        return f"values is {values!r}; it must be of {[*VALUES]}, and in registers needs order 'dk_first' and dq_stages 1"
+    if _shares_panel(config) and (config.dq_columns > 96 or config.dq_parts != 2 or config.dq_chains > 1):
+        return f"dq_columns is {config.dq_columns} in {config.dq_parts} parts; two of up to 96 may share a panel, in one chain"
+    if config.store == "final" and (config.dq_stages == 1 or _shares_panel(config)):
+        return "store is 'final'; it needs dq_stages 2, and parts of dq that are whole panels"
+    return None
+
+
 def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
     """The options that say how parts of dq meet, and what is cleared for that."""
     return SUMS if config.dq_sums > 1 else STORES[config.store]
@@ -205,9 +274,11 @@ def _weight_of(op: Forward, config: AttnBwdConfig) -> Option:
 
 def _refuse_dropped(config: AttnBwdConfig, op: Forward) -> str | None:
     """The reason why weights are not dropped so; None where they can be."""
-    if config.dropped == "each" or (config.dropped == "packed" and op.spec.dropout and op.spec.offsets is None):
+    may_pack = op.spec.dropout and op.spec.offsets is None and config.order in ("at_once", "step_later")
+    if config.dropped == "each" or (config.dropped == "packed" and may_pack):
         return None
-    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with dropout and without q_offset and kv_offset"
+    needs = "dropout, order 'at_once' or 'step_later', and no q_offset and kv_offset"
+    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with {needs}"
 
 
 def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
@@ -241,8 +312,17 @@ class AttnBwd(BackwardKernel):
         return self.runs_on(device) and op.forward.widest <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST_HEAD)
+        forward = op.forward
+        if forward.widest > WIDEST and not _is_plain(forward):
+            reasons.append(
+                f"with heads above {WIDEST} columns it takes no list of tiles, and weights and scores that nothing changes"
+            )
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
+
+    def prefers(self, op: Backward) -> bool:
+        """Not heads above 128 columns, which no GPU has run so."""
+        return op.forward.widest <= WIDEST
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
@@ -257,6 +337,8 @@ class AttnBwd(BackwardKernel):
             return (
                 f"dq has {columns} columns in {config.dq_stages} stages; it needs {forward.head_dim}, in parts of 8, and 1 or 2"
             )
+        if reason := _refuse_wide(config, forward):
+            return reason
         if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
             return (
                 f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
@@ -264,14 +346,15 @@ class AttnBwd(BackwardKernel):
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
         plain = forward.has_plain_score and not (forward.spec.dropout and config.dropped == "each")
-        if config.order == "step_later" and (config.dq_parts == 1 or not plain):
+        if config.order != "at_once" and (config.dq_parts == 1 or not plain):
             return (
-                "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"
+                f"order is {config.order!r}; it needs a part of dq for each of its makers, and scores and weights that nothing "
+                "changes"
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
-            return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
+        if config.steps == "apart" and config.order in ("step_later", "dk_first") and not lists(forward.mask):
+            return "steps is 'apart'; it needs order 'at_once' or 'dp_later', or a mask whose tiles are lists"
         if config.steps == "apart" and config.elements and not lists(forward.mask):
             return "steps is 'apart' and elements come by TMA; tiles that are skipped would take their place before they come"
         is_taken = lists(forward.mask) or (config.gradient and not isinstance(forward.mask, Full))
@@ -318,6 +401,8 @@ class AttnBwd(BackwardKernel):
         forward = op.forward
         if lists(forward.mask):
             configs = list_configs_of(forward)
+        elif forward.widest > WIDEST:
+            configs = [wide_config_of(forward)]
         else:
             configs = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward), *small_configs_of(forward)]
         return [config for config in map(functools.partial(_use_tma, op), configs) if self.legal(config, op, device) is None]
@@ -363,10 +448,13 @@ class AttnBwd(BackwardKernel):
         several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
         of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
+        if config.dv_consumers:
+            launches.append(self._launch_dv(op, config, device))
         launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
-            last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
+            sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
+            last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
             last = dataclasses.replace(last, sum=gradients.IntervalSums() if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums
@@ -379,6 +467,14 @@ class AttnBwd(BackwardKernel):
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
+    def _launch_dv(self, op: Backward, config: AttnBwdConfig, device: Device) -> Launch:
+        """The launch that makes dv of key tiles of its own size."""
+        forward, keys = op.forward, 64 * config.dv_consumers
+        shared = backward.values(forward, config.tile_q, keys) | backward.kv_order(forward, keys, device.sm_count, config.parts)
+        grid = min(device.sm_count, backward.kv_tiles(forward, keys) * config.parts) if forward.total_kv else 0
+        own = AttnBwdConfig(dv_consumers=config.dv_consumers, order=config.order, parts=min(config.parts, 2))
+        return self.launch(op, own, device, "attn_bwd_dv", shared, grid, _render_dv)
+
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
@@ -386,12 +482,14 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    shares = _shares_panel(config)
+    of_dq = (("DqMma", 64), ("DqHalfMma", config.dq_columns - 64)) if shares else (("DqMma", config.dq_columns),)
     products = [
         wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-        wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
+        wgmma("DpMma", op.element, config.tile_q, a_in_registers=config.values == "in_registers", b_by_rows=False),
         wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
-        wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
+        *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
     rotated, of_part = config.walk == "rotated", config.query_parts > 1
@@ -406,12 +504,42 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         op, Score=backward.exact_score(op), Weight=_weight_of(op, config), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
-        StepOrder=ORDERS[config.order][0],
+        StepOrder=ORDERS[config.order][0], Values=VALUES[config.values],
+        DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
+        Dv=gradients.DvElsewhere() if config.dv_consumers else gradients.SummedDv(),
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
+
+
+def _render_dv(op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
+    """The kernel that makes dv, where the main one does not."""
+    producer, consumer = {2: (40, 232), 3: (32, 160)}[config.dv_consumers]
+    constants = {
+        "tile_q": config.tile_q,
+        "tile_kv": 64 * config.dv_consumers,
+        "q_block": config.tile_q,
+        "consumers": config.dv_consumers,
+    }
+    constants |= {
+        "head_dim": op.head_dim,
+        "head_dim_v": op.head_dim_v,
+        "producer_registers": producer,
+        "consumer_registers": consumer,
+    }
+    products = [
+        wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
+    ]
+    every = backward.options(
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=ORDERS[config.order][1],
+        **backward.dkv_rows(config.parts), Scheduler=backward.kv_scheduler(op), Walk=group.WALKS["by_heads"],
+    )  # fmt: skip
+    reads = backward.loads(op, config.tile_q, 64 * config.dv_consumers)
+    fields = (*reads, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_dv.cu", constants, fields, products, every, arch)
 
 
 ATTN_BWD = AttnBwd()

@@ -18,7 +18,7 @@ from rawattn.array import making
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
-from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of
+from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of, wide_config_of
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -559,6 +559,22 @@ def test_steps_apart_have_the_same_bits(kernel: Any, case: Case, dlse: bool) -> 
         call.check(wanted)
         for _ in range(3):
             assert equal(call.run(kernel, config=config), wanted)
+
+
+@listed(
+    (ATTN_BWD, Case("bf16", head_dim=size, head_dim_v=size_v, heads=4, kv_heads=2, causal=causal, **lengths), causal)
+    for size, size_v in ((160, 160), (192, 128), (192, 192), (136, 184))
+    for causal in (False, True)
+    for lengths in ({"batch": 2, "q_len": 500, "kv_len": 700}, {"lengths": PACKED[2]})
+)
+def test_wide_heads_in_one_kernel(kernel: Any, case: Case, dlse: bool) -> None:
+    call, configs = Call(case, dlse), [wide_config_of(case.op)]
+    if configs[0].dv_consumers:
+        configs.append(dataclasses.replace(configs[0], values="in_smem", q_stages=1, do_stages=1))
+    for config in configs:
+        found = call.run(kernel, config=config)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=config), found) for _ in range(3))
 
 
 LONG = [

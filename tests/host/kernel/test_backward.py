@@ -54,6 +54,7 @@ class Case:
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
+    in_smem: bool = False  # V, where registers have room for it
     sums: int = 1  # of each tile of dq
     query_parts: int = 1  # of the query tiles of a key tile
     bundle: int = 0
@@ -62,7 +63,9 @@ class Case:
 
 
 SEED = -(5 << 40) + 11
-THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
+IN_SMEM: dict[str, Any] = {"values": "in_smem", "q_stages": 1, "do_stages": 1}  # V
+WIDE = ("dp_later", "dk_first")  # orders of wide heads in attn_bwd.cu
+THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq", "attn_bwd_dv")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -135,6 +138,26 @@ HOPPER |= {  # weights dropped as they are packed
     ),
     "128, dropped packed, later": Case((128, 128), {"dropout": 0.7}, ((200, 150),), order="step_later", more=PACKED_WEIGHTS),
     "128, dropped packed, varlen": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final", more=PACKED_WEIGHTS),
+}
+HOPPER |= {  # wide heads in one kernel
+    "160, one kernel": Case(
+        (160, 160), {"mask": Causal(), "scale": -0.2}, ((200, 300),) * 2, (4, 2), order="dp_later", dlse=True
+    ),
+    "192 and 128, one kernel": Case((192, 128), {}, ((150, 300),), (1, 1), order="dp_later", grid=3),
+    "136 and 184, one kernel, packed": Case(
+        (136, 184), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dp_later", grid=3, sinks=True
+    ),
+    "192, dv apart": Case((192, 192), {"mask": Causal()}, ((150, 300),) * 2, (4, 2), order="dk_first", in_smem=True, dlse=True),
+    "192, dv apart, full": Case((192, 192), {"scale": -0.2}, ((200, 450),), (1, 1), order="dk_first", in_smem=True, grid=3),
+    "192, V in registers": Case((192, 192), {}, ((200, 450),), (2, 1), order="dk_first", grid=3),
+    "176 and 192, V in registers, packed": Case(
+        (176, 192), {"mask": Causal()}, PACKED, varlen=True, order="dk_first", grid=3, sinks=True
+    ),
+    "192, V in registers, rotated": Case((192, 192), {}, ((450, 700),), (1, 1), order="dk_first", grid=6, walk="rotated"),
+    "176 and 192, dv apart, packed": Case(
+        (176, 192), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dk_first", in_smem=True, grid=3, sinks=True, parts=2
+    ),
+    "128 and 192, one kernel, parts": Case((128, 192), {"mask": Causal()}, ((70, 200),) * 2, (2, 1), order="dp_later", parts=2),
 }
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
@@ -384,7 +407,7 @@ class Call:
         return None
 
     def program(self) -> Program:
-        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
+        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order not in WIDE else ATTN_BWD
         if case.mma:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
@@ -396,9 +419,12 @@ class Call:
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
-            found = dataclasses.replace(found, steps=found.steps if case.order == "at_once" else "together", dq_sums=case.sums)
+            apart = case.order == "dp_later" and not case.varlen
+            steps = "apart" if apart else found.steps if case.order == "at_once" else "together"
+            found = dataclasses.replace(found, steps=steps, dq_sums=case.sums)
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
             found = dataclasses.replace(found, query_parts=case.query_parts, bundle=case.bundle)
+            found = dataclasses.replace(found, **IN_SMEM if case.in_smem else {})
         found = dataclasses.replace(found, direction=case.direction, parts=case.parts, **dict(case.more))
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
         device, is_of_grid = TYPICAL["sm_90a"], case.walk == "rotated" or case.query_parts > 1 or case.bundle
@@ -424,7 +450,7 @@ CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout", "64, sums", "64, dropped packed", "128, dropped packed, later",
+    "simt, dropout", "64, sums", "64, dropped packed", "128, dropped packed, later", "160, one kernel", "192, V in registers",
 )  # fmt: skip
 
 

@@ -181,6 +181,23 @@ def test_dq_a_step_later() -> None:
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
 
 
+@pytest.mark.parametrize("size", [(160, 160), (192, 128), (192, 192)], ids=str)
+def test_wide_heads_in_one_kernel(size: tuple[int, int]) -> None:
+    """Nothing of a step spills, nor do products wait for each other. What loads has 24 registers, and spills some words."""
+    for row in ({}, {"mask": Causal()}, {"varlen": True, "element": FP16, "scale": -0.1}):
+        op = backward(size, **row)
+        config = attn_bwd.wide_config_of(op.forward)
+        assert ATTN_BWD.candidates(op, TYPICAL["sm_90a"]) == [config]
+        assert select(op, TYPICAL["sm_90a"]).kernel is ATTN_BWD_PAIR, "it has not run on a GPU"
+        made = lowered(op, config)
+        assert ("attn_bwd_dv" in made) == (size == (192, 192))
+        for source in (made[name] for name in ("attn_bwd", "attn_bwd_dv") if name in made):
+            assert not compiler.compile(dataclasses.replace(source, text=source.text + SMEM)).advisories
+            code = listing(source)
+            first = next(i for i, each in enumerate(code) if each.startswith("USETMAXREG.TRY_ALLOC"))
+            assert not [each for each in code[first:] if each.startswith(("STL", "LDL"))], "a consumer spills"
+
+
 LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128)), ("documents_causal", (128, 128))]
 
 
