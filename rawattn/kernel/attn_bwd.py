@@ -239,8 +239,8 @@ def _refuse_wide(config: AttnBwdConfig, op: Forward) -> str | None:
     if config.dv_consumers not in ((2, 3) if order == "dk_first" else (0,)):
         return f"dv_consumers is {config.dv_consumers}; it must be 2 or 3 with order 'dk_first', and 0 else"
     is_late = order in ("step_later", "dk_first") or config.gradient or config.elements
-    if config.dv_consumers and config.query_parts != 1:
-        return f"query_parts is {config.query_parts}; it must be 1 where dv is made by a kernel of its own"
+    if config.dv_consumers and (config.query_parts != 1 or lists(op.mask)):
+        return f"dv_consumers is {config.dv_consumers}; it must be 0 for masks whose tiles are lists, and several query_parts"
     if not {*stages} <= {1, 2} or (config.ds_stages == 1 and is_late):
         return f"q_stages, do_stages and ds_stages are {stages}; they must be 1 or 2, and dS that is read later or stored needs 2"
     place = config.tile_kv * 128 * -(-op.head_dim_v // 64)
@@ -337,6 +337,8 @@ class AttnBwd(BackwardKernel):
             return (
                 f"dq has {columns} columns in {config.dq_stages} stages; it needs {forward.head_dim}, in parts of 8, and 1 or 2"
             )
+        if config.dq_parts > 1 and config.dq_columns < min(64, forward.head_dim):
+            return f"dq_columns is {config.dq_columns}; several parts must be of 64 columns or more, a panel"
         if reason := _refuse_wide(config, forward):
             return reason
         if config.store not in STORES or config.direction not in ("", *DIRECTIONS):

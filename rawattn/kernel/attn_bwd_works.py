@@ -22,6 +22,7 @@ TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin toget
 # Not timed: a pass that adds parts, a number of them, written and added; other passes.
 SUM, SUM_NUMBER, PASSES = 3.0, 2.4e-6, 10.0
 MOST_QUERY_PARTS = 4
+MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 
@@ -48,8 +49,10 @@ def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
         return (
             f"heads_together is {config.heads_together}; it must be 0, or more for sequences of one length that do not go round"
         )
-    if config.bundle and (config.bundle < -1 or not op.varlen or not isinstance(op.mask, Full) or config.direction):
-        return f"bundle is {config.bundle}; it must be 0, or -1 or more for packed sequences without a mask, of no direction"
+    is_served = op.varlen and isinstance(op.mask, Full) and not config.direction
+    if config.bundle and not (is_served and -1 <= config.bundle <= MOST_BUNDLE):
+        where = "packed sequences without a mask, of no direction"
+        return f"bundle is {config.bundle}; it must be 0, or from -1 to {MOST_BUNDLE} for {where}"
     return None
 
 
@@ -64,8 +67,11 @@ def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
         or config.walk not in ("", "rotated")
         or op.forward.spec.dropout
     )
-    if config.query_parts < 0 or others or _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is not None:
-        return f"query_parts is {config.query_parts}; several need one length and what walk 'rotated' needs, without dropout"
+    most = min(-(-op.forward.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op.forward, config.tile_kv)))
+    goes_round = _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is None
+    if not 0 <= config.query_parts <= max(1, most) or others or not goes_round:
+        needs = f"several, up to {most} here, need one length and what walk 'rotated' needs, without dropout"
+        return f"query_parts is {config.query_parts}; {needs}"
     return None
 
 
@@ -109,7 +115,7 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
     rotated = dataclasses.replace(config, walk="rotated", direction="")
     is_square = isinstance(forward.mask, Full) and not forward.varlen and 8 <= kv_tiles <= q_tiles / 1.5
-    if parts > 1 or _refuse_rounds(rotated, op) is not None:
+    if parts > 1 or config.heads_together or _refuse_rounds(rotated, op) is not None:
         return False
     if not is_square:
         return False

@@ -6,7 +6,7 @@
 //    S        S                    -    dP dv                    dv   dv dk      dk            -         dq         dq         -
 #include "variant/step/at_once.cuh"
 
-template <class W, class S> constexpr bool p_holds_weights = requires { W::changes_nothing && S::changes_nothing; };
+template <class W, class S> constexpr bool p_holds_weights = requires { requires W::changes_nothing && S::changes_nothing; };
 static_assert(p_holds_weights<Weight, Score>, "Order: p does not hold the weights");
 static_assert(cfg::dq_parts == cfg::consumers, "Order: each warpgroup makes a part of dq in every step");
 

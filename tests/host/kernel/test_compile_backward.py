@@ -233,9 +233,22 @@ def test_rows_in_use() -> None:
 @pytest.mark.parametrize("mask, refused", [(Full(), False), (Causal(), True)], ids=["full", "causal"])
 def test_three_chains_leave_no_warp_for_zeros(mask: Any, refused: bool) -> None:
     op = backward((128, 128), mask=mask)
-    three = {"consumers": 3, "dq_parts": 3, "dq_columns": 48, "dq_chains": 3, "gradient": "score_0"}
+    three = {"consumers": 3, "dq_parts": 3, "dq_columns": 64, "dq_chains": 3, "gradient": "score_0"}
     found = ATTN_BWD.legal(dataclasses.replace(attn_bwd.config_of(op.forward), **three), op, TYPICAL["sm_90a"])
     assert ("no warp is left" in str(found)) == refused
+
+
+@pytest.mark.parametrize(
+    "size, changes, reason",
+    [
+        (128, {"order": "dk_first", "dv_consumers": 2}, "dv_consumers is 2; it must be 0 for masks whose tiles are lists"),
+        (112, {"dq_columns": 56}, "several parts must be of 64 columns or more"),
+    ],
+)
+def test_what_no_kernel_is_made_for(size: int, changes: dict[str, Any], reason: str) -> None:
+    op = backward((size, size), mask=option("documents_causal"))
+    config = dataclasses.replace(attn_bwd.AttnBwdConfig(dq_parts=2, dq_columns=64), **changes)
+    assert reason in str(ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]))
 
 
 def test_elements_by_tma_are_not_skipped_in_a_loop_of_their_own() -> None:

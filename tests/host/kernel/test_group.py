@@ -191,6 +191,7 @@ def test_heads_that_are_asked_for(changes: dict[str, int], values: dict[str, int
     ({"heads_together": 3, "walk": "rotated"}, {}, "heads_together is 3"),
     ({"heads_together": -1}, {}, "heads_together is -1"),
     ({"bundle": 1}, {}, "bundle is 1"),
+    ({"bundle": 65}, {"varlen": True, "total_q": 300, "total_kv": 300}, "from -1 to 64"),
     ({"bundle": 1, "direction": "Ascending"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "bundle is 1"),
     ({"bundle": 1, "walk": "rotated"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "and a bundle of 0"),
 ], ids=str)  # fmt: skip
@@ -249,9 +250,12 @@ def test_query_parts(length: int, heads: tuple[int, int], wanted: int) -> None:
     assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
 
 
-@pytest.mark.parametrize("changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0))], ids=str)
+@pytest.mark.parametrize(
+    "changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0)), ({"query_parts": 6}, Full())],
+    ids=str,
+)  # fmt: skip
 def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
-    with pytest.raises(ProblemError, match="query_parts is 2; several need one length and what walk 'rotated' needs"):
+    with pytest.raises(ProblemError, match=r"query_parts is [26]; several, up to 5 here, need one length and what walk"):
         select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"query_parts": 2, **changes}))
 
 
