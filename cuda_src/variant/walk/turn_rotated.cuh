@@ -7,8 +7,7 @@
 struct RotatedTurn : IntervalTurn {
     // `in_round`: the number of the query tile among those of which rounds are.
     __device__ static RotatedTurn of(
-        const Mask& mask, const Rows& rows, const KvWorkTile& work, i32 q_tile, i32 in_round, i32 window_tiles, i32 q_stride
-    ) {
+        const Mask& mask, const Rows& rows, const KvWorkTile& work, i32 q_tile, i32 in_round, i32 window_tiles, i32 q_stride) {
         const TileRange keys = mask.kv_tiles(q_tile * cfg::tile_q, min((q_tile + 1) * cfg::tile_q, rows.q_len));
         const i32 own = work.kv_tile % window_tiles, window = work.kv_tile - own;
         // In the window, of those that add to the tile, [begin, end): key tiles up to `last` begin at the tile or before it.
