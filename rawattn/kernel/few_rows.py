@@ -21,7 +21,7 @@ UNEVEN_KEYS = 8192  # of such a sequence at least
 MOST_SCRATCH = 128 << 20  # bytes of what splits leave to be folded
 SHARED_ROWS = 16  # of a key head, above which tiles of 64 rows read keys faster than attn_fwd_mma's of 32
 SPLIT_KEYS = 1024  # of a split of few rows at least: the fold moves an eighth of their bytes
-LONG_KEYS = 16384  # from which on that many rows and fewer are faster in tiles of 64 rows, too
+LONG_KEYS = 14337  # and more, of which that many rows and fewer are faster in tiles of 64 rows, too; all that round up to 16384
 _NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Fitted to timings on an H200 (perf/notes/attn_fwd.md, "Few rows over many keys").
 _READ = 4.4e12  # bytes a second, from memory

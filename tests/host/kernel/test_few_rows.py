@@ -4,6 +4,7 @@ follows from sizes alone: the number of splits, the kernel, and the time."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -249,7 +250,15 @@ def test_what_tma_cannot_read_goes_to_attn_fwd_mma() -> None:
 
 
 def test_splits_of_few_rows_follow_from_the_sequence() -> None:
-    """Whatever the batch: a row has the same bits in any."""
+    """Whatever the batch: a row has the same bits in any. A length is selected by three bits, and lowered in steps of 256."""
+    for q_len, kv_len in itertools.product((1, 4, 5, 16), (1024, 14336, 14337, 14400, 15000, 16128, 16384)):
+        found = set()
+        for batch in (1, 2, 4, 16):
+            op = replace(FEW, batch=batch, q_len=q_len, kv_len=kv_len)
+            kernel, config = select(op, H200)[:2]
+            values = kernel.lower(op.to_lower, config, H200).launches[0].values
+            found.add((kernel, *(values.get(name) for name in ("splits", "split_tiles", "split_keys"))))
+        assert len(found) == 1, (q_len, kv_len, found)
     for batch in (1, 3, 16, 64):
         op = replace(FEW, batch=batch, q_len=16)
         kernel, config = select(op, H200)[:2]
