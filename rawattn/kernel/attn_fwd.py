@@ -337,7 +337,8 @@ class AttnFwd(ForwardKernel):
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
         if config.kv_splits == 1 and not config.pack_gqa:
             return self.seconds(config, op, device)
-        return self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
+        sharing = few_rows.SHARING if config.pack_gqa and few_rows.may_be_own(op) else 1.0
+        return sharing * self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
 
     def seconds_of_few(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> float:
         """The same for few queries over many keys, which must be read, in as many splits as the configuration or the sizes say,

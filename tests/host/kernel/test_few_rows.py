@@ -287,6 +287,29 @@ def test_what_was_fastest_is_chosen(batch: int, kv_len: int) -> None:
         assert (config.tile_q, config.pack_gqa, main.values.get("splits", 1)) == wanted, q_len
 
 
+COMPARED = {  # heads, key heads, head_dim, queries, keys, window: rows of a tile, whether heads share it, us by the model
+    (32, 1, 128, 128, 16384, 0): (128, False, 57),
+    (32, 1, 128, 200, 30000, 0): (128, False, 176),
+    (128, 4, 64, 128, 65536, 0): (128, False, 560),
+    (24, 8, 128, 64, 65536, 0): (64, False, 116),  # heads that cannot share tiles
+    (28, 4, 128, 128, 65536, 0): (128, False, 191),
+    (32, 8, 128, 192, 2048, 1024): (64, True, 13),
+    (32, 8, 128, 256, 1024, 0): (64, True, 12.1),
+    (16, 2, 64, 512, 2048, 0): (64, True, 14.7),
+    (8, 2, 192, 256, 65536, 0): (128, True, 128),
+}
+
+
+@pytest.mark.parametrize("sizes", COMPARED, ids=str)
+def test_shared_and_own_tiles_are_compared(sizes: tuple[int, ...]) -> None:
+    heads, kv_heads, dim, q_len, kv_len, window = sizes
+    mask = And(Causal(), Window(window)) if window else Causal()
+    op = forward(BF16, 1, q_len, kv_len, heads, kv_heads, dim, min(dim, 128), mask=mask)
+    config = select(op, H200).config
+    assert (config.tile_q, config.pack_gqa) == COMPARED[sizes][:2] and config.kv_splits == 0
+    assert 1e6 * ATTN_FWD.cost(config, op, H200) < COMPARED[sizes][2]
+
+
 UNEVEN = forward(BF16, 2, 2833, 10836, 8, 8, 64, 64)
 
 
