@@ -123,8 +123,11 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
 
 
+MANY = forward(BF16, (1 << 27) - 6144, 64, 64, 16, 16, 8, 8)
 REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
-    "run is 0; it must be 1 or more": (AttnFwdConfig(run=0), SHORT),
+    "run is 0; it must be from 1 to 1024": (AttnFwdConfig(run=0), SHORT),
+    "run is 1025; it must be from 1 to 1024": (AttnFwdConfig(run=1025), SHORT),
+    "run is 1024; it counts up to 2147483647 works": (AttnFwdConfig(run=1024), MANY),
     "run is 2; it must be 1 for more keys than rings hold, 256": (AttnFwdConfig(run=2), replace(SHORT, kv_len=257)),
     "run is 2; .* several lengths": (AttnFwdConfig(run=2), replace(SHORT, kv_lens=True)),
     "run is 2; .* masks with holes": (AttnFwdConfig(run=2), replace(SHORT, mask=Dilated(3))),
