@@ -214,10 +214,10 @@ def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
 
 def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
-    each. What has few rows gets the same configuration in any batch. Of wide heads under a mask four tiles are short, too: of two
-    tiles of 192 rows the second would be one warpgroup's."""
+    each. What has few rows gets the same configuration in any batch. Of wide heads under a built-in mask four tiles are short,
+    too: of two tiles of 192 rows the second would be one warpgroup's."""
     wide = 64 < op.widest <= 128 and (_KEEPS_KEYS or not isinstance(op.mask, Full))
-    most = 256 if wide and op.q_len > 192 else 128
+    most = 256 if wide and op.q_len > 192 and not ATTN_FWD.is_tried(op) else 128
     fits = 32 < op.q_len <= most and op.kv_len <= most and not (op.varlen or op.invariant)
     return fits and (tiling.is_few(op) or tiles(op, 64) >= 2048)
 

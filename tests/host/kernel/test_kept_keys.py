@@ -115,6 +115,8 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(SHORT) == (128, 128, 1) and chosen(causal) == (128, 64, 1)
     assert chosen(replace(causal, q_len=384, kv_len=384)) == chosen(replace(causal, q_len=192, kv_len=192)) == (192, 64, 1)
     assert chosen(replace(causal, head_dim=64, head_dim_v=64)) == (256, 64, 1)
+    for options in ({"mask": Dilated(3)}, {"mask": Causal(), "score": Alibi(0.5)}):
+        assert not attn_fwd.is_short(replace(SHORT, **options)), "not measured"
     monkeypatch.setattr(attn_fwd, "_KEEPS_KEYS", True)
     forget()
     assert chosen(SHORT) == chosen(causal) == (128, 128, 2)
