@@ -135,6 +135,7 @@ REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
     "run is 2; .* masks with holes": (AttnFwdConfig(run=2), replace(SHORT, mask=Dilated(3))),
     "run is 2; .* splits": (AttnFwdConfig(run=2, kv_splits=2), replace(SHORT, mask=Causal())),
     "run is 2; it must be 1 over caches": (AttnFwdConfig(run=2), Decode(page=16, q_len=64).operation),
+    "l2_bytes is 128; it must be 256 over small pages": (AttnFwdConfig(l2_bytes=128), Decode(page=16, q_len=64).operation),
     "l2_bytes is 32; it must be 64, 128 or 256": (AttnFwdConfig(l2_bytes=32), SHORT),
 }
 
