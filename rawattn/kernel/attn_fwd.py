@@ -207,8 +207,10 @@ def run_reasons(op: Forward, config: AttnFwdConfig, device: Device) -> list[str]
 
 def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     """The reason why logits are not weighed without a reference."""
-    is_served = type(op.spec.placed_score) is Softcap and op.element == BF16 and not op.spec.data_independent
-    needs = "a softcap, bf16 and time that may depend on the data, and no pack_gqa"
+    score = op.spec.placed_score
+    is_capped = type(score) is Softcap and score.cap >= QuinticSoftcap.least_cap
+    is_served = is_capped and op.element == BF16 and not op.spec.data_independent
+    needs = "a softcap of 1 or more, bf16 and time that may depend on the data, and no pack_gqa"
     return [f"unshifted is True; it needs {needs}"] * (config.unshifted and (config.pack_gqa or not is_served))
 
 
