@@ -32,6 +32,7 @@ from .tiling import kept_keys, tiles
 FILE = "attn_fwd.cu"
 SMALL_SPILL = 16  # bytes of a thread: what was measured
 _KEEPS_KEYS = False  # of short sequences, in the rings: until an H200 has timed it (perf/notes/attn_fwd.md)
+MOST_RUN = 1024  # query tiles that a block may take over the same keys
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
@@ -189,31 +190,36 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
-def run_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
-    """The reasons why keys do not stay in the rings so."""
+def run_reasons(op: Forward, config: AttnFwdConfig, device: Device) -> list[str]:
+    """The reasons why keys do not stay in the rings so. A block numbers one run more than there are, in an int32."""
     if config.run == 1:
         return []
     others = op.varlen or op.q_lens or op.kv_lens or op.score.is_function or op.mask.is_function or lists(op.mask) or op.invariant
-    if config.run < 1 or others or config.kv_splits != 1 or config.pack_gqa:
+    if not 1 <= config.run <= MOST_RUN or others or config.kv_splits != 1 or config.pack_gqa:
         needs = "1 for sequences of several lengths, functions, masks with holes, splits and tiles that heads share"
-        return [f"run is {config.run}; it must be 1 or more, and {needs}"]
+        return [f"run is {config.run}; it must be from 1 to {MOST_RUN}, and {needs}"]
+    works = tiles(op, config.tile_q) + (device.sm_count * config.ctas_per_sm + 2) * config.run
+    if works >= 1 << 31:
+        return [f"run is {config.run}; it counts up to {(1 << 31) - 1} works, and here are {works}"]
     held = config.stages * config.tile_kv
     return [f"run is {config.run}; it must be 1 for more keys than rings hold, {held}"] * (op.kv_len > held)
 
 
 def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     """The reason why logits are not weighed without a reference."""
-    is_served = type(op.spec.placed_score) is Softcap and op.element == BF16 and not op.spec.data_independent
-    needs = "a softcap, bf16 and time that may depend on the data, and no pack_gqa"
+    score = op.spec.placed_score
+    is_capped = type(score) is Softcap and score.cap >= QuinticSoftcap.least_cap
+    is_served = is_capped and op.element == BF16 and not op.spec.data_independent
+    needs = "a softcap of 1 or more, bf16 and time that may depend on the data, and no pack_gqa"
     return [f"unshifted is True; it needs {needs}"] * (config.unshifted and (config.pack_gqa or not is_served))
 
 
 def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
-    each. What has few rows gets the same configuration in any batch. Of wide heads under a mask four tiles are short, too: of two
-    tiles of 192 rows the second would be one warpgroup's."""
+    each. What has few rows gets the same configuration in any batch. Of wide heads under a built-in mask four tiles are short,
+    too: of two tiles of 192 rows the second would be one warpgroup's."""
     wide = 64 < op.widest <= 128 and (_KEEPS_KEYS or not isinstance(op.mask, Full))
-    most = 256 if wide and op.q_len > 192 else 128
+    most = 256 if wide and op.q_len > 192 and not ATTN_FWD.is_tried(op) else 128
     fits = 32 < op.q_len <= most and op.kv_len <= most and not (op.varlen or op.invariant)
     return fits and (tiling.is_few(op) or tiles(op, 64) >= 2048)
 
@@ -261,7 +267,10 @@ class AttnFwd(ForwardKernel):
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
         reasons = (
-            split_reasons(op, config) + sharing_reasons(op, config) + run_reasons(op, config) + unshifted_reasons(op, config)
+            split_reasons(op, config)
+            + sharing_reasons(op, config)
+            + run_reasons(op, config, device)
+            + unshifted_reasons(op, config)
         )
         if reasons := reasons + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
@@ -337,7 +346,8 @@ class AttnFwd(ForwardKernel):
     def cost(self, config: AttnFwdConfig, op: Forward, device: Device) -> float:
         if config.kv_splits == 1 and not config.pack_gqa:
             return self.seconds(config, op, device)
-        return self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
+        sharing = few_rows.SHARING if config.pack_gqa and few_rows.may_be_own(op) else 1.0
+        return sharing * self.seconds_of_few(config, op, device, op.heads_per_kv if config.pack_gqa else 1)
 
     def seconds_of_few(self, config: AttnFwdConfig, op: Forward, device: Device, rows_each: int) -> float:
         """The same for few queries over many keys, which must be read, in as many splits as the configuration or the sizes say,

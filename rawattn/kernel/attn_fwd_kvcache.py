@@ -76,6 +76,8 @@ class AttnFwdKVCache(OverCache):
             return f"ctas_per_sm is {config.ctas_per_sm} and unshifted {config.unshifted}; they must be 1 and False over caches"
         if config.run != 1:
             return f"run is {config.run}; it must be 1 over caches"
+        if config.l2_bytes != 256 and not isinstance(op, Forward) and kv_kind(op, config) is kv.PagedBoxesKv:
+            return f"l2_bytes is {config.l2_bytes}; it must be 256 over small pages, each of which is a box"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:

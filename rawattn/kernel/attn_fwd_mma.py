@@ -169,7 +169,10 @@ class AttnFwdMma(ForwardKernel):
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
 
     def prefers(self, op: Forward) -> bool:
-        return op.element != FP32  # not timed
+        return not self.is_untimed(op)
+
+    def is_untimed(self, op: Forward) -> bool:
+        return op.element == FP32
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
         """The configurations with as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in

@@ -21,13 +21,15 @@ UNEVEN_KEYS = 8192  # of such a sequence at least
 MOST_SCRATCH = 128 << 20  # bytes of what splits leave to be folded
 SHARED_ROWS = 16  # of a key head, above which tiles of 64 rows read keys faster than attn_fwd_mma's of 32
 SPLIT_KEYS = 1024  # of a split of few rows at least: the fold moves an eighth of their bytes
-LONG_KEYS = 16384  # from which on that many rows and fewer are faster in tiles of 64 rows, too
+LONG_KEYS = 14337  # and more, of which that many rows and fewer are faster in tiles of 64 rows, too; all that round up to 16384
 _NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Fitted to timings on an H200 (perf/notes/attn_fwd.md, "Few rows over many keys").
 _READ = 4.4e12  # bytes a second, from memory
-_FOLD, _FOLD_READ = 4e-6, 4e12  # seconds of the launch that folds; bytes a second that are written for it and read by it
+# Seconds of the launch that folds; bytes a second that are written for it and read by it. Wide heads keep an older fit.
+_FOLD, _FOLD_OF_WIDE = (4e-6, 4e12), (3e-6, 5e12)
 _AGAIN, _SHARED = 0.5, 0.25  # of a reading what the next one takes; the power of the tiles that read the same keys at once
 PAIR = 0.9  # of the time that AttnFwd.seconds has for two warpgroups above head_dim 80, where there are few rows
+SHARING = 1.04  # ... that tiles which heads share take from 128 queries on: 1.00 to 1.06 of it
 WIDEST = 128  # of head_dim and head_dim_v, up to which that was measured
 
 
@@ -44,7 +46,12 @@ def may_share(op: Forward) -> bool:
 
 def share(op: Forward) -> bool:
     """Says whether they do: where one head has enough rows for tiles of 128, tiles of its own are as fast or faster."""
-    return may_share(op) and (op.q_len < 128 or op.widest > WIDEST)
+    return may_share(op) and not may_be_own(op)
+
+
+def may_be_own(op: Forward) -> bool:
+    """Says whether heads that may share tiles may have tiles of their own instead."""
+    return op.q_len >= 128 and op.widest <= WIDEST
 
 
 def are_few(op: Forward) -> bool:
@@ -93,7 +100,7 @@ def uneven_shapes(op: Forward) -> tuple[Forward, ...]:
     first = tuning_shapes(op, True)[0]
     return tuple(
         dataclasses.replace(first, heads=8, kv_heads=8, q_len=n, kv_len=16384, total_q=n, total_kv=16384)
-        for n in (4096, 3072, 2880)
+        for n in (4095, 3072, 2880)  # no length of tiling.tuning_shapes, whose records are others
     )
 
 
@@ -104,17 +111,17 @@ def most_rows(op: Forward) -> int:
 
 def tuning_shapes(op: Forward, shares: bool) -> tuple[Forward, ...]:
     """The operations by which configurations for few rows are compared: one sequence whose rows of a key head fill a tile of 64,
-    and for more rows also larger ones; or, where heads that could share tiles have their own, whose rows of a head fill 128."""
-    mask, heads = op.mask if isinstance(op.mask, Full) else Causal(), 8 * op.heads_per_kv
+    and for more rows also larger ones. Where heads have tiles of their own it is the rows of a head that fill them; if they could
+    share tiles these are compared with them, but for the own ones of 64 rows."""
+    mask, each = op.mask if isinstance(op.mask, Full) else Causal(), op.heads_per_kv
     plain = tiling.with_mask(op, mask)
     plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))
     sizes = range(1, most_rows(op) // 64 + 1)
-    lengths = {max(1, 64 * n // op.heads_per_kv): 16384 for n in sizes}
-    if may_share(op) and not shares:
-        lengths = {64 * n: 16384 for n in sizes if n > 1}
+    shared = [(max(1, 64 * n // each), 8) for n in sizes if shares or may_share(op)]
+    own = [(64 * n, max(1, min(8, SPARSE_TILES // 2 // each))) for n in sizes if not (shares or (n == 1 and shared))]
     return tuple(
-        dataclasses.replace(plain, batch=1, q_len=n, kv_len=kv, heads=heads, kv_heads=8, total_q=n, total_kv=kv)
-        for n, kv in lengths.items()
+        dataclasses.replace(plain, batch=1, q_len=n, kv_len=16384, heads=h * each, kv_heads=h, total_q=n, total_kv=16384)
+        for n, h in dict.fromkeys(shared + own)
     )
 
 
@@ -152,4 +159,5 @@ def readings(read: float, q_tiles: int, heads: int, waves: float, device: Device
 def fold_seconds(op: Any, splits: int) -> float:
     """The seconds of the launch that folds splits, and of what is written for it."""
     written = 4 * splits * op.batch * op.q_len * op.heads * op.head_dim_v
-    return 0.0 if splits == 1 else _FOLD + 2 * written / _FOLD_READ
+    seconds, rate = _FOLD if op.widest <= WIDEST else _FOLD_OF_WIDE
+    return 0.0 if splits == 1 else seconds + 2 * written / rate

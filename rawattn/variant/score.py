@@ -102,6 +102,7 @@ class QuinticSoftcap(Softcap):
 
     type: ClassVar[str] = "QuinticSoftcap"
     source: ClassVar[str] = "variant/score/quintic_softcap.cuh"
+    least_cap: ClassVar[float] = 1.0
     coefficients: ClassVar[tuple[float, ...]] = (0.99999923, -0.33315523, 0.12720917)  # of x, x^3 and x^5
     reach: ClassVar[float] = 0.28  # up to which they are tanh(x) within 7.8e-7 of it
 
@@ -119,8 +120,9 @@ class QuinticSoftcap(Softcap):
 
     @property
     def least(self) -> float:
-        """The sum of weights, exp(logit), that a row must have for each key, so that what it loses by weights of logits below the
-        reach is 2^-18 of its sum at most: the largest error of such a weight, times 2^18."""
+        """The sum of weights, exp(logit), that a row must have for each key, so that weights of logits below the reach err by
+        2^-18 of its sum at most, and o by 2^-18 of the largest |v|: the largest error of such a weight, times 2^18. The error
+        is largest within 4 caps where the cap is ``least_cap`` or more."""
         x = np.linspace(self.reach, 4.0, 1 << 14)
         logit = self.cap * x * sum(a * x ** (2 * i) for i, a in enumerate(self.coefficients))
         return min(FLOAT32_MAX, float(abs(np.exp(-logit) - np.exp(-self.cap * np.tanh(x))).max()) * 2.0**18)

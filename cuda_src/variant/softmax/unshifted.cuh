@@ -2,7 +2,8 @@
 // Weights are exp(logit), with no reference, where the logits' size allows it, as under a cap: nothing is sought or subtracted, and
 // a score may take its shortest way (variant/score/quintic_softcap.cuh). Rows begin with a reference, and when all rows of a warp
 // weigh enough without it, it goes. It comes back, for good, where a tile has a weight that is too large; that tile is weighed again, from
-// its dot products. Weights may be far from 1: they need bf16's exponents.
+// its dot products. Weights may be far from 1: they need bf16's exponents. Those of a score's shortest way err by 2^-18 of a row's sum in all:
+// so o may err by that part of the largest value, also where the key that has it weighs nothing.
 #include "tile/softmax.cuh"
 #include "variant/work_tile.cuh"
 

@@ -4,6 +4,7 @@ follows from sizes alone: the number of splits, the kernel, and the time."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ import rawattn
 from perf import sass
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import few_rows
+from rawattn.kernel import few_rows, records
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
@@ -249,7 +250,15 @@ def test_what_tma_cannot_read_goes_to_attn_fwd_mma() -> None:
 
 
 def test_splits_of_few_rows_follow_from_the_sequence() -> None:
-    """Whatever the batch: a row has the same bits in any."""
+    """Whatever the batch: a row has the same bits in any. A length is selected by three bits, and lowered in steps of 256."""
+    for q_len, kv_len in itertools.product((1, 4, 5, 16), (1024, 14336, 14337, 14400, 15000, 16128, 16384)):
+        found = set()
+        for batch in (1, 2, 4, 16):
+            op = replace(FEW, batch=batch, q_len=q_len, kv_len=kv_len)
+            kernel, config = select(op, H200)[:2]
+            values = kernel.lower(op.to_lower, config, H200).launches[0].values
+            found.add((kernel, *(values.get(name) for name in ("splits", "split_tiles", "split_keys"))))
+        assert len(found) == 1, (q_len, kv_len, found)
     for batch in (1, 3, 16, 64):
         op = replace(FEW, batch=batch, q_len=16)
         kernel, config = select(op, H200)[:2]
@@ -278,6 +287,29 @@ def test_what_was_fastest_is_chosen(batch: int, kv_len: int) -> None:
         assert (config.tile_q, config.pack_gqa, main.values.get("splits", 1)) == wanted, q_len
 
 
+COMPARED = {  # heads, key heads, head_dim, queries, keys, window: rows of a tile, whether heads share it, us by the model
+    (32, 1, 128, 128, 16384, 0): (128, False, 57),
+    (32, 1, 128, 200, 30000, 0): (128, False, 176),
+    (128, 4, 64, 128, 65536, 0): (128, False, 560),
+    (24, 8, 128, 64, 65536, 0): (64, False, 116),  # heads that cannot share tiles
+    (28, 4, 128, 128, 65536, 0): (128, False, 191),
+    (32, 8, 128, 192, 2048, 1024): (64, True, 13),
+    (32, 8, 128, 256, 1024, 0): (64, True, 12.1),
+    (16, 2, 64, 512, 2048, 0): (64, True, 14.7),
+    (8, 2, 192, 256, 65536, 0): (128, True, 128),
+}
+
+
+@pytest.mark.parametrize("sizes", COMPARED, ids=str)
+def test_shared_and_own_tiles_are_compared(sizes: tuple[int, ...]) -> None:
+    heads, kv_heads, dim, q_len, kv_len, window = sizes
+    mask = And(Causal(), Window(window)) if window else Causal()
+    op = forward(BF16, 1, q_len, kv_len, heads, kv_heads, dim, min(dim, 128), mask=mask)
+    config = select(op, H200).config
+    assert (config.tile_q, config.pack_gqa) == COMPARED[sizes][:2] and config.kv_splits == 0
+    assert 1e6 * ATTN_FWD.cost(config, op, H200) < COMPARED[sizes][2]
+
+
 UNEVEN = forward(BF16, 2, 2833, 10836, 8, 8, 64, 64)
 
 
@@ -298,6 +330,14 @@ def test_uneven_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == chosen(mask=Causal()) == (192, 128, 1)
     monkeypatch.undo()
     forget()
+
+
+def test_kinds_have_records_of_their_own() -> None:
+    """Uneven waves, few rows, shared and own, short sequences, and all others."""
+    few, short = forward(BF16, 1, 64, 8192, 8, 8, 64, 64), forward(BF16, 999, 64, 64, 8, 8, 64, 64)
+    ops = (UNEVEN, few, replace(few, heads=32, q_len=128), short, forward(BF16, 8, 2048, 2048, 8, 8, 64, 64))
+    kinds = [records.Kind.of(ATTN_FWD, shape) for op in ops for shape in ATTN_FWD.tuning_shapes(op)]
+    assert len(kinds) == len(set(kinds)) == 3 + 1 + 3 + 1 + 3
 
 
 @pytest.mark.parametrize("q_len, most", [(512, 32), (8192, 2), (65536, 1)])

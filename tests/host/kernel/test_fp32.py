@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -14,9 +15,10 @@ from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from rawattn.runtime.select import select
 from rawattn.testing import expect
-from rawattn.variant.element import FP32
+from rawattn.variant.element import E4M3, FP32
 from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
+from tests.decode import Decode
 from tests.emulator.gpu import stand_in
 from tests.operations import forward, replace
 
@@ -56,5 +58,9 @@ def test_when_it_runs() -> None:
     for changes in ({"dropout": 0.1}, {"constant_time": True}):
         with pytest.raises(rawattn.UnsupportedError, match="it takes fp32 without dropout and constant_time"):
             select(replace(SQUARE, **changes), TYPICAL["sm_90a"], "attn_fwd_mma")
+    cached = Decode(page=64, q_len=512).operation
+    for kv_element in (FP32, E4M3):
+        with pytest.raises(rawattn.UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
+            select(dataclasses.replace(cached, element=FP32, kv_element=kv_element), TYPICAL["sm_90a"])
     with pytest.raises(rawattn.UnsupportedError, match="multiples of 8 from 8 to 128"):
         select(replace(SQUARE, head_dim=136), TYPICAL["sm_90a"], "attn_fwd_mma")

@@ -115,6 +115,8 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(SHORT) == (128, 128, 1) and chosen(causal) == (128, 64, 1)
     assert chosen(replace(causal, q_len=384, kv_len=384)) == chosen(replace(causal, q_len=192, kv_len=192)) == (192, 64, 1)
     assert chosen(replace(causal, head_dim=64, head_dim_v=64)) == (256, 64, 1)
+    for options in ({"mask": Dilated(3)}, {"mask": Causal(), "score": Alibi(0.5)}):
+        assert not attn_fwd.is_short(replace(SHORT, **options)), "not measured"
     monkeypatch.setattr(attn_fwd, "_KEEPS_KEYS", True)
     forget()
     assert chosen(SHORT) == chosen(causal) == (128, 128, 2)
@@ -123,13 +125,17 @@ def test_who_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     forget()
 
 
+MANY = forward(BF16, (1 << 27) - 6144, 64, 64, 16, 16, 8, 8)
 REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
-    "run is 0; it must be 1 or more": (AttnFwdConfig(run=0), SHORT),
+    "run is 0; it must be from 1 to 1024": (AttnFwdConfig(run=0), SHORT),
+    "run is 1025; it must be from 1 to 1024": (AttnFwdConfig(run=1025), SHORT),
+    "run is 1024; it counts up to 2147483647 works": (AttnFwdConfig(run=1024), MANY),
     "run is 2; it must be 1 for more keys than rings hold, 256": (AttnFwdConfig(run=2), replace(SHORT, kv_len=257)),
     "run is 2; .* several lengths": (AttnFwdConfig(run=2), replace(SHORT, kv_lens=True)),
     "run is 2; .* masks with holes": (AttnFwdConfig(run=2), replace(SHORT, mask=Dilated(3))),
     "run is 2; .* splits": (AttnFwdConfig(run=2, kv_splits=2), replace(SHORT, mask=Causal())),
     "run is 2; it must be 1 over caches": (AttnFwdConfig(run=2), Decode(page=16, q_len=64).operation),
+    "l2_bytes is 128; it must be 256 over small pages": (AttnFwdConfig(l2_bytes=128), Decode(page=16, q_len=64).operation),
     "l2_bytes is 32; it must be 64, 128 or 256": (AttnFwdConfig(l2_bytes=32), SHORT),
 }
 

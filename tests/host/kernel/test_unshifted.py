@@ -15,6 +15,7 @@ from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.render import FOLDER
+from rawattn.reference import attention
 from rawattn.runtime.select import select
 from rawattn.testing import expect
 from rawattn.variant.element import BF16, FP16
@@ -48,6 +49,29 @@ def test_public_call(kind: str, cap: float, tmp_path: pathlib.Path, monkeypatch:
         expect(q, k, v, **options).check(*found)
 
 
+LARGE = {  # cap, shifts of the first keys and of the others, factor of the first's values, error by the largest one
+    "of light keys": (30.0, -45, 0, 1e13, 2.0**-18),
+    "of lighter keys in a light row": (30.0, -21, -15, 1e13, 2.0**-18),
+    "of all keys": (1e4, 40, 40, 1e22, 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_values(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keys below the reach lose is a part of the largest value, however light they are; sums stay finite."""
+    torch, (cap, shift, others, factor, error) = pytest.importorskip("torch"), LARGE[kind]
+    stand_in(monkeypatch, tmp_path, sm_count=1)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 32), np.float32) for n in (64, 192, 192))
+    some = slice(0, 32 if shift < others else 192)  # the tile that is visited last, or all
+    q[..., 31], k[..., 31] = 32**0.5, others
+    k[:, some, :, 31], v[:, some] = shift, abs(v[:, some]) * factor
+    q, k, v = (torch.from_numpy(x).bfloat16() for x in (q, k, v))
+    o = rawattn.attention(q, k, v, softcap=cap, kernel="attn_fwd", config=CONFIG).double().numpy()
+    wanted = np.asarray(attention(q, k, v, softcap=cap))
+    assert abs(o - wanted).max() <= error * float(v.abs().max()) + 2.0**-7 * abs(wanted).max()
+
+
 EXPONENTS = """
 #include "threads.hpp"
 using Number = float;
@@ -65,7 +89,7 @@ extern "C" void exponents(const Args* args, const float* s, float* found, int n)
 """
 
 
-@pytest.mark.parametrize("cap", [0.5, 5.0, 30.0, 50.0, 1e3, 1e8])
+@pytest.mark.parametrize("cap", [1.0, 5.0, 30.0, 50.0, 1e3, 1e8])
 def test_exponents(cap: float, tmp_path: pathlib.Path) -> None:
     """Up to the reach they err by 1e-6 of the logit, beyond it they show; what small ones lose is within what is said."""
     score, n = QuinticSoftcap(cap), 1 << 16
@@ -95,7 +119,10 @@ def test_nothing_spills(size: int) -> None:
         assert (binary.spill_bytes, binary.advisories) == (0, ())
 
 
-@pytest.mark.parametrize("changes", [{"element": FP16}, {"score": QuinticSoftcap(3.0)}, {"constant_time": True}], ids=str)
+CHANGES = [{"element": FP16}, {"score": QuinticSoftcap(3.0)}, {"score": Softcap(0.9)}, {"constant_time": True}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_refusals(changes: dict[str, Any]) -> None:
-    with pytest.raises(rawattn.ProblemError, match="unshifted is True; it needs a softcap, bf16"):
+    with pytest.raises(rawattn.ProblemError, match="unshifted is True; it needs a softcap of 1 or more, bf16"):
         select(replace(CAPPED, **changes), H200, "attn_fwd", CONFIG)

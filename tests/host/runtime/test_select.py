@@ -69,7 +69,13 @@ def test_a_fall_that_costs_speed_is_said() -> None:
     for arch, changes in (("sm_90a", {"element": FP32}), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
         slow = chosen(replace(OP, **changes), TYPICAL[arch]).slow
         assert slow is not None and "attn_fwd_simt computes this, slowly" in slow and TYPICAL[arch].name in slow
-    assert "it takes bf16 and fp16, not fp32" in str(chosen(replace(OP, element=FP32), TYPICAL["sm_90a"]).slow)
+    fp32 = replace(OP, element=FP32)
+    assert "it takes bf16 and fp16, not fp32; kernel='attn_fwd_mma' may" in str(chosen(fp32, TYPICAL["sm_90a"]).slow)
+    for arch in AMPERE_ON:
+        said = "attn_fwd_simt computes this, slowly; kernel='attn_fwd_mma' may be faster, and was not timed"
+        assert chosen(fp32, TYPICAL[arch]).slow == said
+        assert "attn_fwd_mma, which is made for" in str(chosen(replace(fp32, dropout=0.1), TYPICAL[arch]).slow)
+        assert chosen(fp32, TYPICAL[arch], "attn_fwd_simt").slow is None
     assert chosen(replace(OP, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
     for arch in TYPICAL:
         assert chosen(OP, TYPICAL[arch]).slow is None
