@@ -19,7 +19,7 @@ import rawattn
 from rawattn import UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_decode
+from rawattn.kernel import attn_decode, attn_decode_beside
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.operation.spec import Spec
 from rawattn.runtime import call_cache
@@ -694,6 +694,28 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
 
     for before, after in itertools.permutations((SHORT, LONG, (1100,) * 4, (1000,) * 4), 2):
         same(run(case, edit=functools.partial(tear, before, after)), wanted, count)
+
+
+def test_queries_that_move_behind_lengths_that_stay(tmp_path: pathlib.Path) -> None:
+    """The launch in front gives a sequence of another kernel more rows: those behind begin elsewhere, and are as many."""
+    few, case = attn_decode_beside._FEW, Case(PAGED, (300, 300), (30, 1), 2)
+    op = case.step.operation
+    source, fields = few.render(op, case.config, ARCH), few.fields(op, case.config, ARCH)
+    wait = (
+        "for (i32 i = 0; i <= args.batches; ++i) const_cast<i32&>(args.cu_seqlens_q[i]) = args.cu_seqlens_q[args.batches + 1 + i]"
+    )
+    source = dataclasses.replace(source, text=source.text.replace("Launch::wait();", f"__syncwarp(); {wait}, Launch::wait();", 1))
+    kernel, found = emulator.Kernel(source, fields, tmp_path), list[Array]()
+
+    def edit(seen: int, values: dict[str, Any]) -> None:
+        values |= {"few_queries": 4, "cu_seqlens_q": np.array([0, seen, seen + 1, 0, 30, 31], np.int32)}
+        kernel(2, values, range(1, 2))  # which sees what has been there
+        found.append(values["o"].copy())
+        values["arrived"].fill(0), values["partials"].fill(SEAL)
+
+    for seen in (30, 20):
+        run(case, edit=functools.partial(edit, seen))
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 def test_empty_batches() -> None:
