@@ -28,7 +28,7 @@ struct StateStore : Warps {
                 if (column + i * 8 < cfg::head_dim_v)
                     *reinterpret_cast<u32*>(to + i * 8) = OElement::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
-            if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
+            if (column == 0 && lane % 4 == 0) out.lse(row, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
         }
     }
 };

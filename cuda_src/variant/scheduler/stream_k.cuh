@@ -176,11 +176,12 @@ struct StreamKScheduler {
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
     // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
-    // last, one to a block, are alike, or are all there are, none of them so short that a share has two.
+    // last, one to a block, are alike, or are all there are, none of them so short that a share has two. Each product is rounded by itself:
+    // the kernel that folds asks the same of the same numbers, and a compiler might join another of the two to the difference there.
     __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
         const i32 blocks = line.blocks, last = works - line.blocks_of(works) * blocks;
         if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
-        return float(enough_blocks) * longest * works - float(min(last, enough_blocks)) * line.length;
+        return __fsub_rn(__fmul_rn(float(enough_blocks) * longest, works), __fmul_rn(min(last, enough_blocks), line.length));
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.
