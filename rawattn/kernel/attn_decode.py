@@ -368,6 +368,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
         program = Program(tuple(launches), (partials,))
         return pyramid.before(program, op.mask, device)
 
+    def programs(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> tuple[Program, ...]:
+        longest = dataclasses.replace(op, kv_len=LONGEST)  # which is folded
+        return self.lower(op, config, device), *([self.lower(longest, config, device)] if config.fold_launch else [])
+
 
 def slots(op: AttentionKVCache) -> int:
     """States that two blocks may leave in global memory at the border between them: a part of a group, the rest of it split by

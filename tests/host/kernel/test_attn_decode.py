@@ -571,6 +571,9 @@ def test_configurations_of_tiles_together(op: Decode, wanted: str) -> None:
     assert "+".join(f"{part.split('=')[0]}={getattr(config, part.split('=')[0])}" for part in wanted.split("+")) == wanted
     launches = ATTN_DECODE.lower(op.operation, config, TYPICAL[ARCH]).launches
     assert [each.entry for each in launches] == ["attn_decode", "fold_pieces"][: 1 + config.fold_launch]
+    short = dataclasses.replace(op.operation, kv_len=500)
+    made = {each.source.key for program in ATTN_DECODE.programs(short, config, TYPICAL[ARCH]) for each in program.launches}
+    assert made == {each.source.key for each in launches}, "a loop that begins with few keys compiles all that it comes to"
 
 
 def test_a_fold_of_other_lengths_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
