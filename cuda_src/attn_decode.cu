@@ -154,7 +154,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             if ((!is_beside || gridDim.x <= 64) && !run.is_last()) prefetch(Kv(args, rows, run), tiles);
             Launch::wait();
             Launch::launch_dependents();
-            const bool holds = Scheduler::holds(args, seen);
+            const bool holds = Scheduler::holds<most_early>(args, seen);
             if (cfg::producers > 1) ptx::bar_sync(4, 32 * cfg::producers);  // `seen` of all of them is read
             if (!holds) return false;
         }

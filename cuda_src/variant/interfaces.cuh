@@ -196,7 +196,7 @@ template <class S> struct SchedulerOption : Given {
 // ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
+    static_assert(requires { S(args, nullptr), bool(S::template holds<1>(args, nullptr)); }, "Scheduler(args, seen), and holds<most>(args, seen): whether the lengths are as seen, of `most` sequences");
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };

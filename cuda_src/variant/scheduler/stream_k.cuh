@@ -121,7 +121,7 @@ struct StreamKScheduler {
             const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
             if (seen != nullptr) seen[batch] = rows.seen();
-            else say_violations(args, rows);
+            else say(args, rows.violations);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
@@ -148,19 +148,26 @@ struct StreamKScheduler {
             if (i) end = here;
         }
     }
-    __device__ static void say_violations(const Args& args, const Rows& rows) {
-        if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    __device__ static void say(const Args& args, u32 violations) {
+        if (blockIdx.x == 0 && violations) atomicOr(args.violations, violations);
     }
-    // Says whether the lengths are what the warp had seen of them.
+    // Says whether the lengths are what the warp had seen of them, `most` sequences at most: a lane asks for four at once.
+    template <i32 most>
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
+        constexpr i32 at_once = most > 96 ? 4 : (most + 31) / 32;
         bool same = true;
+        u32 violations = 0;
         __syncwarp();
 #pragma unroll 1
-        for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
-            const Rows rows(args, batch, Read{});
-            same = same && rows.is(seen[batch]);
-            say_violations(args, rows);
+        for (i32 first = i32(threadIdx.x) % 32; first < args.batches; first += 32 * at_once) {
+#pragma unroll
+            for (i32 i = 0; i < at_once; ++i) {
+                const i32 batch = min(first + 32 * i, args.batches - 1);
+                const Rows rows(args, batch, Read{});
+                same &= rows.is(seen[batch]), violations |= rows.violations;
+            }
         }
+        say(args, violations);
         return __all_sync(0xffffffffu, same);
     }
     __device__ static i32 blocks_for(i32 blocks, i32 longest, i32 shortest, i32 works) {
