@@ -144,6 +144,7 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].exchange) + threadIdx.x / 32 * most_seen;
     Scheduler scheduler(args, early ? seen : nullptr);
+    Fold fold(scheduler);
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
@@ -161,7 +162,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (threadIdx.x < 32) {
             smem.taken.wait(n % 2 ^ 1);
             __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
-            if (n > 0 && !before.is_whole()) Fold::list(args, smem, scheduler.line, before);
+            if (n > 0 && !before.is_whole()) fold.list(args, smem, scheduler.line, before);
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
@@ -193,7 +194,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             else Kv::pass(k_full, v_full);
         }
     }
-    if (threadIdx.x < 32) Fold::end(args);
+    if (threadIdx.x < 32) fold.end(args);
     ptx::cp_async_commit(), ptx::cp_async_wait<0>();  // no warp ends while copies of its are on their way
     return true;
 }

@@ -10,7 +10,7 @@ struct StateStore : Warps {
     // Of the lane that had the rows; `column`: of the state's first block.
     template <int blocks>
     __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
-        const SplitRun& run = smem.work.run;
+        const WorkTile& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);

@@ -206,7 +206,8 @@ template <class T> struct TeamOption : Given {
 };
 // fold: who makes results of the states of splits.
 template <class F> struct FoldOption : Given {
-    static_assert(requires { F::end(args); }, "Fold: end(args), by the first warp behind the last work; list(args, smem, line, run) of a work that others have parts of, fold(consumer, scale_log2)");
+    static F f;
+    static_assert(requires { f.end(args); }, "Fold(scheduler): end(args), by the first warp behind the last work; list(args, smem, line, run) of a work that others have parts of, fold(consumer, scale_log2)");
 };
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {

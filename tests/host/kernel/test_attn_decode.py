@@ -156,6 +156,7 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
     floats = sizes["partials"] // 4
     partials = np.full(floats + 2 * AROUND, SEAL, np.uint32)
     values |= {"partials": partials[AROUND : AROUND + floats], "arrived": arrived, "violations": violations}
+    values |= {"left": np.full(16 * case.grid, SEAL, np.uint32)}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
     for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
@@ -167,7 +168,7 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
         compiled(op, config)(case.grid, values, some)
     if config.fold_launch:
         pairs = -(-min(attn_decode.most_rows(op.operation), config.tile_q) // 2)
-        compiled(op, config, True)(case.grid * pairs, values | {"blocks_before": case.grid}, range(case.grid * pairs))
+        compiled(op, config, True)(9, values | {"blocks_before": case.grid, "pairs": pairs}, range(9))
     assert not arrived[:-1].any() and not arrived[-1] & 0xFFFF, "the counters are zero again"
     assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
@@ -576,21 +577,24 @@ def test_configurations_of_tiles_together(op: Decode, wanted: str) -> None:
     assert made == {each.source.key for each in launches}, "a loop that begins with few keys compiles all that it comes to"
 
 
-def test_a_fold_of_other_lengths_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths change between the two launches: what is computed then is undefined, and the next step is right."""
-    case = dataclasses.replace(TORN["table"], config=replace(fold_launch=True))
-    wanted, plain, others = run(case), compiled, iter(((700, 3, 0, 4000), (0,) * 4, (4000,) * 4))
+@pytest.mark.parametrize("name", ["table", "one sequence"])
+def test_a_fold_of_torn_shares_says_so_and_stays_in_its_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some blocks see other lengths than others: the launch behind says that, and the next step is right."""
+    case, said = dataclasses.replace(TORN[name], config=replace(fold_launch=True)), 0
+    wanted, plain = run(case), compiled
+    assert wanted[2] == 0
 
-    def torn(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
+    def torn(others: tuple[int, ...], first: int, op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
         kernel = plain(op, config, fold)
-        lens = np.array(next(others), np.int32) if fold else None
-        return kernel if lens is None else lambda grid, values, some: kernel(grid, values | {"kv_lens": lens}, some)
+        early = {"kv_lens": np.array(others, np.int32)}
+        return lambda grid, values, some: kernel(grid, values | (early if not fold and some.start < first else {}), some)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.host.kernel.test_attn_decode.compiled", torn)
-        for _ in range(3):
-            run(case)
-    same(run(case), wanted, 4)
+    for others, first in itertools.product((SHORT[-len(case.kv_lens) :], (0,) * len(case.kv_lens)), (1, 3, 6)):
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.host.kernel.test_attn_decode.compiled", functools.partial(torn, others, first))
+            said += run(case, order=range(case.grid))[2] >> 6
+        same(run(case), wanted, len(case.kv_lens))
+    assert said >= 3
 
 
 @settings(max_examples=6, deadline=None)
