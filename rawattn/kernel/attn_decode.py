@@ -253,8 +253,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         room = device.smem_bytes - FOLD_BYTES
         if halved:
             room = (device.smem_bytes + tiling.RESERVED_SMEM) // 2 - tiling.RESERVED_SMEM - FOLD_BYTES
-        stages = min(10, (room - smem_bytes(op, config)) // (tile * key_bytes(op) + 24) + 1)
-        config = dataclasses.replace(config, stages=stages)
+        rings = [dataclasses.replace(config, stages=n) for n in range(1, 11)]  # what warps exchange follows from the ring
+        config = max((ring for ring in rings if smem_bytes(op, ring) <= room), key=lambda ring: ring.stages, default=config)
         return config if self.legal(config, op, device) is None else None
 
     def _lighten(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:

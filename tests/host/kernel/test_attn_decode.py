@@ -563,12 +563,15 @@ def test_the_launch_behind_folds_to_the_same_bits(name: str) -> None:
         (Decode(head_dim=64, head_dim_v=64), "m_tiles=1+tile_kv=64+stages=5+q_tiles=1+fold_launch=True"),
         (Decode(heads=32, kv_heads=1), "m_tiles=2+tile_kv=64+stages=4+q_tiles=2+fold_launch=True"),
         (Decode(head_dim=256, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=5+q_tiles=2+fold_launch=True"),
+        (Decode(head_dim=96, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=7+q_tiles=2+fold_launch=True"),
     ],
 )
 def test_configurations_of_tiles_together(op: Decode, wanted: str) -> None:
     """Two blocks of the first three fit on a multiprocessor of an H200."""
     config = ATTN_DECODE.together(op.operation, TYPICAL[ARCH])
     assert config is not None and config.tiles_together
+    beside = attn_decode.smem_bytes(op.operation, config) + attn_decode.FOLD_BYTES
+    assert beside <= TYPICAL[ARCH].smem_bytes // (1 if config.q_tiles == 2 else 2)
     assert "+".join(f"{part.split('=')[0]}={getattr(config, part.split('=')[0])}" for part in wanted.split("+")) == wanted
     launches = ATTN_DECODE.lower(op.operation, config, TYPICAL[ARCH]).launches
     assert [each.entry for each in launches] == ["attn_decode", "fold_pieces"][: 1 + config.fold_launch]
