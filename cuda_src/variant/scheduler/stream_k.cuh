@@ -143,7 +143,7 @@ struct StreamKScheduler {
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
-            const Begin begin = find(args, work_block(args) + i, first, last, upto - own, upto, sequence);
+            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
@@ -184,7 +184,7 @@ struct StreamKScheduler {
     }
     // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
     // last, one to a block, are alike, or are all there are, none of them so short that a share has two. Each product is rounded by itself:
-    // the kernel that folds asks the same of the same numbers, and a compiler might join another of the two to the difference there.
+    // in all kernels that ask, works are then cut alike.
     __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
         const i32 blocks = line.blocks, last = works - line.blocks_of(works) * blocks;
         if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
