@@ -144,6 +144,7 @@ static_assert(most_early <= most_seen, "each producer keeps the lengths that it 
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     SeenLength* const seen = reinterpret_cast<SeenLength*>(&smem.own[0].exchange) + threadIdx.x / 32 * most_seen;
     Scheduler scheduler(args, early ? seen : nullptr);
+    Fold fold(scheduler);
     SplitRun before{};
     u32 place = 0;
     for (u32 n = 0;; ++n) {
@@ -154,14 +155,14 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             if ((!is_beside || gridDim.x <= 64) && !run.is_last()) prefetch(Kv(args, rows, run), tiles);
             Launch::wait();
             Launch::launch_dependents();
-            const bool holds = Scheduler::holds(args, seen);
+            const bool holds = Scheduler::holds<most_early>(args, seen);
             if (cfg::producers > 1) ptx::bar_sync(4, 32 * cfg::producers);  // `seen` of all of them is read
             if (!holds) return false;
         }
         if (threadIdx.x < 32) {
             smem.taken.wait(n % 2 ^ 1);
             __syncwarp();  // a lane that comes late would wait for a phase with the same parity, which may not come
-            if (n > 0 && !before.is_whole()) Fold::list(args, smem, scheduler.line, before);
+            if (n > 0 && !before.is_whole()) fold.list(args, smem, scheduler.line, before);
         }
         if (threadIdx.x == 0) {
             if (n > 0) smem.listed.arrive();
@@ -193,7 +194,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             else Kv::pass(k_full, v_full);
         }
     }
-    if (threadIdx.x < 32) Fold::end(args);
+    if (threadIdx.x < 32) fold.end(args);
     ptx::cp_async_commit(), ptx::cp_async_wait<0>();  // no warp ends while copies of its are on their way
     return true;
 }

@@ -10,7 +10,7 @@ struct StateStore : Warps {
     // Of the lane that had the rows; `column`: of the state's first block.
     template <int blocks>
     __device__ void store(const SoftmaxState<blocks>& state, i32 lane, i32 column, float scale_log2) const {
-        const SplitRun& run = smem.work.run;
+        const WorkTile& run = smem.work.run;
         const Rows rows(args, run.batch);
         const Store out(args, rows, run);
         const Softmax softmax(args, rows, run, scale_log2);
@@ -28,7 +28,7 @@ struct StateStore : Warps {
                 if (column + i * 8 < cfg::head_dim_v)
                     *reinterpret_cast<u32*>(to + i * 8) = OElement::pack((r ? x.z : x.x) * factor, (r ? x.w : x.y) * factor);
             }
-            if (column == 0 && lane % 4 == 0) out.lse(row, sum.reference + __log2f(sum.total) * float(ln_2));
+            if (column == 0 && lane % 4 == 0) out.lse(row, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
         }
     }
 };

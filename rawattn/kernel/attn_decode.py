@@ -32,8 +32,9 @@ STATES = (  # fields of both launches
     Field("heads", "i32"),
     Field("slots", "i32"),
 )
+LEFT_BYTES = 64  # of what each block says of its share
 FOLD_BYTES = 4500  # of shared memory, for a block of the launch that folds
-NOT_OF_THE_FOLD = ("QOperand", "Weight", "Kv", "Fold", "Team")  # axes
+NOT_OF_THE_FOLD = ("QOperand", "Mask", "Weight", "Kv", "Walk", "Scheduler", "Fold", "Team")  # axes
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
 
@@ -252,8 +253,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
         room = device.smem_bytes - FOLD_BYTES
         if halved:
             room = (device.smem_bytes + tiling.RESERVED_SMEM) // 2 - tiling.RESERVED_SMEM - FOLD_BYTES
-        stages = min(10, (room - smem_bytes(op, config)) // (tile * key_bytes(op) + 24) + 1)
-        config = dataclasses.replace(config, stages=stages)
+        rings = [dataclasses.replace(config, stages=n) for n in range(1, 11)]  # what warps exchange follows from the ring
+        config = max((ring for ring in rings if smem_bytes(op, ring) <= room), key=lambda ring: ring.stages, default=config)
         return config if self.legal(config, op, device) is None else None
 
     def _lighten(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
@@ -331,7 +332,9 @@ class AttnDecode(Kernel[AttentionKVCache]):
         """The source and the fields of the launch that folds."""
         options = {axis: option for axis, option in self.options(op, config, arch).items() if axis not in NOT_OF_THE_FOLD}
         of_options = dict.fromkeys(field for option in options.values() for field in option.fields)
-        fields = (*STATES, Field("blocks_before", "i32"), *of_options)
+        common = [field for field in STATES if field.name != "arrived"]
+        numbers = (Field(name, "i32") for name in ("blocks_before", "pairs"))
+        fields = tuple(dict.fromkeys((*common, split.LEFT, *numbers, *scheduler.StreamKScheduler().fields, *of_options)))
         constants = self.constants(op, config) | {"threads": 32 * ceil_div(op.head_dim_v, 64)}  # a float4 of two rows for each
         return source(FOLD_FILE, config_header(constants, fields, [], options), arch), fields
 
@@ -364,9 +367,15 @@ class AttnDecode(Kernel[AttentionKVCache]):
         if config.fold_launch and splits_at_most(op) > 1:
             rendered = self._keep((*key, "fold"), lambda: self.render_fold(op, config, arch))
             pairs = ceil_div(min(most_rows(op), config.tile_q), 2)
-            launches += [Launch("fold_pieces", *rendered, values | {"blocks_before": grid}, grid * pairs)]
-        program = Program(tuple(launches), (partials,))
+            blocks = min(grid * pairs, 2 * device.sm_count)
+            launches += [Launch("fold_pieces", *rendered, values | {"blocks_before": grid, "pairs": pairs}, blocks)]
+        left = (Buffer("left", LEFT_BYTES * grid),) if config.fold_launch else ()
+        program = Program(tuple(launches), (partials, *left))
         return pyramid.before(program, op.mask, device)
+
+    def programs(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> tuple[Program, ...]:
+        longest = dataclasses.replace(op, kv_len=LONGEST)  # which is folded
+        return self.lower(op, config, device), *([self.lower(longest, config, device)] if config.fold_launch else [])
 
 
 def slots(op: AttentionKVCache) -> int:

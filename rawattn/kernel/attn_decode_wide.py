@@ -13,7 +13,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode import LEFT_BYTES, MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
 from .paging import LONGEST, page_shift
@@ -23,8 +23,7 @@ from .render import config_header, source, wgmma
 FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
 MOST_SPLITS = 32
-MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits ...
-LEFT_BYTES = 64  # ... and what else each of them does
+MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from . import Option
+from .field import Field, Fields, Scratch
+
+LEFT = Field("left", "Left*", Scratch("left"))  # what a block says of its share
 
 
 class TilesApart(Option):
@@ -26,6 +29,10 @@ class LastBlock(Option):
 
 
 class NextLaunch(Option):
-    """The launch behind folds all works, each pair of rows in a block of its own."""
+    """The launch behind folds all works."""
 
     source: ClassVar[str] = "variant/fold/next_launch.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (LEFT,)

@@ -3,6 +3,8 @@
 #include "tile/pieces.cuh"
 
 struct LastBlock {
+    template <class Scheduler>
+    __device__ LastBlock(const Scheduler&) {}
     // By the first warp: of a work that others have parts of, before these states are there; and when there are no more works.
     template <class Smem, class Line, class Run>
     __device__ static void list(const Args& args, Smem& smem, const Line& line, const Run& run) { list_pieces(args, smem, line, run); }

@@ -121,7 +121,7 @@ struct StreamKScheduler {
             const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
             if (seen != nullptr) seen[batch] = rows.seen();
-            else say_violations(args, rows);
+            else say(args, rows.violations);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
@@ -143,24 +143,31 @@ struct StreamKScheduler {
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
-            const Begin begin = find(args, work_block(args) + i, first, last, upto - own, upto, sequence);
+            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
     }
-    __device__ static void say_violations(const Args& args, const Rows& rows) {
-        if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    __device__ static void say(const Args& args, u32 violations) {
+        if (blockIdx.x == 0 && violations) atomicOr(args.violations, violations);
     }
-    // Says whether the lengths are what the warp had seen of them.
+    // Says whether the lengths are what the warp had seen of them, `most` sequences at most: a lane asks for four at once.
+    template <i32 most>
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
+        constexpr i32 at_once = most > 96 ? 4 : (most + 31) / 32;
         bool same = true;
+        u32 violations = 0;
         __syncwarp();
 #pragma unroll 1
-        for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
-            const Rows rows(args, batch, Read{});
-            same = same && rows.is(seen[batch]);
-            say_violations(args, rows);
+        for (i32 first = i32(threadIdx.x) % 32; first < args.batches; first += 32 * at_once) {
+#pragma unroll
+            for (i32 i = 0; i < at_once; ++i) {
+                const i32 batch = min(first + 32 * i, args.batches - 1);
+                const Rows rows(args, batch, Read{});
+                same &= rows.is(seen[batch]), violations |= rows.violations;
+            }
         }
+        say(args, violations);
         return __all_sync(0xffffffffu, same);
     }
     __device__ static i32 blocks_for(i32 blocks, i32 longest, i32 shortest, i32 works) {
@@ -176,11 +183,12 @@ struct StreamKScheduler {
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
     // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
-    // last, one to a block, are alike, or are all there are, none of them so short that a share has two.
+    // last, one to a block, are alike, or are all there are, none of them so short that a share has two. Each product is rounded by itself:
+    // in all kernels that ask, works are then cut alike.
     __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
         const i32 blocks = line.blocks, last = works - line.blocks_of(works) * blocks;
         if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
-        return float(enough_blocks) * longest * works - float(min(last, enough_blocks)) * line.length;
+        return __fsub_rn(__fmul_rn(float(enough_blocks) * longest, works), __fmul_rn(min(last, enough_blocks), line.length));
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.

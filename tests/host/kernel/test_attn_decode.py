@@ -19,7 +19,7 @@ import rawattn
 from rawattn import UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_decode
+from rawattn.kernel import attn_decode, attn_decode_beside
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.operation.spec import Spec
 from rawattn.runtime import call_cache
@@ -156,6 +156,7 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
     floats = sizes["partials"] // 4
     partials = np.full(floats + 2 * AROUND, SEAL, np.uint32)
     values |= {"partials": partials[AROUND : AROUND + floats], "arrived": arrived, "violations": violations}
+    values |= {"left": np.full(16 * case.grid, SEAL, np.uint32)}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
     for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
@@ -167,7 +168,7 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
         compiled(op, config)(case.grid, values, some)
     if config.fold_launch:
         pairs = -(-min(attn_decode.most_rows(op.operation), config.tile_q) // 2)
-        compiled(op, config, True)(case.grid * pairs, values | {"blocks_before": case.grid}, range(case.grid * pairs))
+        compiled(op, config, True)(9, values | {"blocks_before": case.grid, "pairs": pairs}, range(9))
     assert not arrived[:-1].any() and not arrived[-1] & 0xFFFF, "the counters are zero again"
     assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
@@ -562,32 +563,41 @@ def test_the_launch_behind_folds_to_the_same_bits(name: str) -> None:
         (Decode(head_dim=64, head_dim_v=64), "m_tiles=1+tile_kv=64+stages=5+q_tiles=1+fold_launch=True"),
         (Decode(heads=32, kv_heads=1), "m_tiles=2+tile_kv=64+stages=4+q_tiles=2+fold_launch=True"),
         (Decode(head_dim=256, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=5+q_tiles=2+fold_launch=True"),
+        (Decode(head_dim=96, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=7+q_tiles=2+fold_launch=True"),
     ],
 )
 def test_configurations_of_tiles_together(op: Decode, wanted: str) -> None:
     """Two blocks of the first three fit on a multiprocessor of an H200."""
     config = ATTN_DECODE.together(op.operation, TYPICAL[ARCH])
     assert config is not None and config.tiles_together
+    beside = attn_decode.smem_bytes(op.operation, config) + attn_decode.FOLD_BYTES
+    assert beside <= TYPICAL[ARCH].smem_bytes // (1 if config.q_tiles == 2 else 2)
     assert "+".join(f"{part.split('=')[0]}={getattr(config, part.split('=')[0])}" for part in wanted.split("+")) == wanted
     launches = ATTN_DECODE.lower(op.operation, config, TYPICAL[ARCH]).launches
     assert [each.entry for each in launches] == ["attn_decode", "fold_pieces"][: 1 + config.fold_launch]
+    short = dataclasses.replace(op.operation, kv_len=500)
+    made = {each.source.key for program in ATTN_DECODE.programs(short, config, TYPICAL[ARCH]) for each in program.launches}
+    assert made == {each.source.key for each in launches}, "a loop that begins with few keys compiles all that it comes to"
 
 
-def test_a_fold_of_other_lengths_stays_in_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths change between the two launches: what is computed then is undefined, and the next step is right."""
-    case = dataclasses.replace(TORN["table"], config=replace(fold_launch=True))
-    wanted, plain, others = run(case), compiled, iter(((700, 3, 0, 4000), (0,) * 4, (4000,) * 4))
+@pytest.mark.parametrize("name", ["table", "one sequence"])
+def test_a_fold_of_torn_shares_says_so_and_stays_in_its_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some blocks see other lengths than others: the launch behind says that, and the next step is right."""
+    case, said = dataclasses.replace(TORN[name], config=replace(fold_launch=True)), 0
+    wanted, plain = run(case), compiled
+    assert wanted[2] == 0
 
-    def torn(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
+    def torn(others: tuple[int, ...], first: int, op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
         kernel = plain(op, config, fold)
-        lens = np.array(next(others), np.int32) if fold else None
-        return kernel if lens is None else lambda grid, values, some: kernel(grid, values | {"kv_lens": lens}, some)
+        early = {"kv_lens": np.array(others, np.int32)}
+        return lambda grid, values, some: kernel(grid, values | (early if not fold and some.start < first else {}), some)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.host.kernel.test_attn_decode.compiled", torn)
-        for _ in range(3):
-            run(case)
-    same(run(case), wanted, 4)
+    for others, first in itertools.product((SHORT[-len(case.kv_lens) :], (0,) * len(case.kv_lens)), (1, 3, 6)):
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.host.kernel.test_attn_decode.compiled", functools.partial(torn, others, first))
+            said += run(case, order=range(case.grid))[2] >> 6
+        same(run(case), wanted, len(case.kv_lens))
+    assert said >= 3
 
 
 @settings(max_examples=6, deadline=None)
@@ -694,6 +704,28 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(name: str, t
 
     for before, after in itertools.permutations((SHORT, LONG, (1100,) * 4, (1000,) * 4), 2):
         same(run(case, edit=functools.partial(tear, before, after)), wanted, count)
+
+
+def test_queries_that_move_behind_lengths_that_stay(tmp_path: pathlib.Path) -> None:
+    """The launch in front gives a sequence of another kernel more rows: those behind begin elsewhere, and are as many."""
+    few, case = attn_decode_beside._FEW, Case(PAGED, (300, 300), (30, 1), 2)
+    op = case.step.operation
+    source, fields = few.render(op, case.config, ARCH), few.fields(op, case.config, ARCH)
+    wait = (
+        "for (i32 i = 0; i <= args.batches; ++i) const_cast<i32&>(args.cu_seqlens_q[i]) = args.cu_seqlens_q[args.batches + 1 + i]"
+    )
+    source = dataclasses.replace(source, text=source.text.replace("Launch::wait();", f"__syncwarp(); {wait}, Launch::wait();", 1))
+    kernel, found = emulator.Kernel(source, fields, tmp_path), list[Array]()
+
+    def edit(seen: int, values: dict[str, Any]) -> None:
+        values |= {"few_queries": 4, "cu_seqlens_q": np.array([0, seen, seen + 1, 0, 30, 31], np.int32)}
+        kernel(2, values, range(1, 2))  # which sees what has been there
+        found.append(values["o"].copy())
+        values["arrived"].fill(0), values["partials"].fill(SEAL)
+
+    for seen in (30, 20):
+        run(case, edit=functools.partial(edit, seen))
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 def test_empty_batches() -> None:
