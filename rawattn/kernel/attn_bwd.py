@@ -336,6 +336,8 @@ class AttnBwd(BackwardKernel):
             return (
                 f"dq has {columns} columns in {config.dq_stages} stages; it needs {forward.head_dim}, in parts of 8, and 1 or 2"
             )
+        if config.dq_parts > 1 and config.dq_columns < min(64, forward.head_dim):
+            return f"dq_columns is {config.dq_columns}; several parts must be of 64 columns or more, a panel"
         if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
             return (
                 f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"

@@ -32,7 +32,8 @@ def is_few(op: Forward) -> bool:
 
 def splits(op: Forward, device: Device) -> tuple[int, int]:
     """The splits of a sequence's keys, and the keys of each: as many as give each multiprocessor a tile of one sequence. They
-    follow the sequence's own lengths, the heads and the device, never the batch, so that a row has the same bits in any batch."""
+    follow the sequence's own lengths, the heads and the device, never the batch. A configuration may follow the batch, whether it
+    splits too: a row has the same bits in any batch where the call is invariant."""
     if not is_few(op) or op.kv_len < SPLIT_FROM:
         return 1, max(1, op.kv_len)
     wanted = min(MOST_SPLITS, max(1, device.sm_count // op.kv_heads))

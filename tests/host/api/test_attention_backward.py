@@ -379,6 +379,7 @@ def test_configs() -> None:
         (attn_bwd.AttnBwdConfig(consumers=4), "consumers is 4"),
         (attn_bwd.AttnBwdConfig(dq_parts=3), "dq_parts is 3"),
         (attn_bwd.AttnBwdConfig(dq_columns=32), "dq has 32 columns"),
+        (attn_bwd.AttnBwdConfig(consumers=3, dq_parts=3, dq_columns=48), "several parts must be of 64 columns or more"),
         (attn_bwd.AttnBwdConfig(store="late"), "store is 'late'"),
         (attn_bwd.AttnBwdConfig(direction="Down"), "direction 'Down'"),
         (attn_bwd.AttnBwdConfig(order="soon"), "order is 'soon'"),

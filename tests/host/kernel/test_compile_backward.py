@@ -216,7 +216,7 @@ def test_rows_in_use() -> None:
 @pytest.mark.parametrize("mask, refused", [(Full(), False), (Causal(), True)], ids=["full", "causal"])
 def test_three_chains_leave_no_warp_for_zeros(mask: Any, refused: bool) -> None:
     op = backward((128, 128), mask=mask)
-    three = {"consumers": 3, "dq_parts": 3, "dq_columns": 48, "dq_chains": 3, "gradient": "score_0"}
+    three = {"consumers": 3, "dq_parts": 3, "dq_columns": 64, "dq_chains": 3, "gradient": "score_0"}
     found = ATTN_BWD.legal(dataclasses.replace(attn_bwd.config_of(op.forward), **three), op, TYPICAL["sm_90a"])
     assert ("no warp is left" in str(found)) == refused
 
