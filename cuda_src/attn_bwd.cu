@@ -1,4 +1,4 @@
-// Backward attention on Hopper for head sizes up to 128, keys stationary. With p the weights of the forward:
+// Backward attention on Hopper, keys stationary. With p the weights of the forward:
 //
 //   p = exp2(scale_log2 score(q k') - lse_log2)    dp = do v'    ds = p score' (dp - delta)
 //   dv = p' do    dk = scale ds' q    dq = scale ds k
@@ -15,7 +15,9 @@
 // Walk says in which order a work takes its query tiles. Where it goes round (Walk::needs_all_blocks), blocks also wait for turns of works
 // with larger numbers, so that all blocks run at once (variant/walk/q_interval_rotated.cuh).
 // StepOrder says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
-// whether steps whose tile the mask keeps whole have a loop of their own.
+// whether steps whose tile the mask keeps whole have a loop of their own. Above 128 columns registers are short: Values says whether V takes some of
+// them, in place of shared memory, Dv who makes dv, and DqShare which columns of dq a warpgroup makes. Shared memory is short, too: cfg says of
+// how many steps it holds Q, dO, dS and dq.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
 //
@@ -23,21 +25,22 @@
 //   work_full[i]         lane 0 of the producer         all other warps          smem.work[i] until read
 //   work_empty[i]        one lane per such warp         producer                 the same until written again
 //   kv_full              TMA (K and V)                  each consumer            smem.k, smem.v until read
-//   kv_empty             one lane per consumer warp     producer                 the same until refilled
+//   kv_empty             one lane per consumer warp     producer                 the same until refilled (by writers, too, where dq is in
+//                                                                                V's place: variant/values/in_registers.cuh)
 //   q_full[s]            TMA (Q, lse)                   each consumer            smem.q[s], smem.lse_log2[s] until read
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
 //   ds_full[s]           one lane per consumer warp     who computes dq          smem.ds[s] until read
 //   ds_empty[s]          one lane per warp of those,    each consumer            the same until written again (by whom TMA
 //                        and who stores it (DsStore)    (Elements: producer)     brings elements there: variant/ds/elements.cuh)
-//   dq_full[t][c]        one lane per warp of a part    writer                   smem.dq[t], its parts of chain c, until copied
+//   dq_full[t][c]        one lane per warp of a part    writer                   dq of every other step, its parts of chain c, until copied
 //   dq_empty[t][c]       writer                         who computes dq          the same until written again
 //   dq_sum[t][c]         writer (or TMA)                who computes dq          the sum in smem.dq[t], where DqStore finishes dq
 //   args.turns[place]    writer                         other blocks' writers    a part of a dq tile: key tiles add in one order
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
                        // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqStore,
-                       // DsStore, Elements, StepOrder, Steps
+                       // DsStore, Elements, StepOrder, Values, DqShare, Dv, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -51,29 +54,31 @@ using KTile = Tile<cfg::tile_kv, cfg::head_dim>;
 using VTile = Tile<cfg::tile_kv, cfg::head_dim_v>;
 using QTile = Tile<cfg::tile_q, cfg::head_dim>;
 using DoTile = Tile<cfg::tile_q, cfg::head_dim_v>;
+using DqColumns = DqShare::Of<SmemDescriptor<KTile>>;
 using DsTile = Tile<cfg::tile_q, cfg::tile_kv>;  // a row is a query
 
 struct Smem {
+    using DqParts = float4[cfg::dq_parts][cfg::dq_columns / 8][128];
     KTile k;
     VTile v;
-    QTile q[2];
-    DoTile d_o[2];
-    DsTile ds[2];
-    float4 dq[cfg::dq_stages][cfg::dq_parts][DqMma::accumulators / 4][128];
-    alignas(128) float lse_log2[2][cfg::tile_q];
-    alignas(128) float delta[2][cfg::tile_q];
+    QTile q[cfg::q_stages];
+    DoTile d_o[cfg::do_stages];
+    DsTile ds[cfg::ds_stages];
+    Values::DqSpace<DqParts> dq;
+    alignas(128) float lse_log2[cfg::q_stages][cfg::tile_q];
+    alignas(128) float delta[cfg::do_stages][cfg::tile_q];
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
-    ptx::Mbarrier q_full[2], q_empty[2], do_full[2], do_empty[2], ds_full[2], ds_empty[2];
-    ptx::Mbarrier dq_full[cfg::dq_stages][cfg::dq_chains], dq_empty[cfg::dq_stages][cfg::dq_chains];
-    ptx::Mbarrier dq_sum[cfg::dq_stages][cfg::dq_chains];
+    ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages], do_full[cfg::do_stages], do_empty[cfg::do_stages], ds_full[cfg::ds_stages], ds_empty[cfg::ds_stages];
+    ptx::Mbarrier dq_full[2][cfg::dq_chains], dq_empty[2][cfg::dq_chains], dq_sum[2][cfg::dq_chains];
     KvWorkTile work[2];
-    Turn::Seen seen[cfg::dq_stages][cfg::dq_chains];
+    Turn::Seen seen[2][cfg::dq_chains];
     Walk::Board board;
     Elements::Board elements;
 };
 constexpr int parts_in_chain = cfg::dq_parts / cfg::dq_chains;
-// A writer has a stage or a chain of its own: with two for one stage both would wait for its buffer.
-constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : cfg::dq_stages;
+// A writer has every other step or a chain of its own. Where both of two steps have one place in smem.dq (cfg::dq_stages is 1), the writer of
+// one still waits for its adds while the other's part is made.
+constexpr u32 writers = cfg::dq_chains > 1 ? cfg::dq_chains : 2;
 
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
@@ -88,7 +93,7 @@ template struct GroupOption<Group>;
 template struct RowsStoreOption<DkvRows>;
 template struct DqStoreOption<DqStore>;
 template struct DsStoreOption<DsStore, Smem>;
-static_assert(sizeof(Smem::dq[0][0]) * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
+static_assert(sizeof(Smem::DqParts) / cfg::dq_parts * parts_in_chain == dq_floats * 4 && writers + Walk::finders + DsStore::fillers <= 3);
 static_assert(Walk::finders + DsStore::fillers <= 1);  // warp 3 is either
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true, Walk::needs_all_blocks};
@@ -103,16 +108,18 @@ struct Writer {
 
     __device__ void add(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
+        const u32 first = step.count;
         for (Walk::OfLane at(args, rows, work, smem.board, place_in_steps); at.more(); at.advance(), ++step.count) {
-            const u32 t = step.stage(cfg::dq_stages), chain = cfg::dq_chains > 1 ? index : 0;
+            const u32 t = step.stage(), chain = cfg::dq_chains > 1 ? index : 0;
             if (cfg::dq_chains == 1 && t != index) continue;
-            float4* part = smem.dq[t][chain * parts_in_chain][0];
+            float4* part = Values::dq(smem, step.stage(cfg::dq_stages))[chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
-            const u32 parity = step.parity(cfg::dq_stages);
+            const u32 parity = step.parity();
             if (chain == 0) DsStore::store(args, rows, work, smem, at.head, at.tile, step);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
             DqStore::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
+        if (Values::leaves_place && step.count != first) smem.kv_empty.arrive();
     }
 };
 
@@ -141,7 +148,10 @@ struct Consumer {
     StepOrder step_order{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
     u32 until = index; // steps until this warpgroup computes dq
-    float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqMma::accumulators];
+    float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators];
+    Dv dv;
+    Values v;
+    float dq[DqColumns::accumulators];
     u32 p[SMma::accumulators / 2], ds[SMma::accumulators / 2];
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -157,6 +167,10 @@ struct Consumer {
         const u32 row = lane % 8 + lane % 32 / 16 * 8, chunk = lane / 32 * 2 + lane % 16 / 8;
         return index * DsTile::panel_bytes + row * 128 + (chunk ^ row % 8) * 16;
     }
+    __device__ void await_q() const { smem.q_full[step.stage(cfg::q_stages)].wait(step.parity(cfg::q_stages)); }
+    __device__ void free_q() const { arrive(smem.q_empty[step.stage(cfg::q_stages)]); }
+    __device__ void await_do() const { smem.do_full[step.stage(cfg::do_stages)].wait(step.parity(cfg::do_stages)); }
+    __device__ void free_do(Step of) const { arrive(smem.do_empty[of.stage(cfg::do_stages)]); }
     // Said by each warp when it has read, or written.
     __device__ void arrive(ptx::Mbarrier& barrier) const {
         if (lane % 32 == 0) barrier.arrive();
@@ -165,8 +179,8 @@ struct Consumer {
     __device__ bool makes_dq() const { return cfg::dq_parts > 1 || until == 0; }
 
     __device__ void start_s() {
-        const SmemDescriptor<QTile> b = q_columns.stage(step.stage());
-        smem.q_full[step.stage()].wait(step.parity());
+        const SmemDescriptor<QTile> b = q_columns.stage(step.stage(cfg::q_stages));
+        await_q();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
@@ -174,43 +188,35 @@ struct Consumer {
         ptx::wgmma_commit();
     }
     __device__ void start_dp() {
-        const SmemDescriptor<DoTile> b = do_columns.stage(step.stage());
-        smem.do_full[step.stage()].wait(step.parity());
+        const SmemDescriptor<DoTile> b = do_columns.stage(step.stage(cfg::do_stages));
+        await_do();
         ptx::wgmma_discard(dp);
         ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < (cfg::head_dim_v + 15) / 16; ++i) DpMma::multiply(dp, v_keys.columns(i), b.columns(i), i > 0);
+        v.multiply(*this, b);
         ptx::wgmma_commit();
     }
-    __device__ void start_dv() {
-        const SmemDescriptor<DoTile> b = do_rows.stage(step.stage());
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < cfg::tile_q / 16; ++i) DvMma::multiply(dv, p + 4 * i, b.rows(i), true);
-        ptx::wgmma_commit();
-    }
+    __device__ void start_dv() { dv.start(*this); }
     __device__ void start_dk() {
-        const SmemDescriptor<QTile> b = q_rows.stage(step.stage());
+        const SmemDescriptor<QTile> b = q_rows.stage(step.stage(cfg::q_stages));
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::tile_q / 16; ++i) DkMma::multiply(dk, ds + 4 * i, b.rows(i), true);
         ptx::wgmma_commit();
     }
     __device__ void start_dq(Step of) {
-        const SmemDescriptor<DsTile> a = ds_columns.stage(of.stage());
-        const SmemDescriptor<KTile> b = {k_rows.low + (cfg::dq_parts > 1 ? index * (KTile::panel_bytes / 16) : 0)};
-        smem.ds_full[of.stage()].wait(of.parity());
+        const SmemDescriptor<DsTile> a = ds_columns.stage(of.stage(cfg::ds_stages));
+        const DqColumns columns(k_rows, index);
+        smem.ds_full[of.stage(cfg::ds_stages)].wait(of.parity(cfg::ds_stages));
         ptx::wgmma_discard(dq);
         ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < cfg::tile_kv / 16; ++i) DqMma::multiply(dq, a.columns(i), b.rows(i), i > 0);
+        columns.multiply(dq, a);
         ptx::wgmma_commit();
     }
 
     // From dot products to weights. StepOf says whether the mask keeps the whole tile.
     template <class StepOf, class Logits, class Weights, class Kept>
     __device__ void weigh(const Walk& at, const Score& score, const Logits& logits, const Weights& weights, const Kept& kept, i32 q_first, i32 key) {
-        const Statistics lse_log2(smem.lse_log2[step.stage()], lane);
+        const Statistics lse_log2(smem.lse_log2[step.stage(cfg::q_stages)], lane);
         if (StepOf::is_full(at)) weigh_transposed<StepOrder::Packed>(s, p, score, logits, weights, EveryElement{}, lse_log2, q_first, key);
         else weigh_transposed<StepOrder::Packed>(s, p, score, logits, weights, kept, lse_log2, q_first, key);
     }
@@ -218,11 +224,12 @@ struct Consumer {
     template <class Weights>
     __device__ void differentiate(const Weights& weights) {
         const float factor = Weight::factor(args);
-        Statistics delta(smem.delta[step.stage()], lane);
+        Statistics delta(smem.delta[step.stage(cfg::do_stages)], lane);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 4) {
             const float2 d = delta(i);
-            StepOrder::Packed::later(p, i, s + i);
+            StepOrder::Packed::later(p, i, s + i, weights);
+            weights.gradients(dp + i, p + i / 2);
             float x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -232,24 +239,37 @@ struct Consumer {
             ds[i / 2] = Element::pack(x[0], x[1]), ds[i / 2 + 1] = Element::pack(x[2], x[3]);
         }
     }
-    __device__ void await_space_of_ds() const { smem.ds_empty[step.stage()].wait(step.parity() ^ 1); }
+    // The same of packed weights, which nothing has changed.
+    __device__ void differentiate_packed() {
+        Statistics delta(smem.delta[step.stage(cfg::do_stages)], lane);
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; i += 4) {
+            const float2 d = delta(i);
+#pragma unroll
+            for (int j = i; j < i + 4; j += 2) {
+                const float w0 = Element::widen({u16(p[j / 2])}), w1 = Element::widen({u16(p[j / 2] >> 16)});
+                ds[j / 2] = Element::pack(w0 * (dp[j] - d.x), w1 * (dp[j + 1] - d.y));
+            }
+        }
+    }
+    __device__ void await_space_of_ds() const { smem.ds_empty[step.stage(cfg::ds_stages)].wait(step.parity(cfg::ds_stages) ^ 1); }
     // For dq, transposed.
     __device__ void leave_ds() const {
-        const u32 to = ds_address + step.stage() * DsTile::bytes;
+        const u32 to = ds_address + step.stage(cfg::ds_stages) * DsTile::bytes;
 #pragma unroll
         for (int i = 0; i < SMma::accumulators / 2; i += 4) ptx::stmatrix_transposed(to + i * 512, ds + i);
         ptx::fence_async_smem();
         __syncwarp();
-        arrive(smem.ds_full[step.stage()]);
+        arrive(smem.ds_full[step.stage(cfg::ds_stages)]);
     }
 
     // Leaves this warpgroup's part of dq for the writer, who is told by tell_dq.
     __device__ void leave_dq(Step of) {
-        const u32 t = of.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
+        auto& parts = Values::dq(smem, of.stage(cfg::dq_stages));
 #pragma unroll
-        for (int i = 0; i < DqMma::accumulators; i += 4)
-            smem.dq[t][part][i / 4][lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
-        untold = t + 1;
+        for (int i = 0; i < DqColumns::accumulators; i += 4)
+            DqColumns::place(parts, index, i)[lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        untold = of.stage() + 1;
     }
     __device__ void tell_dq() {
         if (untold == 0) return;
@@ -260,12 +280,12 @@ struct Consumer {
     }
     // The last contributor's: adds the sum of the others, which the writer brings, and stores rows of dq.
     __device__ void finish_dq(const Rows& rows, const DqPlace& at, Step of) {
-        const u32 t = of.stage(cfg::dq_stages), part = cfg::dq_parts > 1 ? index : 0;
-        smem.dq_sum[t][chain()].wait(of.parity(cfg::dq_stages));
+        const u32 t = of.stage(), part = cfg::dq_parts > 1 ? index : 0;
+        smem.dq_sum[t][chain()].wait(of.parity());
         if (!at.turn.is_first(smem.seen[t][chain()])) {
 #pragma unroll
-            for (int i = 0; i < DqMma::accumulators; i += 4) {
-                const float4 x = smem.dq[t][part][i / 4][lane];
+            for (int i = 0; i < DqColumns::accumulators; i += 4) {
+                const float4 x = DqColumns::place(Values::dq(smem, t), index, i)[lane];
                 dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
             }
         }
@@ -279,8 +299,10 @@ struct Consumer {
 
     // Its product has ended.
     __device__ void await_space_of_dq(Step of) const {
-        arrive(smem.ds_empty[of.stage()]);
-        smem.dq_empty[of.stage(cfg::dq_stages)][chain()].wait(of.parity(cfg::dq_stages) ^ 1);
+        arrive(smem.ds_empty[of.stage(cfg::ds_stages)]);
+        const Step before = {of.count - 1};
+        if constexpr (cfg::dq_stages == 2) smem.dq_empty[of.stage()][chain()].wait(of.parity() ^ 1);
+        else smem.dq_empty[before.stage()][chain()].wait(before.parity());
     }
     __device__ void give_dq(const Rows& rows, const DqPlace& at, Step of) {
         if (DqStore::finishes(at.turn)) finish_dq(rows, at, of);
@@ -294,7 +316,7 @@ struct Consumer {
     // The products of a step have been issued.
     __device__ void end_step() {
         ptx::wgmma_wait<0>();
-        arrive(smem.q_empty[step.stage()]);
+        free_q();
         next_step();
     }
 
@@ -302,12 +324,12 @@ struct Consumer {
         const Rows rows(args, work.batch);
         const i32 key = work.kv_tile * cfg::tile_kv + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;  // this thread's upmost
         Walk at(args, rows, work, smem.board, place_in_steps);
-#pragma unroll
-        for (float& x : dv) x = 0.f;
+        dv.clear();
 #pragma unroll
         for (float& x : dk) x = 0.f;
         if (at.more()) {
             smem.kv_full.wait(kv.parity);
+            v.begin_work(*this);
             kv.advance();
             Steps::run(*this, rows, at, key);
             step_order.end_work(*this, rows);
@@ -316,7 +338,7 @@ struct Consumer {
         const float scale = args.scale * SMma::sign;
         const StridedOutput &to_dk = Group::dk(args), &to_dv = Group::dv(args);
         DkvRows::store(to_dk.rows(rows.kv, work.kv_head), to_dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
-        DkvRows::store(to_dv.rows(rows.kv, work.kv_head), to_dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, Weight::factor(args));
+        dv.store(args, to_dv, rows, work, key);
         __syncwarp();
     }
 };
@@ -330,14 +352,14 @@ __device__ void consume(const Args& args, Smem& smem) {
 
 __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
-    smem.kv_full.init(1), smem.kv_empty.init(readers);
+    smem.kv_full.init(1), smem.kv_empty.init(readers + (Values::leaves_place ? writers : 0));
     for (int i = 0; i < 2; ++i) {
         smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders + DsStore::fillers);
-        smem.q_full[i].init(1), smem.q_empty[i].init(readers);
-        smem.do_full[i].init(1), smem.do_empty[i].init(readers);
-        smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts + DsStore::readers);
+        if (i < cfg::q_stages) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
+        if (i < cfg::do_stages) smem.do_full[i].init(1), smem.do_empty[i].init(readers);
+        if (i < cfg::ds_stages) smem.ds_full[i].init(readers), smem.ds_empty[i].init(4 * cfg::dq_parts + DsStore::readers);
     }
-    for (int i = 0; i < cfg::dq_stages; ++i)
+    for (int i = 0; i < 2; ++i)
         for (int c = 0; c < cfg::dq_chains; ++c)
             smem.dq_full[i][c].init(4 * parts_in_chain), smem.dq_empty[i][c].init(1), smem.dq_sum[i][c].init(1);
     smem.board.init(readers + writers), smem.elements.init();

@@ -7,31 +7,26 @@
 //
 //   barrier          arrives                          waits                    protects
 //   work_full[i]     a lane of warp 0                 consumers, warp 1        smem.work[i]
-//   work_empty[i]    a lane of each of these warps    warp 0                   smem.work[i] and .pieces[i] until written again
-//   listed[i]        a lane of warp 0                 a consumer               smem.pieces[i]
-//   q_full[s]        a lane of warp 1                 consumers                smem.q[s] until read
+//   work_empty[i]    a lane of each of these warps    warp 0                   smem.work[i] and .border[i] until written again
+//   q_full[s]        a lane of warp 1                 consumers                smem.q[s] until read; smem.border[i] of its work
 //   q_empty[s]       a lane of each consumer warp     warp 1                   smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V, which TMA brings (bytes)
-//   named barrier 4  consumers                        consumers                their states in memory; smem.is_last
 //   the option Order may have named barriers between the consumers
-//   args.arrived[block]: as in attn_decode.cu, which also says what becomes of lengths that change meanwhile
 //
 // A block with the first splits of a work folds them as it goes, and leaves what they give as one state if others have the rest. Those
-// leave a state for each split, in args.slots places at the border before them (tile/arrivals.cuh): so the sums are the same wherever
-// works are cut. No vote of a warp looks at a number: rows do not see each other.
+// leave a state for each split, at that block's border (tile/cut_work.cuh). attn_decode_fold.cu folds them on: so the sums are the same
+// wherever works are cut. Who changes lengths while blocks look at them gets results that are undefined, but lie in their memory. No vote
+// of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch
-#include "ptx/barrier.cuh"
+                       // Element, Rows, Mask, Score, Softmax, Order, Pipeline, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/cp_async.cuh"
-#include "tile/arrivals.cuh"
+#include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
-#include "tile/max_sum.cuh"
 #include "tile/range.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"
-#include "tile/store_fragment.cuh"
 #include "tile/strided_tensor.cuh"
 #include "tile/tile.cuh"
 #include "variant/interfaces.cuh"
@@ -41,7 +36,6 @@ using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
 using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
 
 constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs; more were not timed here
-constexpr int blocks = cfg::head_dim_v / 8;  // of a fragment's columns
 
 // What has been found of a work's splits so far: the columns in shared memory, each thread's own, as registers are few.
 using Columns = float[cfg::head_dim_v / 2];
@@ -74,6 +68,7 @@ struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
     i32 rows;
+    Line line;
 };
 struct Smem {
     QTile q[cfg::q_stages];
@@ -83,14 +78,9 @@ struct Smem {
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
     ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
     ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
-    ptx::Mbarrier work_full[2], work_empty[2], listed[2];
+    ptx::Mbarrier work_full[2], work_empty[2];
     Work work[2];
-    struct Pieces {
-        i32 count, owner;            // of states; the block with the work's first split
-        i32 slots[cfg::most_pieces];  // where they are, in the order of their splits
-    } pieces[2];
-    u32 half;  // the first bit in which arrivals are counted
-    i32 is_last;
+    i32 border[2];  // at which a work's states are left
     SeenLength seen[most_early];
     Kv::Board board;
 };
@@ -109,22 +99,10 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), Launch::uses_pdl};
 
-// Says where the states of a work are: one of the block with its first splits, then one for each of the others.
-__device__ void list_pieces(const Args& args, Smem& smem, Smem::Pieces& pieces, const Line& line, const SplitRun& run) {
-    const Splits& splits = run.splits;
-    const i32 owner = line.owner(splits, run.at, splits.begin), all = splits.end - splits.begin;
-    const i32 owned = max(1, min(all, line.first_split(splits, run.at, owner + 1) - splits.begin));
-    for (i32 at = i32(threadIdx.x); at <= all - owned; at += 32) {
-        const i32 split = at > 0 ? owned - 1 + at : 0;
-        pieces.slots[at] = split > 0 ? slot_after(args, line.owner(splits, run.at, splits.begin + split), split) : slot_before(args, owner, 0);
-    }
-    if (threadIdx.x == 0) pieces.count = 1 + all - owned, pieces.owner = owner, smem.half = half_of(args);
-    __syncwarp();
-}
-
 // The first warp. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
     Scheduler scheduler(args, early ? smem.seen : nullptr);
+    Left left{0, 0, 0, 0, 0, 0, scheduler.here, scheduler.end};
     Step works;
     Ring<cfg::stages> kv;
     while (true) {
@@ -134,16 +112,18 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (early && works.count == 0) {
             Launch::wait();
             Launch::launch_dependents();
-            if (!Scheduler::holds(args, smem.seen)) return false;
+            if (!Scheduler::holds<most_early>(args, smem.seen)) return false;
         }
         const u32 place = works.stage();
         smem.work_empty[place].wait(works.parity() ^ 1);
         __syncwarp();  // all lanes have seen the place free: one that comes late would wait for its next turn
         if (threadIdx.x == 0) {
-            smem.work[place] = {run, own, min(cfg::tile_q, rows.q_len - run.q_begin)};
+            smem.work[place] = {run, own, min(cfg::tile_q, rows.q_len - run.q_begin), scheduler.line};
             smem.work_full[place].arrive();
         }
         if (run.is_last()) break;
+        if (run.split == run.splits.begin && !run.is_whole())
+            left = {run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, run.split_end - run.split, run.splits.end - run.split, left.begin, left.end};
         if (tiles.begin < tiles.end) {
             const Kv source(args, rows, run);
             i32 found = source.find(tiles.begin);
@@ -158,11 +138,9 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
             }
         }
         __syncwarp();
-        if (!run.is_whole()) list_pieces(args, smem, smem.pieces[place], scheduler.line, run);
-        if (threadIdx.x == 0) smem.listed[place].arrive();
         ++works.count;
     }
-    end_counting(args);
+    if (threadIdx.x == 0) args.left[blockIdx.x] = left;
     return true;
 }
 
@@ -173,7 +151,8 @@ __device__ void load_queries(const Args& args, Smem& smem) {
     for (Step works;; ++works.count, q.advance()) {
         const u32 place = works.stage();
         smem.work_full[place].wait(works.parity());
-        const WorkTile work = smem.work[place].run;
+        const SplitRun work = smem.work[place].run;
+        const Line line = smem.work[place].line;
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.work_empty[place].arrive();
         if (work.is_last()) return;
@@ -190,6 +169,8 @@ __device__ void load_queries(const Args& args, Smem& smem) {
                 ptx::cp_async(to + i / 8 * QTile::panel_bytes + (i % 8 ^ row % 8) * 16, args.q.data + at + i * 16, inside ? 16 : 0);
         }
         ptx::cp_async_commit();
+        const bool begins = work.split == work.splits.begin;
+        if (threadIdx.x % 32 == 0) smem.border[place] = begins ? blockIdx.x : line.owner(work.splits, work.at, work.splits.begin);
         ptx::cp_async_wait<0>();
         ptx::fence_proxy_async();
         __syncwarp();
@@ -201,6 +182,7 @@ __device__ void load_queries(const Args& args, Smem& smem) {
 __device__ i32 uniform(i32 x) { return ptx::uniform(x); }
 
 struct Consumer {
+    using Dots = float[QkMma::accumulators];
     const Args& args;
     Smem& smem;
     const u32 index, lane;  // of this warpgroup, of this thread in it
@@ -209,8 +191,8 @@ struct Consumer {
     const SmemDescriptor<VTile> v_rows;
     const Order order;
     Ring<cfg::q_stages> q{};
-    Ring<cfg::stages> kv{};  // the K tile at hand; V of the tile before it is one stage behind
-    float s[QkMma::accumulators], o[PvMma::accumulators];
+    Ring<cfg::stages> kv{};  // the K tile at hand
+    float o[PvMma::accumulators];
     u32 p[QkMma::accumulators / 2];
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -222,18 +204,17 @@ struct Consumer {
     __device__ void release(ptx::Mbarrier& empty) const {
         if (lane % 32 == 0) empty.arrive();
     }
-    __device__ void start_qk() {
-        const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
-        const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
-        smem.k_full[kv.stage].wait(kv.parity);
+    __device__ void start_qk(Dots& s, const Ring<cfg::stages>& at) const {
+        const SmemDescriptor<QTile> a = q_rows.stage(uniform(q.stage));
+        const SmemDescriptor<KTile> b = k_columns.stage(at.stage);
+        smem.k_full[at.stage].wait(at.parity);
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::head_dim / 16; ++i) QkMma::multiply(s, a.columns(i), b.columns(i), i > 0);
         ptx::wgmma_commit();
     }
-    __device__ void start_pv() {
-        const Ring<cfg::stages> at = kv.previous();
+    __device__ void start_pv(const Ring<cfg::stages>& at) {
         const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
         ptx::wgmma_fence();
@@ -252,116 +233,39 @@ struct Consumer {
         __device__ Own(const Args& args, const WorkTile& work, i32 row)
             : rows(args, work.batch), mask(args, rows, work), score(args, rows, work), row(row) {}
     };
-    // Q K^T of a tile and, where it is `pending`, P V of the one before it are issued together; the softmax runs under the latter.
-    template <bool pending>
-    __device__ void step(const Own& own, Softmax& softmax, i32 tile, bool full) {
-        start_qk();
-        if constexpr (pending) start_pv();
-        order.pass_turn();
+    __device__ void weigh(const Own& own, Softmax& softmax, const TileRange& tiles, i32 tile, Dots& s) const {
+        const bool full = tiles.is_full(tile);
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
         const PlacedScore<Score> placed{own.score, own.row, first};
         const auto logits = [&] {
             placed.logits(s);
             if (!full) mask_fragment(own.mask, s, own.row, first);
         };
-        ptx::wgmma_wait<pending>();
         softmax.next(s, placed, full, logits, [] {});
-        release(smem.k_empty[kv.stage]);
-        if constexpr (pending) {
-            ptx::wgmma_wait<0>();
-            release(smem.v_empty[kv.previous().stage]);
-        }
-        kv.advance();
+    }
+    __device__ void keep_weights(const Dots& s) {
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
-        if constexpr (pending) softmax.rescale(o);
     }
     __device__ void attend_split(const Own& own, Softmax& softmax, TileRange tiles) {
 #pragma unroll
         for (float& x : o) x = 0.f;
         if (tiles.begin >= tiles.end) return;
-        i32 tile = tiles.begin;
-        step<false>(own, softmax, tile, tiles.is_full(tile));
-#pragma unroll 1
-        while (++tile < tiles.end) step<true>(own, softmax, tile, tiles.is_full(tile));
-        start_pv();
+        Pipeline::run(*this, own, softmax, tiles);
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
     }
 
-    // Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums.
-    __device__ float4* slot(i32 at, i32 strip) const {
-        return reinterpret_cast<float4*>(args.partials) + (i64(at) * args.strips + strip) * (blocks * 32 + 8);
-    }
     __device__ i32 strip() const { return index * 4 + lane / 32; }  // this warp's
-    __device__ void leave(i32 at, const MaxSum& found) const {
-        float4* const to = slot(at, strip());
+    __device__ void leave(i32 border, i32 place, const MaxSum& found) const {
+        float4* const to = state_at(args, border, min(place, args.slots - 1), strip());
         const u32 own = lane % 32;
 #pragma unroll
         for (int i = 0; i < blocks; ++i) to[i * 32 + own] = Total::four(o, i);
         if (own % 4 == 0) to[blocks * 32 + own / 4] = found.max_sum();
     }
-    // Columns of o from some block on, and with the first of them the logarithms.
-    struct StoreFrom : Store {
-        const i32 block;
 
-        __device__ OElement* o(i32 row) const { return Store::o(row) + block * 8; }
-        __device__ void lse(i32 row, Number x) const {
-            if (block == 0) Store::lse(row, x);
-        }
-    };
-    template <int n>
-    __device__ void store(const Rows& rows, const WorkTile& work, i32 strip, i32 block, const MaxSum& found, const float (&x)[n], float scale_log2) const {
-        Softmax whole(args, rows, work, scale_log2);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) whole.max[r] = found.max[r], whole.sum[r] = lane % 4 ? 0.f : found.sum[r];
-        store_fragment(StoreFrom{{args, rows, work}, block}, whole, x, work.q_begin + strip * 16 + lane % 32 / 4, rows.q_len, 1.f);
-    }
-    // Folds the states that the work's blocks have left, and stores what they give. Warps share strips and columns.
-    __device__ void fold(const Rows& rows, const WorkTile& work, i32 strips, const Smem::Pieces& pieces, float scale_log2) const {
-        constexpr int columns = blocks % 4 || cfg::consumers > 1 ? 2 : 4, chunks = blocks / columns;  // of a strip
-        constexpr int states = cfg::fold_states;  // fetched at once; more of them take registers from the main loop's descriptors
-        const u32 own = lane % 32, count = pieces.count;
-#pragma unroll 1
-        for (i32 unit = strip(); unit < strips * chunks; unit += 4 * cfg::consumers) {
-            const i32 strip = unit / chunks, block = unit % chunks * columns;
-            MaxSum found;
-            float sum[4 * columns];
-#pragma unroll 1
-            for (u32 first = 0; first < count; first += states) {
-                float4 stats[states], x[states][columns];
-#pragma unroll
-                for (u32 j = 0; j < states; ++j) {  // behind the last one it once more
-                    const float4* const from = slot(pieces.slots[min(first + j, count - 1)], strip);
-                    stats[j] = from[blocks * 32 + own / 4];
-#pragma unroll
-                    for (int i = 0; i < columns; ++i) x[j][i] = from[(block + i) * 32 + own];
-                }
-#pragma unroll
-                for (u32 j = 0; j < states; ++j) {
-                    if (first + j >= count) break;
-                    MaxSum next;
-                    next.set(stats[j]);
-                    const bool is_first = j == 0 && first == 0;
-                    const Factors by = found.factors(next, scale_log2);
-                    if (is_first) found = next;
-                    else found.fold(next, by);
-#pragma unroll
-                    for (int i = 0; i < columns; ++i) {
-                        const float y[4] = {x[j][i].x, x[j][i].y, x[j][i].z, x[j][i].w};
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) sum[4 * i + e] = is_first ? y[e] : by.fold(sum[4 * i + e], y[e], e / 2);
-                    }
-                }
-            }
-            store(rows, work, strip, block, found, sum, scale_log2);
-        }
-    }
-
-    __device__ static void meet() { ptx::bar_sync(4, 128 * cfg::consumers); }
-    __device__ bool is_first() const { return threadIdx.x == 128; }
-
-    __device__ void attend(const Work& work, u32 place, u32 parity) {
+    __device__ void attend(const Work& work, const i32& border) {
         const SplitRun& run = work.run;
         const i32 begin = run.splits.begin;
         const bool has_rows = strip() * 16 < work.rows;
@@ -379,23 +283,16 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
             if (run.split > begin) {
-                if (has_rows) leave(slot_after(args, blockIdx.x, split - begin), found);
+                if (has_rows) leave(border, split - begin, found);
             } else if (split == begin) total.put(found, o);
             else total.join(found, o, own.score.scale_log2);
         } while (++split < split_end);
         __syncwarp();
         release(smem.q_empty[q.stage]);
         q.advance();
-        if (!run.is_whole()) {
-            if (run.split == begin && has_rows) leave(slot_before(args, blockIdx.x, 0), found);
-            meet();
-            if (is_first()) {
-                smem.listed[place].wait(parity);
-                smem.is_last = count_in(args.arrived + smem.pieces[place].owner, run.split_end - run.split, run.splits.end - begin, smem.half);
-            }
-            meet();
-            if (smem.is_last) fold(own.rows, run, ceil_div(work.rows, 16), smem.pieces[place], own.score.scale_log2);
-        } else if (has_rows) store(own.rows, run, strip(), 0, found, o, own.score.scale_log2);
+        if (!has_rows) return;
+        if (run.is_whole()) store_strip(Store(args, own.rows, run), args, own.rows, run, own.row, found, o, own.score.scale_log2);
+        else if (run.split == begin) leave(border, 0, found);
     }
 };
 
@@ -406,7 +303,7 @@ __device__ void consume(const Args& args, Smem& smem) {
         const u32 place = works.stage();
         smem.work_full[place].wait(works.parity());
         if (uniform(smem.work[place].run.batch) < 0) return;
-        consumer.attend(smem.work[place], place, works.parity());
+        consumer.attend(smem.work[place], smem.border[place]);
         __syncwarp();
         consumer.release(smem.work_empty[place]);
     }
@@ -419,7 +316,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
         constexpr u32 readers = 4 * cfg::consumers;
         ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
         for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + 1), smem.listed[i].init(1);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + 1);
         for (int i = 0; i < cfg::stages; ++i) {
             smem.k_full[i].init(1), smem.k_empty[i].init(readers);
             smem.v_full[i].init(1), smem.v_empty[i].init(readers);

@@ -13,7 +13,7 @@
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
+                       // Element, Blocks, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
@@ -21,9 +21,9 @@
 #include "tile/swizzled.cuh"
 #include "variant/interfaces.cuh"
 
-using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim>;
-using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim>;
-using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v>;
+using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim, sizeof(Element)>;
+using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim, sizeof(Element)>;
+using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v, sizeof(Element)>;
 
 union Slot {
     KTile k;
@@ -34,7 +34,8 @@ struct Smem {
     Slot ring[cfg::stages];
     WorkTile work;  // kept here until the end, to free registers
 };
-template struct ElementOption<Element>;
+static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
+static_assert(Blocks::words == 2 * sizeof(Element), "Blocks: words, of a block of Element");
 template struct SameElements<Element, QElement>;
 template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
@@ -101,27 +102,27 @@ struct Work {
 
 // This is what a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
-    static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::chunks / 2, pv_steps = cfg::tile_kv / 16;
+    static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::blocks, pv_steps = cfg::tile_kv / 16;
     const u32 first_row;  // in the tile
-    const BlockReader<QTile> q_blocks;
-    const BlockReader<KTile> k_blocks;
-    const BlockReader<VTile> v_blocks;
-    u32 q[cfg::q_steps_in_registers + 1][m_tiles_per_warp][4];  // the last one for the steps that are not kept
-    u32 p[pv_steps][m_tiles_per_warp][4];
+    const Blocks::Left<QTile> q_blocks;
+    const Blocks::Right<KTile> k_blocks;
+    const Blocks::RightTransposed<VTile> v_blocks;
+    u32 q[cfg::q_steps_in_registers + 1][m_tiles_per_warp][Blocks::words];  // the last one for the steps that are not kept
+    u32 p[pv_steps][m_tiles_per_warp][Blocks::words];
     float s[m_tiles_per_warp * cfg::tile_kv / 2], o[m_tiles_per_warp * cfg::head_dim_v / 2];
 
     // The compiler takes what is uniform() for the same in the whole warp, and keeps what follows from it out of the registers.
     __device__ explicit Warp(const Smem& smem)
-        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * m_tiles_per_warp)), q_blocks(BlockReader<QTile>::down(smem.q)),
-          k_blocks(BlockReader<KTile>::right(smem.ring[0].k)), v_blocks(BlockReader<VTile>::down(smem.ring[0].v)) {
+        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * m_tiles_per_warp)), q_blocks(smem.q, 0),
+          k_blocks(smem.ring[0].k, 0), v_blocks(smem.ring[0].v, 0, 0, threadIdx.x % 32) {
 #pragma unroll
         for (float& x : o) x = 0.f;
     }
 
-    __device__ void load_q(u32 (&to)[m_tiles_per_warp][4], int step) {
+    __device__ void load_q(u32 (&to)[m_tiles_per_warp][Blocks::words], int step) {
 #pragma unroll
         for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
-            ptx::ldmatrix(to[slab], q_blocks.block(slab, step, first_row * QTile::row_bytes));
+            q_blocks.load(to[slab], slab, step, first_row * QTile::row_bytes);
 #pragma unroll
             for (u32& x : to[slab]) x ^= u32(cfg::q_signs);
         }
@@ -136,18 +137,25 @@ struct Warp {
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
-        for (int step = 0; step < qk_steps; ++step) {
-            u32(&a)[m_tiles_per_warp][4] = q[min(step, cfg::q_steps_in_registers)];
-            if (step >= cfg::q_steps_in_registers) load_q(a, step);
+        for (int step = 0; step < cfg::q_steps_in_registers; ++step) multiply_qk(q[step], step, slot);
+        constexpr int unrolled = Blocks::unrolled(qk_steps - cfg::q_steps_in_registers);
+#pragma unroll 1
+        for (int first = cfg::q_steps_in_registers; first < qk_steps; first += unrolled)
 #pragma unroll
-            for (int i = 0; i < cfg::tile_kv / 16; ++i) {
-                u32 b[4];
-                ptx::ldmatrix(b, k_blocks.block(i, step, slot));
+            for (int step = first; step < first + unrolled; ++step) {
+                load_q(q[cfg::q_steps_in_registers], step);
+                multiply_qk(q[cfg::q_steps_in_registers], step, slot);
+            }
+    }
+    __device__ void multiply_qk(const u32 (&a)[m_tiles_per_warp][Blocks::words], int step, u32 slot) {
 #pragma unroll
-                for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
-                    Element::multiply(s + fragment_index(2 * i, 2 * slab), a[slab], b);
-                    Element::multiply(s + fragment_index(2 * i + 1, 2 * slab), a[slab], b + 2);
-                }
+        for (int i = 0; i < cfg::tile_kv / 16; ++i) {
+            u32 b[Blocks::words];
+            k_blocks.load(b, i, step, slot);
+#pragma unroll
+            for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
+                Element::multiply(s + fragment_index(2 * i, 2 * slab), a[slab], b);
+                Element::multiply(s + fragment_index(2 * i + 1, 2 * slab), a[slab], b + Blocks::words / 2);
             }
         }
     }
@@ -156,17 +164,17 @@ struct Warp {
 #pragma unroll
         for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
-            for (int i = 0; i < VTile::chunks / 2; ++i) {
-                u32 b[4];
-                ptx::ldmatrix_transposed(b, v_blocks.block(step, i, slot));
+            for (int i = 0; i < VTile::blocks; ++i) {
+                u32 b[Blocks::words];
+                v_blocks.load(b, step, i, slot);
 #pragma unroll
                 for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
                     Element::multiply(o + fragment_index(2 * i, 2 * slab), p[step][slab], b);
-                    if (16 * i + 8 < cfg::head_dim_v) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + 2);
+                    if (16 * i + 8 < cfg::head_dim_v) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + Blocks::words / 2);
                 }
             }
     }
-    // An accumulator's registers are those of an A operand: two blocks side by side make one of 16 x 16.
+    // An accumulator's registers are those of an A operand: two blocks of eight columns side by side make one of 16 x 16.
     __device__ void pack_p(const Work& work, i32 first) {
         decltype(work.weight.template draw<pv_steps>(0, 0)) drawn[m_tiles_per_warp];
 #pragma unroll
@@ -174,12 +182,14 @@ struct Warp {
 #pragma unroll
         for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
-            for (int slab = 0; slab < m_tiles_per_warp; ++slab)
+            for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
+                float x[8];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int from = fragment_index(2 * step + i / 2, 2 * slab + i % 2);
-                    p[step][slab][i] = drawn[slab](Element::pack(s[from], s[from + 1]), 4 * step + i);
-                }
+                for (int i = 0; i < 8; ++i) x[i] = s[fragment_index(2 * step + i / 4, 2 * slab + i / 2 % 2) + i % 2];
+                Blocks::pack(p[step][slab], x);
+#pragma unroll
+                for (int i = 0; i < Blocks::words; ++i) p[step][slab][i] = drawn[slab](p[step][slab][i], Blocks::words * step + i);
+            }
     }
 
     // From dot products to logits, -inf where the mask keeps no key; `first`: this thread's first key.

@@ -324,6 +324,10 @@ inline u32 halves_from(u32 x, u32 limits) {
     for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
     return found;
 }
+inline void keep_where(float& x, float& y, u32 word) {
+    if (!(word & 0xffff)) x = 0;
+    if (!(word >> 16)) y = 0;
+}
 }
 """
 MOVMATRIX = r"""
@@ -342,6 +346,12 @@ LDMATRIX = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
+inline void ldmatrix(u32 (&d)[4], u32 address) {
+    host_exchange(address, [&](auto of) {
+        for (u32 m = 0; m < 4; ++m) std::memcpy(&d[m], host_block->raw + of(8 * m + host_lane() / 4) + host_lane() % 4 * 4, 4);
+        return 0;
+    });
+}
 inline void ldmatrix_transposed(u32 (&d)[4], u32 address) {
     host_exchange(address, [&](auto of) {
         for (u32 m = 0; m < 4; ++m) {

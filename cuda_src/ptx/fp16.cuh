@@ -22,4 +22,9 @@ __device__ inline u32 halves_from(u32 x, u32 limits) {
     asm("set.geu.u32.f16x2 %0, %1, %2;" : "=r"(found) : "r"(size), "r"(limits));
     return found;
 }
+// x and y, but 0 for that whose half of `word` is 0, the lower one being of x.
+__device__ inline void keep_where(float& x, float& y, u32 word) {
+    asm("{ .reg .pred p, q; setp.neu.f16x2 p|q, %2, %3; selp.f32 %0, %0, 0f00000000, p; selp.f32 %1, %1, 0f00000000, q; }"
+        : "+f"(x), "+f"(y) : "r"(word), "r"(0));
+}
 }  // namespace ptx

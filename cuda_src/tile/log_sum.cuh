@@ -20,7 +20,7 @@ struct LogSum {
         const N from = total == 0 ? N(minus_inf) : reference;
         reference = max(-largest, min(largest, max(from, x)));
         shrink = ptx::exp2((from - reference) * N(log2_e));
-        total = total * shrink + ptx::exp2((x - reference) * N(log2_e));
+        total = fma(total, shrink, ptx::exp2((x - reference) * N(log2_e)));  // the same wherever a row is
     }
     // This is what makes weighted sums to means; 0 for an empty sum.
     __device__ N inverse() const { return total == 0 ? N(0) : shrink * ptx::reciprocal(total); }

@@ -3,24 +3,6 @@
 #include "tile/fragment.cuh"
 #include "tile/log_sum.cuh"
 
-// A row in the number format of o: a quad exchanges its words so that each lane writes 16 bytes.
-template <int n>
-__device__ void store_row(OElement* out, bool inside, const float (&o)[n], int r, float factor) {
-    constexpr int groups = n / (4 * cfg::m_tiles_per_warp);  // of eight columns
-    const u32 lane = threadIdx.x % 4;
-#pragma unroll
-    for (int first = 0; first < groups; first += 4) {
-        u32 x[4];
-#pragma unroll
-        for (int g = 0; g < 4; ++g) {
-            const int i = fragment_index(min(first + g, groups - 1), r);
-            x[g] = OElement::pack(o[i] * factor, o[i + 1] * factor);
-        }
-        transpose_quad(x);
-        if (inside && first + lane < groups)
-            *reinterpret_cast<uint4*>(out + (first + lane) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
-    }
-}
 // A row of float32: a quad writes 32 bytes at a time, a whole sector.
 template <int n>
 __device__ void store_row(float* out, bool inside, const float (&o)[n], int r, float factor) {
@@ -29,6 +11,28 @@ __device__ void store_row(float* out, bool inside, const float (&o)[n], int r, f
     for (int g = 0; g < n / (4 * cfg::m_tiles_per_warp); ++g) {
         const int i = fragment_index(g, r);
         *reinterpret_cast<float2*>(out + g * 8 + threadIdx.x % 4 * 2) = make_float2(o[i] * factor, o[i + 1] * factor);
+    }
+}
+// A row in the number format of o, of two bytes: a quad exchanges its words so that each lane writes 16 bytes.
+template <class E, int n>
+__device__ void store_row(E* out, bool inside, const float (&o)[n], int r, float factor) {
+    if constexpr (sizeof(E) == 4) {
+        store_row(reinterpret_cast<float*>(out), inside, o, r, factor);
+    } else {
+        constexpr int groups = n / (4 * cfg::m_tiles_per_warp);  // of eight columns
+        const u32 lane = threadIdx.x % 4;
+#pragma unroll
+        for (int first = 0; first < groups; first += 4) {
+            u32 x[4];
+#pragma unroll
+            for (int g = 0; g < 4; ++g) {
+                const int i = fragment_index(min(first + g, groups - 1), r);
+                x[g] = E::pack(o[i] * factor, o[i + 1] * factor);
+            }
+            transpose_quad(x);
+            if (inside && first + lane < groups)
+                *reinterpret_cast<uint4*>(out + (first + lane) * 8) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
     }
 }
 

@@ -20,6 +20,7 @@ struct alignas(1024) Tile {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 template <class T>
 struct SmemDescriptor {
+    static constexpr int panel_bytes = T::panel_bytes;
     u32 low;
 
     // Contraction along the columns (Q and K in Q K^T).

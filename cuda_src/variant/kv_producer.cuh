@@ -46,23 +46,26 @@ struct KvProducer {
     __device__ void load_kv(const Rows& rows, const KvWorkTile& work) {
         smem.kv_empty.wait(kv.parity ^ 1);
         kv.advance();
-        smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
+        if constexpr (requires { smem.v; }) smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
+        else smem.kv_full.arrive_expect(sizeof(smem.k));
         load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
-        load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
+        if constexpr (requires { smem.v; }) load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
         beside.begin(work);
     }
     // ... and of each step Q with lse and dO with delta.
     __device__ void load_step(const Rows& rows, i32 head, i32 tile) {
-        const u32 s = step.stage(), parity = step.parity() ^ 1;
+        constexpr u32 q_stages = sizeof(smem.q) / sizeof(smem.q[0]), do_stages = sizeof(smem.d_o) / sizeof(smem.d_o[0]);
+        const u32 s = step.stage(q_stages), q_parity = step.parity(q_stages) ^ 1, t = step.stage(do_stages), do_parity = step.parity(do_stages) ^ 1;
         const i64 first = i64(place_of(args, rows, head, tile)) * cfg::tile_q;
-        smem.q_empty[s].wait(parity);
+        smem.q_empty[s].wait(q_parity);
         smem.q_full[s].arrive_expect(sizeof(smem.q[s]) + row_bytes);
         load_tile(args.q, smem.q[s], smem.q_full[s], rows.q, tile * cfg::tile_q, head);
         ptx::bulk_load(smem.lse_log2[s], args.lse_log2 + first, row_bytes, smem.q_full[s]);
-        smem.do_empty[s].wait(parity);
-        smem.do_full[s].arrive_expect(sizeof(smem.d_o[s]) + row_bytes);
-        load_tile(args.d_o, smem.d_o[s], smem.do_full[s], rows.q, tile * cfg::tile_q, head);
-        ptx::bulk_load(smem.delta[s], args.delta + first, row_bytes, smem.do_full[s]);
+        smem.do_empty[t].wait(do_parity);
+        constexpr u32 of_delta = requires { smem.delta; } ? row_bytes : 0;
+        smem.do_full[t].arrive_expect(sizeof(smem.d_o[t]) + of_delta);
+        load_tile(args.d_o, smem.d_o[t], smem.do_full[t], rows.q, tile * cfg::tile_q, head);
+        if constexpr (of_delta != 0) ptx::bulk_load(smem.delta[t], args.delta + first, row_bytes, smem.do_full[t]);
         beside.load(args, smem, head, tile, step);
         ++step.count;
     }
@@ -82,16 +85,22 @@ __device__ KvWorkTile next_work(Smem& smem, Ring<2>& ring) {
 }
 
 // When the weights that values are multiplied by are packed in p, four from element i on: as they are made, or not yet.
-__device__ inline void pack_four(u32* p, int i, const float* w) {
-    p[i / 2] = Element::pack(w[0], w[1]), p[i / 2 + 1] = Element::pack(w[2], w[3]);
+template <class Weights>
+__device__ void pack_four(u32* p, int i, const float* w, const Weights& weights) {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) p[(i + j) / 2] = weights.packed(Element::pack(w[j], w[j + 1]), i / 8, i % 8 + j);
 }
 struct PackedAtOnce {
-    __device__ static void early(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
-    __device__ static void later(u32*, int, const float*) {}
+    template <class Weights>
+    __device__ static void early(u32* p, int i, const float* w, const Weights& weights) { pack_four(p, i, w, weights); }
+    template <class Weights>
+    __device__ static void later(u32*, int, const float*, const Weights&) {}
 };
 struct PackedLater {
-    __device__ static void early(u32*, int, const float*) {}
-    __device__ static void later(u32* p, int i, const float* weights) { pack_four(p, i, weights); }
+    template <class Weights>
+    __device__ static void early(u32*, int, const float*, const Weights&) {}
+    template <class Weights>
+    __device__ static void later(u32* p, int i, const float* w, const Weights& weights) { pack_four(p, i, w, weights); }
 };
 
 // From dot products, a row being a key, to weights: p are those that values are multiplied by, s becomes the weights times the
@@ -113,6 +122,6 @@ __device__ void weigh_transposed(float (&s)[n], u32 (&p)[n / 2], const Score& sc
             w[j] = weights(e, i / 8, i % 8 + j);
             s[i + j] = e * score.derivative(s[i + j], q, kv);
         }
-        Packed::early(p, i, w);
+        Packed::early(p, i, w, weights);
     }
 }

@@ -11,10 +11,10 @@ from .context import check, library
 
 
 @functools.lru_cache(maxsize=256)
-def _make_constants(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[Any, tuple[Any, ...]]:
+def _make_constants(dtype: str, box: tuple[int, ...], l2_bytes: int) -> tuple[Any, tuple[Any, ...]]:
     """The arguments of cuTensorMapEncodeTiled that do not follow from sizes and strides: the first, and the last ones."""
     cuda = library()
-    formats, promotions = cuda.CUtensorMapDataType, cuda.CUtensorMapL2promotion
+    formats = cuda.CUtensorMapDataType
     kinds = {"fp16": formats.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "bf16": formats.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}
     kinds |= dict.fromkeys(("e4m3", "e5m2"), formats.CU_TENSOR_MAP_DATA_TYPE_UINT8)
     width = box[0] if dtype in ("e4m3", "e5m2") else 2 * box[0]
@@ -22,7 +22,7 @@ def _make_constants(dtype: str, box: tuple[int, ...], read_once: bool) -> tuple[
     return kinds[dtype], (
         [*map(cuda.cuuint32_t, box)], [cuda.cuuint32_t(1)] * len(box),
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-        promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_64B if read_once else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        getattr(cuda.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{l2_bytes}B"),
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
 
@@ -35,13 +35,12 @@ def _encoded_at(encoded: Callable[[int], bytes], pointer: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], read_once: bool = False
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], l2_bytes: int = 256
 ) -> Callable[[int], bytes]:
     """A function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16
-    numbers. ``read_once`` says that no other block will find it in L2, which then fetches pieces of 64 bytes, not of 256
-    (perf/notes/attn_decode.md)."""
-    cuda, (kind, after) = library(), _make_constants(dtype, box, read_once)
+    numbers. L2 fetches pieces of ``l2_bytes`` from memory (perf/notes/attn_decode.md)."""
+    cuda, (kind, after) = library(), _make_constants(dtype, box, l2_bytes)
     uint64 = cuda.cuuint64_t
     extents = [uint64(n) for n in sizes], [uint64(n) for n in strides]
     before, after = (kind, len(sizes)), (*extents, *after)

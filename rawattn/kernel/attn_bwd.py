@@ -1,4 +1,6 @@
-"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it."""
+"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it. Where
+it is asked for, head sizes up to 192: in the same kernel where q and v have up to 320 columns together, else with dv in
+attn_bwd_dv.cu."""
 
 from __future__ import annotations
 
@@ -12,29 +14,25 @@ from ..operation import Backward, Forward
 from ..operation.operand import Layout
 from ..trace.expressions import nodes
 from ..trace.pair_axes import PairAxes
-from ..variant import Option, gradients
+from ..variant import Option, gradients, scheduler, weight
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QListWalk, RotatedTurn, lists
-from . import attn_bwd_captured, backward, group, tiling
+from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
+from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
 from .program import Buffer, Launch, Program
 from .render import wgmma
 
 WIDEST = 128  # columns
+SMEM = 232448  # bytes of a block
+WIDEST_HEAD, WIDEST_PAIR = 192, 320  # of q or v alone, and of both, where dP has the registers of S
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
-NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
-# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to the
-# next block's, where all add at once; a step; what a work takes besides.
-HOP, STEP, WORK = 3.0, 2.1, 5.0
-TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
-MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
@@ -45,7 +43,13 @@ SUMS: tuple[Option, Option] = (gradients.DqOrderedSums(), gradients.ClearTurnsOf
 ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how its statistics lie
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
+    "dp_later": (gradients.DpLater(), gradients.StatisticsByRows()),
+    "dk_first": (gradients.DkFirst(), gradients.StatisticsByQuads()),
 }
+VALUES: dict[str, Option] = {
+    "in_smem": gradients.ValuesInSmem(),
+    "in_registers": gradients.ValuesInRegisters(),
+}  # where V of a work is
 STEPS = ("together", "apart")  # in one loop or two
 
 
@@ -57,19 +61,28 @@ class AttnBwdConfig:
     tile_q: int = 64  # query rows of a step
     dq_parts: int = 1  # into which the columns of dq are cut
     dq_columns: int = 128  # of a part
+    dv_consumers: int = 0  # warpgroups of the kernel that makes dv, 64 keys each; 0 where this one does
     dq_chains: int = 1  # in which blocks take turns to add to dq
-    dq_stages: int = 2  # steps whose dq is under way
+    dq_stages: int = 2  # steps whose dq has a place in shared memory
+    q_stages: int = 2  # steps whose Q has
+    do_stages: int = 2  # steps whose dO has
+    ds_stages: int = 2  # steps whose dS has
     dq_sums: int = 0  # of each tile of dq, to which key tiles add in turn; 0 for what sizes suggest
     producer_registers: int = 40  # of a thread
     consumer_registers: int = 232  # of a thread
     store: str = "ordered"  # how parts of dq meet, of STORES
     direction: str = ""  # in which blocks go; "" for what the mask suggests
     order: str = "at_once"  # when a step's part of dq is made, of ORDERS
+    values: str = "in_smem"  # where V is, of VALUES
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
+    heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
+    bundle: int = 0  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
+    query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
+    dropped: str = "each"  # "packed" where weights are dropped two at a time
 
     @property
     def tile_kv(self) -> int:
@@ -80,8 +93,21 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
     """The configuration for the head sizes, found by compiling."""
     if lists(op.mask):
         return dataclasses.replace(list_configs_of(op)[0], store=store)
+    if op.widest > WIDEST:
+        return wide_config_of(op)
     config = _choose_registers(op, store)
     return dataclasses.replace(config, steps="apart" if _has_two_loops(op, config) else "together")
+
+
+def wide_config_of(op: Forward) -> AttnBwdConfig:
+    """The configuration for heads above 128 columns, which was compiled and has run on no GPU (perf/notes/attn_bwd.md): dk and dv
+    fill the registers, or dk and V do; shared memory has room for dq of one step, and mostly for dO and dS of one."""
+    columns = max(64, -(-op.head_dim // 16) * 8)
+    config = AttnBwdConfig(dq_parts=2, dq_columns=columns, dq_stages=1, producer_registers=24, consumer_registers=240)
+    if op.head_dim + op.head_dim_v > WIDEST_PAIR:
+        return dataclasses.replace(config, order="dk_first", values="in_registers", dv_consumers=3)
+    config = dataclasses.replace(config, order="dp_later", ds_stages=1)
+    return config if smem_bytes(config, op) <= SMEM else dataclasses.replace(config, do_stages=1)
 
 
 def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -158,11 +184,28 @@ def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
     return [dataclasses.replace(config, producer_registers=producer, consumer_registers=consumer)]
 
 
+def _is_plain(op: Forward) -> bool:
+    """Says whether nothing changes weights and scores, and tiles lie side by side."""
+    return op.has_plain_score and not op.spec.dropout and not lists(op.mask)
+
+
+def _shares_panel(config: AttnBwdConfig) -> bool:
+    """Says whether a part of dq is a panel of 64 columns and a half of what is beyond the panels of all parts."""
+    return config.dq_parts > 1 and config.dq_columns > 64
+
+
 def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     """Shared memory of a block, at most: tiles of K, V, Q, dO and dS, parts of dq, statistics and barriers."""
-    panels = -(-op.head_dim // 64) - (-op.head_dim_v // 64)
-    tiles = 128 * ((config.tile_kv + 2 * config.tile_q) * panels + 2 * config.tile_q * config.consumers)
-    return tiles + 256 * config.dq_stages * config.dq_parts * config.dq_columns + 16 * config.tile_q + 1024
+    qk, v = -(-op.head_dim // 64), -(-op.head_dim_v // 64)
+    of_queries = config.q_stages * qk + config.do_stages * v + config.ds_stages * config.consumers
+    tiles = 128 * (config.tile_kv * (qk + v) + config.tile_q * of_queries)
+    dq = 0 if config.values == "in_registers" else config.dq_stages * _dq_bytes(config)
+    return tiles + dq + 16 * config.tile_q + 1024
+
+
+def _dq_bytes(config: AttnBwdConfig) -> int:
+    """The bytes of a step's dq."""
+    return 4 * config.tile_q * config.dq_parts * config.dq_columns
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
@@ -187,97 +230,33 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
     return None
 
 
-def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
-    """The reason why key tiles cannot begin their rounds at different query tiles, where the configuration says so; None where
-    they can."""
-    if config.walk != "rotated":
-        return None
-    forward = op.forward
-    if forward.varlen or not isinstance(forward.mask, (Full, Causal)) or not forward.has_plain_score or config.gradient:
-        return "walk is 'rotated'; it needs sequences of one length, a full or causal mask, and a score that reads no arrays"
-    if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
-        return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
+def _refuse_wide(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why heads are too wide for the order, or the rest of the configuration does not fit it; None where it fits."""
+    order, values, stages = config.order, config.values, (config.q_stages, config.do_stages, config.ds_stages)
+    wanted = "dk_first" if op.head_dim + op.head_dim_v > WIDEST_PAIR else "dp_later" if op.widest > WIDEST else ""
+    if wanted and order not in (wanted, "dk_first"):
+        return f"order is {order!r}; heads of {op.head_dim} and {op.head_dim_v} columns need {wanted!r}"
+    if config.dv_consumers not in ((2, 3) if order == "dk_first" else (0,)):
+        return f"dv_consumers is {config.dv_consumers}; it must be 2 or 3 with order 'dk_first', and 0 else"
+    is_late = order in ("step_later", "dk_first") or config.gradient or config.elements
+    if config.dv_consumers and (config.query_parts != 1 or lists(op.mask)):
+        return f"dv_consumers is {config.dv_consumers}; it must be 0 for masks whose tiles are lists, and several query_parts"
+    if not {*stages} <= {1, 2} or (config.ds_stages == 1 and is_late):
+        return f"q_stages, do_stages and ds_stages are {stages}; they must be 1 or 2, and dS that is read later or stored needs 2"
+    place = config.tile_kv * 128 * -(-op.head_dim_v // 64)
+    has_place = order == "dk_first" and config.dq_stages == 1 and _dq_bytes(config) <= place
+    if values not in VALUES or (values == "in_registers" and not has_place):
+        return f"values is {values!r}; it must be of {[*VALUES]}, and in registers needs order 'dk_first' and dq_stages 1"
+    if _shares_panel(config) and (config.dq_columns > 96 or config.dq_parts != 2 or config.dq_chains > 1):
+        return f"dq_columns is {config.dq_columns} in {config.dq_parts} parts; two of up to 96 may share a panel, in one chain"
+    if config.store == "final" and (config.dq_stages == 1 or _shares_panel(config)):
+        return "store is 'final'; it needs dq_stages 2, and parts of dq that are whole panels"
     return None
-
-
-def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
-    return config.store == "ordered" and not lists(op.mask)
-
-
-def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
-    return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
-
-
-def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why a tile of dq cannot have so many sums; None where it can."""
-    most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
-    if config.dq_sums in (0, 1) or (1 < config.dq_sums <= most and _may_have_sums(op, config)):
-        return None
-    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered' and a mask without lists"
-
-
-def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
-    """The sums of each tile of dq that keep ``blocks`` from queuing for them.
-
-    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
-    which is where blocks queue (perf/notes/attn_bwd.md)."""
-    if not _has_few_queries(op, config):
-        return 1
-    tiles = op.heads * backward.q_blocks(op, config.tile_q)
-    time = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
-    of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
-    of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
-    fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
-    return next((n for n in fitting if HOP / n <= MOST_HOPS * time), fitting[-1])
 
 
 def _store_of(config: AttnBwdConfig) -> tuple[Option, Option]:
     """The options that say how parts of dq meet, and what is cleared for that."""
     return SUMS if config.dq_sums > 1 else STORES[config.store]
-
-
-def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
-    """Says whether key tiles go round, by what is expected: works that begin together wait for the key tiles before them once, a
-    hop each, and rounds wait for nobody, but a block has its works beforehand, in windows (perf/notes/attn_bwd.md)."""
-    forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
-    kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
-    rotated = dataclasses.replace(config, walk="rotated", direction="")
-    is_square = isinstance(forward.mask, Full) and 8 <= kv_tiles <= q_tiles / 1.5
-    if parts > 1 or not is_square or _refuse_rounds(rotated, op) is not None:
-        return False
-    heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
-    windows = -(-kv_tiles // blocks)
-    rounds = -(-heads // max(1, blocks // -(-kv_tiles // windows))) * windows
-    return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
-
-
-def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
-    """The order of works of packed sequences under a causal mask: with a head for each key head short sequences descend, since
-    those whose works all begin at the last query tile wait for each other; parts of heads that go in step have the longest
-    first."""
-    if not op.varlen or not isinstance(op.mask, Causal) or not group.adds_in_turns(config):
-        return ""
-    in_step = config.parts > 1 and config.walk == "by_tiles"
-    return "AlternatingLong" if op.heads_per_kv == 1 else "LongestFirst" if in_step else ""
-
-
-def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
-    """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
-    of their own, and equal groups of as many heads as ``blocks`` have windows for."""
-    if config.walk != "rotated":
-        return {}
-    blocks = max(1, blocks)  # none without keys
-    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, -(-op.q_len // config.tile_q))
-    window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
-    heads = max(1, op.kv_heads * op.batch * config.parts)
-    groups = -(-heads // max(1, blocks // window))
-    size = -(-heads // groups)
-    return {
-        "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
-        "q_stride": min(256 * q_tiles // window, (1 << 31) - 1),
-    }  # fmt: skip
 
 
 def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
@@ -287,6 +266,19 @@ def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     if elements and (config.producer_registers, config.consumer_registers) == (24, 240):
         config = dataclasses.replace(config, producer_registers=40, consumer_registers=232)
     return dataclasses.replace(config, gradient=gradient, elements=elements)
+
+
+def _weight_of(op: Forward, config: AttnBwdConfig) -> Option:
+    return weight.PackedDropout(op.spec.dropout) if config.dropped == "packed" else op.spec.weight
+
+
+def _refuse_dropped(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why weights are not dropped so; None where they can be."""
+    may_pack = op.spec.dropout and op.spec.offsets is None and config.order in ("at_once", "step_later")
+    if config.dropped == "each" or (config.dropped == "packed" and may_pack):
+        return None
+    needs = "dropout, order 'at_once' or 'step_later', and no q_offset and kv_offset"
+    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with {needs}"
 
 
 def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
@@ -320,8 +312,17 @@ class AttnBwd(BackwardKernel):
         return self.runs_on(device) and op.forward.widest <= WIDEST and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST)
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST_HEAD)
+        forward = op.forward
+        if forward.widest > WIDEST and not _is_plain(forward):
+            reasons.append(
+                f"with heads above {WIDEST} columns it takes no list of tiles, and weights and scores that nothing changes"
+            )
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
+
+    def prefers(self, op: Backward) -> bool:
+        """Not heads above 128 columns, which no GPU has run so."""
+        return op.forward.widest <= WIDEST
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
@@ -338,21 +339,24 @@ class AttnBwd(BackwardKernel):
             )
         if config.dq_parts > 1 and config.dq_columns < min(64, forward.head_dim):
             return f"dq_columns is {config.dq_columns}; several parts must be of 64 columns or more, a panel"
+        if reason := _refuse_wide(config, forward):
+            return reason
         if config.store not in STORES or config.direction not in ("", *DIRECTIONS):
             return (
                 f"store is {config.store!r} and direction {config.direction!r}; they must be of {[*STORES]} and {[*DIRECTIONS]}"
             )
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
-        plain = forward.has_plain_score and not forward.spec.dropout
-        if config.order == "step_later" and (config.dq_parts == 1 or not plain):
+        plain = forward.has_plain_score and not (forward.spec.dropout and config.dropped == "each")
+        if config.order != "at_once" and (config.dq_parts == 1 or not plain):
             return (
-                "order is 'step_later'; it needs a part of dq for each of its makers, and scores and weights that nothing changes"
+                f"order is {config.order!r}; it needs a part of dq for each of its makers, and scores and weights that nothing "
+                "changes"
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and config.order != "at_once" and not lists(forward.mask):
-            return "steps is 'apart'; it needs order 'at_once', or a mask whose tiles are lists"
+        if config.steps == "apart" and config.order in ("step_later", "dk_first") and not lists(forward.mask):
+            return "steps is 'apart'; it needs order 'at_once' or 'dp_later', or a mask whose tiles are lists"
         if config.steps == "apart" and config.elements and not lists(forward.mask):
             return "steps is 'apart' and elements come by TMA; tiles that are skipped would take their place before they come"
         is_taken = lists(forward.mask) or (config.gradient and not isinstance(forward.mask, Full))
@@ -360,7 +364,9 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if reason := _refuse_tiles(config, op) or _refuse_rounds(config, op) or _refuse_sums(config, forward):
+        if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
+            return reason
+        if reason := _refuse_dropped(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -397,6 +403,8 @@ class AttnBwd(BackwardKernel):
         forward = op.forward
         if lists(forward.mask):
             configs = list_configs_of(forward)
+        elif forward.widest > WIDEST:
+            configs = [wide_config_of(forward)]
         else:
             configs = [config_of(forward), config_of(forward, "final"), *later_configs_of(forward), *small_configs_of(forward)]
         return [config for config in map(functools.partial(_use_tma, op), configs) if self.legal(config, op, device) is None]
@@ -412,8 +420,7 @@ class AttnBwd(BackwardKernel):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        q_len = max(1, round(forward.total_q / max(1, forward.batch)))
-        return seconds * (0.95 if forward.pairs <= q_len * FINAL_KEYS[forward.widest <= 64] else 1.05)
+        return seconds * (0.95 if attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64] else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
@@ -422,40 +429,34 @@ class AttnBwd(BackwardKernel):
         return 1.0 if config.consumers == (2 if few else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
-        """Those of one sum of each tile of dq, and of several where lengths may ask for them."""
-        several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
-        kinds = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
-        rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
-        if isinstance(op.forward.mask, Full) and not config.walk and _refuse_rounds(rotated, op) is None:
-            kinds.append(rotated)
+        """Those of all works that lengths may ask for."""
+        kinds = attn_bwd_works.kinds(op, config)
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
         """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
-        forward, blocks, is_asked = op.forward, device.sm_count, config.walk
-        config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
-        walk = "rotated" if not is_asked and _goes_round(op, config, blocks) else config.walk
-        direction = config.direction or _choose_direction(forward, config)
-        count = config.dq_sums or _count_sums(forward, config, blocks)
-        return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
+        return attn_bwd_works.resolved(op, config, device.sm_count)
 
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
         forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
         config = self.resolved(op, config, device)
         kv_values = backward.values(forward, config.tile_q, config.tile_kv)
-        sums = group.sums(forward, config, config.parts)
-        kv_values |= backward.kv_order(forward, config.tile_kv, device.sm_count, config.parts, sums)
+        parts = config.parts * config.query_parts
         blocks = forward.heads * backward.q_blocks(forward, config.tile_q)
-        grid = min(device.sm_count, works * config.parts) if forward.total_kv else 0
-        kv_values |= _window_values(forward, config, grid)
+        grid = min(device.sm_count, works * parts) if forward.total_kv else 0
+        kv_values |= attn_bwd_works.values(forward, config, device.sm_count, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
         main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
-        of_source = dataclasses.replace(group.source_of(config), dq_sums=min(config.dq_sums, 2))
+        several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
+        of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
-        launches += self.add_parts(op, config.parts, device)
+        if config.dv_consumers:
+            launches.append(self._launch_dv(op, config, device))
+        launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
-            last = ConvertPass(config.tile_q, config.tile_kv, config.dq_columns, config.dq_parts, dq_chains=chains)
+            sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
+            last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
             last = dataclasses.replace(last, sum=gradients.IntervalSums() if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums
@@ -464,36 +465,83 @@ class AttnBwd(BackwardKernel):
         cleared = gradients.ClearListTurnsDq() if config.store == "final" and lists(forward.mask) else _store_of(config)[1]
         dq = tuple((name, getattr(config, name)) for name in ("dq_parts", "dq_columns", "dq_chains"))
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
-        scratch += backward.part_buffers(forward, config.parts)
+        scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
+
+    def _launch_dv(self, op: Backward, config: AttnBwdConfig, device: Device) -> Launch:
+        """The launch that makes dv of key tiles of its own size."""
+        forward, keys = op.forward, 64 * config.dv_consumers
+        shared = backward.values(forward, config.tile_q, keys) | backward.kv_order(forward, keys, device.sm_count, config.parts)
+        grid = min(device.sm_count, backward.kv_tiles(forward, keys) * config.parts) if forward.total_kv else 0
+        own = AttnBwdConfig(dv_consumers=config.dv_consumers, order=config.order, parts=min(config.parts, 2))
+        return self.launch(op, own, device, "attn_bwd_dv", shared, grid, _render_dv)
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
-    del numbers["parts"], numbers["dq_sums"]
+    parts = numbers.pop("parts") * numbers.pop("query_parts")
+    del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    shares = _shares_panel(config)
+    of_dq = (("DqMma", 64), ("DqHalfMma", config.dq_columns - 64)) if shares else (("DqMma", config.dq_columns),)
     products = [
         wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-        wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
+        wgmma("DpMma", op.element, config.tile_q, a_in_registers=config.values == "in_registers", b_by_rows=False),
         wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
-        wgmma("DqMma", op.element, config.dq_columns, a_in_registers=False, b_by_rows=True),
+        *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
-    rotated = config.walk == "rotated"
+    rotated, of_part = config.walk == "rotated", config.query_parts > 1
+    if of_part:
+        walk = QIntervalPart()
+    elif rotated and op.varlen:
+        walk = QIntervalRotatedPacked()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
+    if op.varlen and (rotated or config.bundle):
+        plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, **backward.dkv_rows(config.parts),
+        op, Score=backward.exact_score(op), Weight=_weight_of(op, config), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
-        StepOrder=ORDERS[config.order][0],
+        StepOrder=ORDERS[config.order][0], Values=VALUES[config.values],
+        DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
+        Dv=gradients.DvElsewhere() if config.dv_consumers else gradients.SummedDv(),
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
+
+
+def _render_dv(op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
+    """The kernel that makes dv, where the main one does not."""
+    producer, consumer = {2: (40, 232), 3: (32, 160)}[config.dv_consumers]
+    constants = {
+        "tile_q": config.tile_q,
+        "tile_kv": 64 * config.dv_consumers,
+        "q_block": config.tile_q,
+        "consumers": config.dv_consumers,
+    }
+    constants |= {
+        "head_dim": op.head_dim,
+        "head_dim_v": op.head_dim_v,
+        "producer_registers": producer,
+        "consumer_registers": consumer,
+    }
+    products = [
+        wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
+    ]
+    every = backward.options(
+        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=ORDERS[config.order][1],
+        **backward.dkv_rows(config.parts), Scheduler=backward.kv_scheduler(op), Walk=group.WALKS["by_heads"],
+    )  # fmt: skip
+    reads = backward.loads(op, config.tile_q, 64 * config.dv_consumers)
+    fields = (*reads, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_dv.cu", constants, fields, products, every, arch)
 
 
 ATTN_BWD = AttnBwd()

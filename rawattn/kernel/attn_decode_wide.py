@@ -10,10 +10,10 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Counter, Field, Fields, Scratch, View, Violations
+from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
-from . import few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from . import attn_decode_fold, few_rows, paging, tiling
+from .attn_decode import LEFT_BYTES, MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
 from .paging import LONGEST, page_shift
@@ -22,8 +22,8 @@ from .render import config_header, source, wgmma
 
 FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
-MOST_SPLITS = 32  # for which there is room in the block's list
-MOST_BYTES = 150_000_000  # of the states of splits, on a stream
+MOST_SPLITS = 32
+MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 
@@ -35,7 +35,7 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
-    fold_states: int = 4  # that a fold fetches at once
+    pipeline_stages: int = 2  # of products and softmax of a warpgroup
 
     @property
     def consumers(self) -> int:
@@ -87,6 +87,15 @@ def partials_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig, grid: int
     return max(1, grid - 1) * slots(op) * state_bytes(op, config)
 
 
+SHARED = (  # with the launch that folds
+    Field("partials", "float*", Scratch("partials")),
+    Field("left", "Left*", Scratch("left")),
+    Field("violations", "u32*", Violations()),
+    Field("scale", "Number"),
+    *(Field(name, "i32") for name in ("heads", "batches", "borders", "slots", "strips")),
+)
+
+
 class AttnDecodeWide(Kernel[AttentionKVCache]):
     """The kernel; its configuration follows from the sizes."""
 
@@ -128,8 +137,9 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        if config.fold_states not in (4, 8):
-            return f"fold_states is {config.fold_states}; it must be 4 or 8"
+        deepest = 3 if config.tile_q == 64 and config.tile_kv * 5 // 4 + op.head_dim_v // 2 <= 168 else 2  # registers of products
+        if not 2 <= config.pipeline_stages <= deepest:
+            return f"pipeline_stages is {config.pipeline_stages}; it must be from 2 to {deepest} here"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -157,6 +167,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "Order": scheduler.PingPong() if config.consumers == 2 else scheduler.Unordered(),
+            "Pipeline": scheduler.ThreeStage() if config.pipeline_stages == 3 else scheduler.TwoStage(),
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Walk": SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
@@ -167,29 +178,33 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         common = (
-            *pools(op, config),
+            *pools(op, config, 128),
             Field("q", "StridedTensor", View("q")),
-            Field("partials", "float*", Scratch("partials")),
-            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
-            Field("violations", "u32*", Violations()),
-            Field("scale", "Number"),
-            *(Field(name, "i32") for name in ("heads", "heads_per_kv", "slots", "strips")),
+            *SHARED,
+            Field("heads_per_kv", "i32"),
         )
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
-        return (*common, *dict.fromkeys(of_options))
+        return tuple(dict.fromkeys((*common, *of_options)))
 
-    def render(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Source:
-        """The source of operations of one kind."""
+    def constants(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, int]:
+        """The compile-time numbers."""
         producer, consumer = registers(config)
         constants = {**dataclasses.asdict(config), "consumers": config.consumers, "m_tiles_per_warp": 1}
         constants |= {"producer_registers": producer, "consumer_registers": consumer, "head_dim": op.head_dim}
-        constants |= {"head_dim_v": op.head_dim_v, "most_pieces": MOST_SPLITS, "most_blocks": MOST_BLOCKS}
+        return constants | {"head_dim_v": op.head_dim_v, "most_blocks": MOST_BLOCKS}
+
+    def render(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Source:
+        """The source of operations of one kind."""
         products = [
             wgmma("QkMma", op.element, config.tile_kv, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
             wgmma("PvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         ]
         options = self.options(op, config, arch)
-        return source(FILE, config_header(constants, self.fields(op, config, arch), products, options), arch)
+        return source(FILE, config_header(self.constants(op, config), self.fields(op, config, arch), products, options), arch)
+
+    def render_fold(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> tuple[Source, Fields]:
+        """The source and the fields of the launch that folds."""
+        return attn_decode_fold.source_and_fields(self.options(op, config, arch), SHARED, self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache, and rows those of all that share one."""
@@ -208,19 +223,29 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         """The number of blocks: one for each multiprocessor, or for each split that there may be; fewer where their states would
         take more than MOST_BYTES."""
         works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), config.tile_q)
-        room = 1 + MOST_BYTES // (slots(op) * state_bytes(op, config))
+        room = 1 + (MOST_BYTES - LEFT_BYTES * MOST_BLOCKS) // (slots(op) * state_bytes(op, config))
         return min(device.sm_count, MOST_BLOCKS, works * slots(op), room)
 
     def lower(self, op: AttentionKVCache, config: AttnDecodeWideConfig, device: Device) -> Program:
-        """The launch, and its scratch: states of splits whose work another block finishes. None where no row is computed."""
+        """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is
+        computed."""
         if not op.total_q * op.batch:
             return Program(())
         options = op.form, page_rows(op, config), kv_kind(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind
         key = (op.element, *paging.arrays_of(op), op.head_dim, op.head_dim_v, *options, config, device.arch)
         rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config, device.arch)))
         grid = self.grid(op, config, device)
-        launch = Launch(self.name, *rendered, self.values(op, config), grid)
-        return Program((launch,), (Buffer("partials", partials_bytes(op, config, grid)),))
+        values = self.values(op, config) | {"borders": grid - 1}
+        launches = [Launch(self.name, *rendered, values, grid)]
+        if grid > 1 and slots(op) > 1:
+            fold = self._keep((attn_decode_fold.NAME, key), lambda: self.render_fold(op, config, device.arch))
+            launches += [Launch(attn_decode_fold.NAME, *fold, values, device.sm_count)]
+        scratch = Buffer("partials", partials_bytes(op, config, grid)), Buffer("left", LEFT_BYTES * grid)
+        return Program(tuple(launches), scratch)
+
+    def programs(self, op: AttentionKVCache, config: AttnDecodeWideConfig, device: Device) -> tuple[Program, ...]:
+        longest = dataclasses.replace(op, kv_len=LONGEST)  # which is folded
+        return self.lower(op, config, device), self.lower(longest, config, device)
 
 
 ATTN_DECODE_WIDE = AttnDecodeWide()

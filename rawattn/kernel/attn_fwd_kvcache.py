@@ -35,12 +35,12 @@ def kv_kind(op: AttentionKVCache, config: Any) -> type[kv.PagedPanelsKv]:
     return kv.PagedBoxesKv if has_panels and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
 
 
-def pools(op: AttentionKVCache, config: Any) -> list[Field]:
-    """The fields of keys and values."""
+def pools(op: AttentionKVCache, config: Any, l2_bytes: int = 256) -> list[Field]:
+    """The fields of keys and values, of which L2 fetches pieces of ``l2_bytes``."""
     if kv_kind(op, config) is kv.PagedBoxesKv:
         boxes = [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
         return [*boxes, Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
-    return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config))) for name in "kv"]
+    return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config), l2_bytes)) for name in "kv"]
 
 
 def is_plain(op: Any) -> bool:
@@ -72,8 +72,12 @@ class AttnFwdKVCache(OverCache):
             return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         if config.pack_gqa:
             return "pack_gqa is True; over caches heads share tiles wherever they can"
-        if config.ctas_per_sm != 1:
-            return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
+        if config.ctas_per_sm != 1 or config.unshifted:
+            return f"ctas_per_sm is {config.ctas_per_sm} and unshifted {config.unshifted}; they must be 1 and False over caches"
+        if config.run != 1:
+            return f"run is {config.run}; it must be 1 over caches"
+        if config.l2_bytes != 256 and not isinstance(op, Forward) and kv_kind(op, config) is kv.PagedBoxesKv:
+            return f"l2_bytes is {config.l2_bytes}; it must be 256 over small pages, each of which is a box"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
@@ -100,7 +104,7 @@ class AttnFwdKVCache(OverCache):
             return (paging.tried_shape(op),)
         forward = over_tensors(op)
         splits = few_rows.are_sparse(forward) and not tiling.is_few(forward)
-        shapes = few_rows.tuning_shapes(forward) if splits else tiling.tuning_shapes(forward)
+        shapes = few_rows.tuning_shapes(forward, True) if splits else tiling.tuning_shapes(forward)
         if is_plain(op):
             return shapes
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
@@ -131,10 +135,10 @@ class AttnFwdKVCache(OverCache):
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:
-        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
+        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q, l2_bytes=config.l2_bytes))
         if self.packs(op, config):
-            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
-        return tuple(dict.fromkeys(tiling.fields([q, *pools(op, config)], self.options(op, config))))
+            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv, config.l2_bytes))
+        return tuple(dict.fromkeys(tiling.fields([q, *pools(op, config, config.l2_bytes)], self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))

@@ -12,7 +12,9 @@ from ..driver.device import Device
 from ..operation import Forward
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant.element import BF16, FP16, FP32
 from ..variant.field import Field, Fields, View
+from ..variant.gradients import Blocks16, Blocks32
 from ..variant.mask import And, Causal, Full, SplitMask, Window
 from ..variant.walk import lists
 from . import combine, tiling
@@ -75,11 +77,14 @@ def columns(op: Forward) -> tuple[int, int]:
 def smem_bytes(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Shared memory of a block: Q, the ring, and the work."""
     qk, v = columns(op)
-    return 2 * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128
+    return op.element.itemsize * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128
 
 
 def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
     """Registers of a thread, about: S, O, what is kept of Q, and the rest, fitted to what ptxas uses."""
+    if op.element == FP32:
+        sums = config.tile_kv // 2 + op.head_dim_v // 2 + max(0, config.tile_kv - 64)  # longer tiles have more on their way
+        return config.m_tiles_per_warp * (sums + 8 * config.q_steps_in_registers) + 136
     plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score
     rest = 52 if plain else 76
     if op.head_dim % 16 or op.head_dim_v % 16:
@@ -120,7 +125,10 @@ class AttnFwdMma(ForwardKernel):
         return device.capability >= 80
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)
+        widest = 128 if op.element == FP32 else 256
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op, widest, (BF16, FP16, FP32))
+        if op.element == FP32 and (op.spec.dropout or op.constant_time):
+            reasons.append("it takes fp32 without dropout and constant_time")
         reasons += tiling.too_many_tiles(op, 32) + tiling.function_reasons(op)
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
@@ -160,6 +168,12 @@ class AttnFwdMma(ForwardKernel):
             return shapes
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
 
+    def prefers(self, op: Forward) -> bool:
+        return not self.is_untimed(op)
+
+    def is_untimed(self, op: Forward) -> bool:
+        return op.element == FP32
+
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
         """The configurations with as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in
         registers nothing, or as much as fits."""
@@ -172,7 +186,7 @@ class AttnFwdMma(ForwardKernel):
                 fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
                 for config in fitting:
                     room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
-                    kept = min(steps, room // 2 * 2)
+                    kept = min(steps, room // 2 * 2) * (op.element != FP32)
                     configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
         return configs
 
@@ -185,10 +199,11 @@ class AttnFwdMma(ForwardKernel):
         tile."""
         qk, v = columns(op)
         tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
-        products = 2 * tile_q * keys * (qk + v) / tiling.mma_flops(device)
+        each, size = 6 if op.element == FP32 else 1, op.element.itemsize  # of tf32: three, at half the rate
+        products = 2 * each * tile_q * keys * (qk + v) / tiling.mma_flops(device)
         exponentials = tile_q * keys / 16
         reread = 1 - config.q_steps_in_registers / (qk // 16)
-        read = (keys * (qk + v) * 2 * (warps + 1) + tile_q * qk * 2 * reread) / 128  # by each warp, and written
+        read = (keys * (qk + v) * size * (warps + 1) + tile_q * qk * size * reread) / 128  # by each warp, and written
         splits = tiling.splits(op, device)[0] if config.split else 1
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
@@ -206,7 +221,7 @@ class AttnFwdMma(ForwardKernel):
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         plan = tiling.lpt_scheduler(op, persistent=False)
         options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
-        options["Walk"] = tiling.cursor(op)
+        options |= {"Walk": tiling.cursor(op), "Blocks": Blocks32() if op.element == FP32 else Blocks16()}
         if config.pack_gqa:
             options |= tiling.packed_options(op, rows.PackGqa())
         if config.split:
@@ -223,7 +238,8 @@ class AttnFwdMma(ForwardKernel):
         constants = {**dataclasses.asdict(config), "threads": config.threads}
         del constants["pack_gqa"], constants["split"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-        constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
+        signs = -0x80000000 if op.element == FP32 else -0x7FFF8000
+        constants["q_signs"] = signs if op.scale < 0 else 0  # flips the sign of a number, or of two
         return constants
 
     def render(self, op: Forward, config: AttnFwdMmaConfig, arch: str) -> Source:

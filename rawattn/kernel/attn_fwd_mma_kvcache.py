@@ -9,7 +9,9 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
 from ..variant import Option, kv, rows, scheduler
+from ..variant.element import FP32
 from ..variant.field import Field, Fields, PagePool, View
+from ..variant.gradients import Blocks16
 from . import paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from .paging import LONGEST, OverCache, forward_of, over_tensors
@@ -23,7 +25,8 @@ class AttnFwdMmaKVCache(OverCache):
     config_type = AttnFwdMmaConfig
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        return super().supports(op, device) + paging.reasons_of_eight_bits(op, device)
+        reasons = [*super().supports(op, device), *paging.reasons_of_eight_bits(op, device)]
+        return [*reasons, "it takes bf16 and fp16, not fp32"] if op.element == FP32 else reasons
 
     def legal(self, config: AttnFwdMmaConfig, op: AttentionKVCache, device: Device) -> str | None:
         if config.split:
@@ -60,6 +63,7 @@ class AttnFwdMmaKVCache(OverCache):
             "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(kv.PAGES[op.form]),
             "Scheduler": scheduler.ReportingScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": tiling.cursor(over_tensors(op)),
+            "Blocks": Blocks16(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> Fields:

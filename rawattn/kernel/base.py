@@ -63,6 +63,10 @@ class Kernel(abc.ABC, Generic[Op]):
         """Says whether the kernel comes first for an operation that it supports; where not, another kernel goes before it."""
         return True
 
+    def is_untimed(self, op: Op) -> bool:
+        """Says whether the kernel stands behind a slow one only until somebody has timed it."""
+        return False
+
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why the kernel cannot read arrays of this layout, which a copy would mend; None where it can."""

@@ -42,7 +42,7 @@ def tensor_map_of(fill: Any, operands: Mapping[str, Array]) -> tuple[str, Callab
         rows = tma.SWIZZLE_ROWS if isinstance(fill, field.PageBoxes) else 1
         flat = other._replace(shape=(1, rows, 1, other.shape[-1]), strides=(0, other.shape[-1], 0, 1))
         array = flat if isinstance(fill, (field.PageRows, field.PageBoxes)) else other
-    size, read_once = KV_ELEMENTS[array.dtype].itemsize, False
+    size, l2_bytes = KV_ELEMENTS[array.dtype].itemsize, getattr(fill, "l2_bytes", 256)
     shape: Any
     if isinstance(fill, field.TensorMap):
         lies = array.shape, array.strides
@@ -59,12 +59,12 @@ def tensor_map_of(fill: Any, operands: Mapping[str, Array]) -> tuple[str, Callab
         if name == fill.operand:
             rest = struct.pack("<3i", array.shape[0], shape.page_steps, shape.head_steps)
     elif isinstance(fill, field.PagePool):
-        shape, read_once = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), True
+        shape, l2_bytes = tma.page_geometry(array.shape, array.strides, size, fill.page_rows), 64
         rest = struct.pack("<i", array.shape[0])
     else:
         shape = tma.heads_geometry(fill.operand, array.shape, array.strides, size, fill.heads, fill.box_rows)
         rest = struct.pack("<2i", fill.heads, shape.batch_step)
-    return name, tensor_map.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, read_once), rest
+    return name, tensor_map.tensor_maps(array.dtype, shape.sizes, shape.strides, shape.box, l2_bytes), rest
 
 
 def value_of(fill: Any, array: Array) -> int | bytes:

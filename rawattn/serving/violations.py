@@ -34,6 +34,6 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "position": "a row has a position that cos and sin do not have",
     "slot": "a slot is none of the cache's",
     "kv_begin": "the first key of a sequence that counts is none of its keys",
-    "torn": "lengths over a cache changed while a launch read them, and its results are undefined; the next launch says so",
+    "torn": "lengths over a cache changed while a launch read them, and its results are undefined; it or the next launch says so",
     "cu_seqlens": "cu_seqlens_q or cu_seqlens_kv fall, or lie outside of the rows; sequences from there on were left out",
 }

@@ -59,12 +59,13 @@ class View:
 class TensorMap:
     """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns. ``axes`` are those of an array that a score
     captured, or of its gradient: its rows are of queries, its columns of keys. ``rows_of`` is the operand with as many rows as
-    there are queries, where no others may be read."""
+    there are queries, where no others may be read. ``l2_bytes`` are fetched at once from memory to L2, of 64, 128 and 256."""
 
     operand: str
     box_rows: int
     axes: PairAxes | None = None
     rows_of: str = ""
+    l2_bytes: int = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,10 +93,11 @@ class PagePool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageRows:
-    """A TmaPageRows of a pool of pages, whose boxes have ``box_rows`` rows of 64 columns."""
+    """A TmaPageRows of a pool of pages, whose boxes have ``box_rows`` rows of 64 columns. ``l2_bytes``: as of a TensorMap."""
 
     operand: str
     box_rows: int
+    l2_bytes: int = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class PackedHeads:
     operand: str
     box_rows: int
     heads: int
+    l2_bytes: int = 256
 
 
 class Violations(NamedTuple):

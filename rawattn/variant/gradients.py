@@ -110,6 +110,63 @@ class DqStepLater(Option):
     source: ClassVar[str] = "variant/step/later.cuh"
 
 
+class DpLater(DqAtOnce):
+    """A step starts dP when its weights are packed, in the registers of S."""
+
+    source: ClassVar[str] = "variant/step/dp_later.cuh"
+
+
+class DkFirst(DqStepLater):
+    """A step makes dk, then the part of dq of the step before, and no dv."""
+
+    source: ClassVar[str] = "variant/step/dk_first.cuh"
+
+
+# ---- Dv: who makes dv
+
+
+class SummedDv(Option):
+    """Consumers sum dv in registers, beside dk."""
+
+    source: ClassVar[str] = "variant/dv/summed.cuh"
+
+
+class DvElsewhere(Option):
+    """Another kernel makes dv."""
+
+    source: ClassVar[str] = "variant/dv/elsewhere.cuh"
+
+
+# ---- Values: where V of a work is
+
+
+class ValuesInSmem(Option):
+    """V stays in shared memory."""
+
+    source: ClassVar[str] = "variant/values/in_smem.cuh"
+
+
+class ValuesInRegisters(Option):
+    """V goes to registers, and parts of dq take its place."""
+
+    source: ClassVar[str] = "variant/values/in_registers.cuh"
+
+
+# ---- DqShare: which columns of dq a warpgroup makes
+
+
+class PartsOfPanels(Option):
+    """A part of dq is whole panels, or all columns."""
+
+    source: ClassVar[str] = "variant/dq/parts_of_panels.cuh"
+
+
+class PartsOfSharedPanel(Option):
+    """A part of dq is a panel, and a half of the last one."""
+
+    source: ClassVar[str] = "variant/dq/parts_of_shared_panel.cuh"
+
+
 # ---- DqStore, Sum, Clear: how parts of dq meet, how many sums a tile of dq has, and what the first pass clears for that
 
 

@@ -13,21 +13,25 @@ from .field import Counter, Field, Fields, Violations
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys."""
+    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys; with ``runs`` a block
+    takes ``run`` tiles one after the other."""
 
     persistent: bool = True
     split: bool = False
+    runs: bool = False
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
         numbers = "DynamicPersistent" if self.persistent else "SingleTile"
-        return f"{self.cuda_name}<{f'Split<{numbers}>' if self.split else numbers}>"
+        wrapper = "Split" if self.split else "Runs" if self.runs else ""
+        return f"{self.cuda_name}<{f'{wrapper}<{numbers}>' if wrapper else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
         numbers = f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh"
-        return (numbers, *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
+        wrappers = [f"variant/scheduler/{name}.cuh" for name in ("split", "runs") if getattr(self, name)]
+        return (numbers, *wrappers, self.source)
 
     @property
     def fields(self) -> Fields:
@@ -37,7 +41,7 @@ class LptScheduler(Option):
     def numbers(self) -> Fields:
         """The fields from which the numbers of the works are drawn."""
         counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
-        return (*counter, Field("splits", "i32")) if self.split else counter
+        return (*counter, *(Field(name, "i32") for name, has in (("splits", self.split), ("run", self.runs)) if has))
 
 
 class LptVarlenScheduler(LptScheduler):
@@ -143,6 +147,34 @@ class KvVarlenScheduler(KvScheduler):
         return self.numbers
 
 
+class KvWindows(KvScheduler):
+    """Key tiles of the backward of packed sequences that go round, one sequence after the other."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_windows.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.draw}>"
+
+    @property
+    def fields(self) -> Fields:
+        return self.numbers
+
+
+class KvBundles(KvScheduler):
+    """Key tiles of the backward of packed sequences without a mask, several sequences side by side."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_bundles.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.draw}>"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers, Field("bundle_works", "i32"))
+
+
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 
@@ -153,6 +185,18 @@ class Unordered(Option):
     """Each warpgroup issues its products when it is ready."""
 
     source: ClassVar[str] = "variant/order/unordered.cuh"
+
+
+class TwoStage(Option):
+    """A warpgroup's softmax of a tile runs beside P V of the one before."""
+
+    source: ClassVar[str] = "variant/pipeline/two_stage.cuh"
+
+
+class ThreeStage(Option):
+    """A warpgroup's softmax of a tile runs beside P V of the one before and Q K^T of the one after it."""
+
+    source: ClassVar[str] = "variant/pipeline/three_stage.cuh"
 
 
 class Dependent(Option):

@@ -94,3 +94,35 @@ class ConstantTimeSoftcap(Softcap):
     """Softcap by exponentials for every logit."""
 
     type: ClassVar[str] = "ConstantTimeSoftcap"
+
+
+class QuinticSoftcap(Softcap):
+    """Softcap by a polynomial of degree 5: of positive logits within 0.28 of the cap, and of all negative ones where a row weighs
+    so much that their error does not count. For the softmax ``Unshifted``, in bf16."""
+
+    type: ClassVar[str] = "QuinticSoftcap"
+    source: ClassVar[str] = "variant/score/quintic_softcap.cuh"
+    least_cap: ClassVar[float] = 1.0
+    coefficients: ClassVar[tuple[float, ...]] = (0.99999923, -0.33315523, 0.12720917)  # of x, x^3 and x^5
+    reach: ClassVar[float] = 0.28  # up to which they are tanh(x) within 7.8e-7 of it
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (Softcap.source, self.source)
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, Field("softcap_least", "float"))
+
+    @property
+    def values(self) -> dict[str, float]:
+        return super().values | {"softcap_least": self.least}
+
+    @property
+    def least(self) -> float:
+        """The sum of weights, exp(logit), that a row must have for each key, so that weights of logits below the reach err by
+        2^-18 of its sum at most, and o by 2^-18 of the largest |v|: the largest error of such a weight, times 2^18. The error
+        is largest within 4 caps where the cap is ``least_cap`` or more."""
+        x = np.linspace(self.reach, 4.0, 1 << 14)
+        logit = self.cap * x * sum(a * x ** (2 * i) for i, a in enumerate(self.coefficients))
+        return min(FLOAT32_MAX, float(abs(np.exp(-logit) - np.exp(-self.cap * np.tanh(x))).max()) * 2.0**18)

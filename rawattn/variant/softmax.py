@@ -22,6 +22,12 @@ class SpeculativeMax(Option):
     constant_time: ClassVar[Option] = ConstantTime()
 
 
+class Unshifted(Option):
+    """Weighs by exp(logit) itself, where a row weighs enough and no logit is too large. For bf16, and scores that say both."""
+
+    source: ClassVar[str] = "variant/softmax/unshifted.cuh"
+
+
 class LazyRescale(Option):
     """Looks for the maximum in every tile, and moves the reference when it lags by 2^8. Time depends on the data, a little."""
 

@@ -23,6 +23,12 @@ class IntervalWalk(Option):
     source: ClassVar[str] = "variant/walk/interval.cuh"
 
 
+class KeptWalk(IntervalWalk):
+    """Key tiles of attn_fwd, side by side, that stay in shared memory while works of a key head follow each other."""
+
+    source: ClassVar[str] = "variant/walk/kept.cuh"
+
+
 class PagedWalk(IntervalWalk):
     """Key tiles of attn_fwd in pages (``PagedPanelsKv``), side by side, of which each lane loads a part."""
 
@@ -103,6 +109,22 @@ class QIntervalRotated(Option):
     @property
     def fields(self) -> Fields:
         return tuple(Field(name, "i32") for name in ("window_tiles", "q_stride"))
+
+
+class QIntervalRotatedPacked(QIntervalWalk):
+    """Query tiles of a key tile of a packed sequence, side by side, in such a round."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_rotated_packed.cuh"
+
+
+class QIntervalPart(QIntervalRotated):
+    """Query tiles of a key tile, side by side, of one part of all of them, in such a round."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_part.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("part_tiles", "i32"), *super().fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,12 @@ class Dropout(Option):
         return number >= self.threshold if self.threshold <= LEVELS // 2 else number < LEVELS - self.threshold
 
 
+class PackedDropout(Dropout):
+    """Dropout for gradients whose rows are keys, of weights as they are packed; sequences lie where they begin."""
+
+    source: ClassVar[str] = "variant/weight/dropout_packed.cuh"
+
+
 class PackGqaDropout(Dropout):
     """Dropout for tiles whose rows are the queries of several heads (``rows.PackGqa``)."""
 

@@ -271,6 +271,7 @@ template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
 constexpr bool has_registers(int, int, int, int = 1) { return true; }
 static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
+static void launch_in_front_has_waited() { waited[threadIdx.x] = true; }
 struct Load { i32 operator()(const i32* from) const { return *from; } };
 // Before that, words that the launch in front writes: every second block finds what was there earlier.
 struct LoadFromL2 {
@@ -422,6 +423,10 @@ static u32 halves_from(u32 x, u32 limits) {
     u32 found = 0;
     for (u32 half = 0xffff; half; half <<= 16) found |= (x & half & 0x7fff7fff) >= (limits & half) ? half : 0;
     return found;
+}
+static inline void keep_where(float& x, float& y, u32 word) {
+    if (!(word & 0xffff)) x = 0;
+    if (!(word >> 16)) y = 0;
 }
 // Bit by bit, as the format says.
 static u16 widen_e4m3(unsigned char x) {

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from rawattn.kernel.attn_fwd import ATTN_FWD
+from rawattn.kernel.few_rows import LONG_KEYS, MOST_SCRATCH, SHARED_ROWS, SPARSE_TILES, SPLIT_KEYS, UNEVEN_KEYS, UNEVEN_TILES
+from rawattn.operation.base import FEW_QUERIES
 from rawattn.serving.violations import VIOLATIONS
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
@@ -124,6 +126,15 @@ def test_support_of_gradients(hooks: Any) -> None:
     found = dict(zip(names.split("|")[2:-1], last.split("|")[2:-1], strict=True))
     assert "deterministic" in last
     assert [name.strip(" `") for name, cell in found.items() if cell.strip() == "faster, other bits"] == ["attn_bwd_mma"]
+
+
+def test_kinds_of_sizes() -> None:
+    """The page on deployment says from which sizes on there are other kernels, that on memory what they leave."""
+    text = (DOCS / "deploy.md").read_text()
+    short = (64, 128, 193, 256)
+    for number in (FEW_QUERIES, SHARED_ROWS, SPLIT_KEYS, LONG_KEYS, SPARSE_TILES, UNEVEN_TILES, UNEVEN_KEYS, *short):
+        assert re.search(rf"\b{number}\b", text), number
+    assert f"up to {MOST_SCRATCH >> 20} MB" in (DOCS / "memory.md").read_text()
 
 
 def test_numbers(hooks: Any) -> None:

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32280,
+    "rawattn": 33130,
     "perf": 6240,
-    "cuda_src": 13510,
-    "tests": 44150,
+    "cuda_src": 14880,
+    "tests": 45300,
 }
 FUNCTION_LINES = 60
 

@@ -18,7 +18,7 @@ from rawattn.array import making
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
-from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of
+from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of, wide_config_of
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -460,6 +460,44 @@ def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
         assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
 
 
+ORDERS: list[dict[str, Any]] = [  # of works, which change no sum
+    {"walk": "by_heads", **order} for order in ({"bundle": 1}, {"bundle": 3}, {"heads_together": 3, "direction": "Ascending"})
+]
+CUT: list[dict[str, Any]] = [{"query_parts": 2}, {"query_parts": 5}, {"walk": "rotated"}]
+
+
+@listed(
+    (ATTN_BWD, Case(dtype, head_dim=size, head_dim_v=size, **kind), dlse)
+    for (dtype, size, dlse), kind in itertools.product(
+        [("bf16", 128, True), ("fp16", 64, False)],
+        [
+            {"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 1, "kv_heads": 1},
+            {"batch": 2, "q_len": 700, "kv_len": 1500, "heads": 4, "kv_heads": 2, "scale": -0.1},
+            {"batch": 2, "q_len": 900, "kv_len": 900, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True},
+            {"batch": 3, "q_len": 333, "kv_len": 333, "heads": 2, "kv_heads": 2, "lens": ((129, 0, 333), (333, 200, 0))},
+            {"heads": 4, "kv_heads": 4, "lengths": ((1024, 1024),) * 16},
+            {"heads": 4, "kv_heads": 4, "lengths": ((4000, 4000), *((130, 130),) * 40, (700, 900), (0, 70), (70, 0))},
+            *({"heads": 6, "kv_heads": 2, "lengths": each, "sinks": True} for each in PACKED),
+        ],
+    )
+)
+def test_orders_and_parts_of_works(kernel: Any, case: Case, dlse: bool) -> None:
+    """Those that the configuration may say are right, each time with the same bits: those of other orders, where sums stay."""
+    call, legal = Call(case, dlse), 0
+    for store, changes in itertools.product(("ordered", "final"), [*ORDERS, *CUT]):
+        config = config_of(case.op, store)
+        own = dataclasses.replace(config, parts=1, **changes)
+        if kernel.legal(own, Backward(case.op, dlse), context.device(0)) is not None:
+            continue
+        legal += 1
+        found = call.run(kernel, config=own)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=own), found) for _ in range(5))
+        plain = dataclasses.replace(config, parts=1, walk="by_heads", direction=own.direction)
+        assert changes in CUT or equal(call.run(kernel, config=plain), found)
+    assert legal > 1
+
+
 WIDE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
 NARROWER: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 120, "head_dim_v": 120}
 
@@ -522,6 +560,22 @@ def test_steps_apart_have_the_same_bits(kernel: Any, case: Case, dlse: bool) -> 
         call.check(wanted)
         for _ in range(3):
             assert equal(call.run(kernel, config=config), wanted)
+
+
+@listed(
+    (ATTN_BWD, Case("bf16", head_dim=size, head_dim_v=size_v, heads=4, kv_heads=2, causal=causal, **lengths), causal)
+    for size, size_v in ((160, 160), (192, 128), (192, 192), (136, 184), (176, 136))
+    for causal in (False, True)
+    for lengths in ({"batch": 2, "q_len": 500, "kv_len": 700}, {"lengths": PACKED[2]})
+)
+def test_wide_heads_in_one_kernel(kernel: Any, case: Case, dlse: bool) -> None:
+    call, configs = Call(case, dlse), [wide_config_of(case.op)]
+    if configs[0].dv_consumers:
+        configs.append(dataclasses.replace(configs[0], values="in_smem", q_stages=1, do_stages=1))
+    for config in configs:
+        found = call.run(kernel, config=config)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=config), found) for _ in range(3))
 
 
 LONG = [

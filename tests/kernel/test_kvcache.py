@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
+from rawattn.kernel.attn_decode_wide import AttnDecodeWide
 from rawattn.kernel.attn_fwd import AttnFwdConfig
+from rawattn.runtime import call_cache
 from rawattn.testing import _move, _to_float64, expect
 from rawattn.variant.element import ELEMENTS
 from rawattn.variant.mask import Causal
@@ -630,6 +632,21 @@ def test_bits_of_tens_of_rows_follow_from_the_sequence(case: Cached) -> None:
     for i in batch:
         q, cache, step = one_of(case, i)
         assert rows_of(case, rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel=WIDE), 0) == wanted[i]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", ["auto", 128])
+@pytest.mark.parametrize("name", ["one head", "132 rows", "ragged", "columns 192 and 128", "columns 256"])
+def test_works_that_are_cut_have_the_bits_of_whole_ones(name: str, split: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block folds all splits of a work as it goes; what several leave a second launch folds, up to 32 states."""
+    found = []
+    for blocks in (1, 2, 3, 37, 132):
+        monkeypatch.setattr(call_cache, "_calls", {})
+        monkeypatch.setattr(AttnDecodeWide, "grid", lambda *_, blocks=blocks: blocks)
+        found.append(attend(TENS[name], kernel=WIDE, split=split))
+    check(TENS[name], found[0])
+    assert all(o.equal(found[0][0]) and lse.equal(found[0][1]) for o, lse in found)
+    assert rawattn.violations() == ()
 
 
 @pytest.mark.parametrize("kernel", [None, pytest.param(WIDE, marks=pytest.mark.gpu)])

@@ -23,19 +23,20 @@ def said() -> list[str]:
     return [each.partition(":")[0] for each in rawattn.violations()]
 
 
-def decoding() -> tuple[Any, Any]:
-    """A call of attn_decode with many splits, and its step."""
+def decoding(kernel: str = "attn_decode") -> tuple[Any, Any]:
+    """A call with many splits, and its step."""
     q = _move(LONG.rows(8, 128, 1), "torch", "cuda")
     cache, step = LONG.cache("torch"), LONG.step("torch")
-    return lambda: rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel="attn_decode"), step
+    return lambda: rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel=kernel), step
 
 
 def same(a: Any, b: Any) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_lengths_that_another_stream_changes() -> None:
-    call, step = decoding()
+@pytest.mark.parametrize("kernel", ["attn_decode", pytest.param("attn_decode_wide", marks=pytest.mark.gpu)])
+def test_lengths_that_another_stream_changes(kernel: str) -> None:
+    call, step = decoding(kernel)
     wanted, lens = [x.clone() for x in call()], step.kv_lens
     right, others = lens.clone(), [torch.full_like(lens, n) for n in (1, 900, 17_000)]
     other = torch.cuda.Stream()

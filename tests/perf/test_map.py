@@ -395,7 +395,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = tool.chosen(tool.arguments().parse_args(["--seed", "1", "--case", "80"])).values()
     assert one == (80, surface.drawn(1)[80])
     assert tool.main(["--dry", "--only", "fwd", "--axis", "B1 5000 D128 causal"]) == 0
-    assert capsys.readouterr().out == "7 cases, 6 kernels, 0 with spills, messages or errors\n"
+    assert capsys.readouterr().out == "7 cases, 5 kernels, 0 with spills, messages or errors\n"
     with pytest.raises(SystemExit, match="there is no board abacus"):
         tool.main(["--dry", "--arch", "abacus"])
 

@@ -86,7 +86,8 @@ def members(text: str) -> list[str]:
     """The names of what a kernel's file has in ``struct Smem``, in order."""
     found = _SMEM.search(text)
     body = re.sub(r"//[^\n]*|<[^<>]*>|\[[^\]]*\]|alignas\([^)]*\)", "", found[1]) if found else ""
-    return [part.split()[-1] for statement in body.split(";") for part in statement.split(",") if part.strip()]
+    own = [statement for statement in body.split(";") if not statement.lstrip().startswith("using ")]
+    return [part.split()[-1] for statement in own for part in statement.split(",") if part.strip()]
 
 
 @functools.lru_cache(maxsize=16)

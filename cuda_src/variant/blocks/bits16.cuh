@@ -16,14 +16,14 @@ struct Blocks16 {
         const BlockReader<T> reader;
 
         __device__ Left(const T& tile, u32 row) : reader(BlockReader<T>::down(tile, row)) {}
-        __device__ void load(u32 (&to)[4], int i, int j) const { ptx::ldmatrix(to, reader.block(i, j)); }
+        __device__ void load(u32 (&to)[4], int i, int j, u32 shift = 0) const { ptx::ldmatrix(to, reader.block(i, j, shift)); }
     };
     template <class T>
     struct Right {
         const BlockReader<T> reader;
 
         __device__ Right(const T& tile, u32 row) : reader(BlockReader<T>::right(tile, row)) {}
-        __device__ void load(u32 (&to)[4], int i, int j) const { ptx::ldmatrix(to, reader.block(i, j)); }
+        __device__ void load(u32 (&to)[4], int i, int j, u32 shift = 0) const { ptx::ldmatrix(to, reader.block(i, j, shift)); }
     };
     template <class T>
     struct LeftTransposed {
@@ -37,7 +37,7 @@ struct Blocks16 {
         const BlockReader<T> reader;
 
         __device__ RightTransposed(const T& tile, u32 row, u32 block, u32 lane) : reader(BlockReader<T>::down(tile, row, 2 * block, lane)) {}
-        __device__ void load(u32 (&to)[4], int i, int j) const { ptx::ldmatrix_transposed(to, reader.block(i, j)); }
+        __device__ void load(u32 (&to)[4], int i, int j, u32 shift = 0) const { ptx::ldmatrix_transposed(to, reader.block(i, j, shift)); }
     };
     template <class T>
     struct Writer {

@@ -22,11 +22,11 @@ struct Blocks32 {
         const BlockReader<T> reader;
 
         __device__ Left(const T& tile, u32 row) : reader(BlockReader<T>::down(tile, row)) {}
-        __device__ void load(u32 (&to)[8], int i, int j) const {
+        __device__ void load(u32 (&to)[8], int i, int j, u32 shift = 0) const {
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice) {
                 u32 four[4];
-                ptx::ldmatrix(four, reader.block(i, 2 * j + slice));
+                ptx::ldmatrix(four, reader.block(i, 2 * j + slice, shift));
 #pragma unroll
                 for (int k = 0; k < 4; ++k) to[4 * slice + k] = four[k];
             }
@@ -38,11 +38,11 @@ struct Blocks32 {
         const BlockReader<T> reader;
 
         __device__ Right(const T& tile, u32 row) : reader(BlockReader<T>::right(tile, row)) {}
-        __device__ void load(u32 (&to)[8], int i, int j) const {
+        __device__ void load(u32 (&to)[8], int i, int j, u32 shift = 0) const {
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice) {
                 u32 four[4];
-                ptx::ldmatrix(four, reader.block(i, 2 * j + slice));
+                ptx::ldmatrix(four, reader.block(i, 2 * j + slice, shift));
 #pragma unroll
                 for (int k = 0; k < 4; ++k) to[k / 2 * 4 + 2 * slice + k % 2] = four[k];
             }
@@ -59,9 +59,9 @@ struct Blocks32 {
         __device__ Words(const T& tile, u32 row, u32 chunk, u32 word, u32 lane)
             : address(ptx::smem_address(&tile) + T::offset(row + lane % 4 * 2, chunk) + 4 * word) {}
 
-        __device__ u32 load(int slice, int block, int row, int half) const {
+        __device__ u32 load(int slice, int block, int row, int half, u32 shift = 0) const {
             const u32 chunk = 4 * block + 2 * half, moved = chunk % period ^ (period == 8 ? row : 0);
-            return ptx::load_shared((address ^ moved * 16) + (8 * slice + row) * T::row_bytes + chunk / period * period * 16);
+            return ptx::load_shared(((address + shift) ^ moved * 16) + (8 * slice + row) * T::row_bytes + chunk / period * period * 16);
         }
     };
     // Of a tile that sums were written to.
@@ -80,9 +80,9 @@ struct Blocks32 {
         const Words<T> numbers;
 
         __device__ RightTransposed(const T& tile, u32 row, u32 block, u32 lane) : numbers(tile, row, 4 * block + lane / 16, lane / 4 % 4, lane) {}
-        __device__ void load(u32 (&to)[8], int i, int j) const {
+        __device__ void load(u32 (&to)[8], int i, int j, u32 shift = 0) const {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) to[k] = numbers.load(2 * i + k / 2 % 2, j, k % 2, k / 4);
+            for (int k = 0; k < 8; ++k) to[k] = numbers.load(2 * i + k / 2 % 2, j, k % 2, k / 4, shift);
         }
     };
     template <class T>

@@ -18,7 +18,7 @@ struct CacheRows {
     static constexpr i32 q_offset = 0, kv_offset = 0;
     static constexpr bool is_cut = false;
     using Keys = KeysBefore;
-    struct Seen { i32 kv_len, q_len; };  // what a schedule follows from
+    struct Seen { i32 kv_len, q_len, q_begin; };  // what a schedule follows from, and where its first queries are
     QuerySpan q;
     BatchEntry kv;
     i32 q_len, kv_len, heads, queries;  // q_len: rows
@@ -39,8 +39,8 @@ struct CacheRows {
     }
     __device__ static void say_cut(const Args&) {}
     __device__ Keys keys() const { return {kv_len}; }
-    __device__ Seen seen() const { return {kv_len, q_len}; }
-    __device__ bool is(const Seen& seen) const { return kv_len == seen.kv_len && q_len == seen.q_len; }
+    __device__ Seen seen() const { return {kv_len, q_len, q.first}; }
+    __device__ bool is(const Seen& seen) const { return kv_len == seen.kv_len && q_len == seen.q_len && q.first == seen.q_begin; }
     __device__ Extent extent() const { return {queries, kv_len, q.first, 0}; }
     __device__ i32 shift(i32 to_last) const { return to_last * (kv_len - queries); }
     __device__ i32 q_of(i32 row) const { return row / heads; }

@@ -33,13 +33,13 @@ struct DqAtOnce {
             own.start_dq(step);
             own.start_dk();
             ptx::wgmma_wait<1>();
-            own.arrive(own.smem.do_empty[step.stage()]);
+            own.free_do(step);
             own.await_space_of_dq(step);
             own.give_dq(rows, {at.head, at.tile, at.turn(mask)}, step);
         } else {
             own.start_dk();
             ptx::wgmma_wait<1>();
-            own.arrive(own.smem.do_empty[step.stage()]);
+            own.free_do(step);
         }
         own.end_step();
     }

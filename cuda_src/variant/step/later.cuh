@@ -52,7 +52,7 @@ struct DqStepLater {
         own.leave_ds();
         own.start_dk();
         ptx::wgmma_wait<1>();
-        own.arrive(own.smem.do_empty[own.step.stage()]);
+        own.free_do(own.step);
     }
     // The part of a work's last step, beside which there is no other.
     template <class Consumer>

@@ -26,13 +26,12 @@ struct TwoLoops {
     // A step without products with this warpgroup's keys: its dS are zeros, and its turn to make dq stays.
     template <class Consumer>
     __device__ static void skip(Consumer& own, const Rows& rows, const Walk& at, const Mask& mask) {
-        const u32 stage = own.step.stage(), parity = own.step.parity();
-        own.smem.q_full[stage].wait(parity);
-        own.smem.do_full[stage].wait(parity);
+        own.await_q();
+        own.await_do();
         own.tell_dq();
         __syncwarp();  // all lanes have seen the tiles: one that has not would wait for the next ones
-        own.arrive(own.smem.do_empty[stage]);
-        own.arrive(own.smem.q_empty[stage]);
+        own.free_do(own.step);
+        own.free_q();
 #pragma unroll
         for (u32& x : own.ds) x = 0;
         own.step_order.skip_step(own, rows, at, mask);

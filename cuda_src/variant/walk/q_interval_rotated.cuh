@@ -28,7 +28,7 @@ struct QIntervalRotated : QIntervalWalk {
         left = tiles.end - tiles.begin;
         if (first > tile && first < tiles.end) tile = first;
     }
-    __device__ RotatedTurn turn(const Mask& mask) const { return RotatedTurn::of(args, mask, rows, work, tile); }
+    __device__ RotatedTurn turn(const Mask& mask) const { return RotatedTurn::of(mask, rows, work, tile, tile, args.window_tiles, args.q_stride); }
 
     template <class Producer>
     __device__ static void load(Producer& producer, const KvWorkTile& work) { load_steps<QIntervalRotated>(producer, work); }

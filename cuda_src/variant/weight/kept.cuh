@@ -10,6 +10,8 @@ struct KeptWeights {
 
     __device__ static constexpr int place(int block, int i) { return block % 4 * 4 + i % 4 + i / 4 * 16; }
     __device__ float operator()(float x, int block, int i) const { return bits[block / 4] >> place(block, i) & 1 ? x : 0.f; }
+    __device__ static u32 packed(u32 weights, int, int) { return weights; }
+    __device__ static void gradients(float*, const u32*) {}
     // The same for a second use: else the compiler finds a bit once for both, and keeps 32 predicates in between.
     __device__ KeptWeights again() const {
         KeptWeights found;
@@ -27,6 +29,22 @@ struct Threshold {
     __device__ static u32 bytes(u32 word, bool changed) { return changed ? __byte_perm(word, 0, 0x2301) : word; }
     // All ones in each half whose number is of a weight that is kept.
     __device__ u32 kept(u32 word) const { return ptx::halves_from(word, least) ^ flipped; }
+};
+// The same where rows are keys, from the numbers themselves, whose lanes were exchanged: weights are dropped when they are packed, and what
+// is 0 then has a gradient of 0. A weight that rounds to 0 changes nothing by it.
+template <int blocks>
+struct KeptPacked {
+    Threshold threshold;
+    u32 words[blocks][2];  // of the first eight queries and of the others; in the upper bytes of the first eight keys
+
+    __device__ float operator()(float x, int, int) const { return x; }
+    __device__ u32 packed(u32 weights, int block, int i) const {
+        return weights & threshold.kept(Threshold::bytes(words[block][i / 4], i / 2 % 2));
+    }
+    __device__ static void gradients(float* x, const u32* packed) {  // of four weights, which are packed
+        ptx::keep_where(x[0], x[1], packed[0]), ptx::keep_where(x[2], x[3], packed[1]);
+    }
+    __device__ const KeptPacked& again() const { return *this; }
 };
 template <int blocks>
 struct Draws {
@@ -50,5 +68,7 @@ struct EveryWeight {
     __device__ void settle() {}
     __device__ float operator()(float x, int, int) const { return x; }
     __device__ u32 operator()(u32 packed, int) const { return packed; }
+    __device__ static u32 packed(u32 weights, int, int) { return weights; }
+    __device__ static void gradients(float*, const u32*) {}
     __device__ EveryWeight again() const { return {}; }
 };

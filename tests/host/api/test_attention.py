@@ -452,8 +452,8 @@ def test_explain_prints() -> None:
     lines = str(rawattn.explain(**inputs(), causal=True)).splitlines()
     patterns = (
         r"op       Forward fp32 batch 2, length 5x7, heads 4/2, head_dim 8/16, Causal\(.*\), Scale\(\)",
-        r"device   CPU", r"kernel   cpu", r"  not attn_fwd_mma: it needs a GPU .*",
-        r"  not attn_fwd: it needs a Hopper GPU .*", r"  not attn_fwd_simt: it needs a GPU .*", r"config   CpuConfig\(.*\)",
+        r"device   CPU", r"kernel   cpu", r"  not attn_fwd: it needs a Hopper GPU .*",
+        r"  not attn_fwd_simt: it needs a GPU .*", r"  not attn_fwd_mma: it needs a GPU .*", r"config   CpuConfig\(.*\)",
         r"  cheapest of \d+ by the cost model, which expects [\d,]+ us", r"work     \S+ FLOP, at least \S+ bytes",
     )  # fmt: skip
     for line, pattern in itertools.zip_longest(lines, patterns):

@@ -327,6 +327,10 @@ def test_tensor_map(cuda: Bindings) -> None:
     assert [first[3], second[3]] == [1 << 20, 1 << 21]
     assert [[x.value for x in each] for each in first[4:8]] == [[*shape[0]], [*shape[1]], [*shape[2]], [1, 1, 1]]
     assert first[4] is second[4], "what does not depend on the pointer is prepared once"
+    for l2_bytes in (64, 128, 256):
+        tensor_map.tensor_maps("bf16", *shape, l2_bytes)(1 << 20)
+        wanted = getattr(tensor_map.library().CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{l2_bytes}B")
+        assert cuda.calls("cuTensorMapEncodeTiled")[-1][-2] == wanted
 
 
 # ---- streams -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import rawattn
 from rawattn import ProblemError, UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_decode_wide, render
+from rawattn.kernel import attn_decode_fold, attn_decode_wide, render
 from rawattn.kernel.attn_decode_wide import ATTN_DECODE_WIDE, AttnDecodeWideConfig
 from rawattn.operation import AttentionKVCache
 from rawattn.operation.spec import Spec
@@ -34,6 +34,7 @@ from tests.host.kernel import test_attn_fwd_kvcache as many
 HOPPER = TYPICAL["sm_90a"]
 AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # words on either side of the states of splits, all a NaN of their own
 ONE, TWO = AttnDecodeWideConfig(64, 64, 3, 2), AttnDecodeWideConfig(128, 64, 2, 1)
+THREE = AttnDecodeWideConfig(64, 64, 3, 2, pipeline_stages=3)
 LENGTHS = ((8, 2500), (8, 0), (8, 65), (8, 1), (8, 1100))
 SAME = Cached(LENGTHS, page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=32, head_dim_v=32, whole=True, ragged=False)
 RAGGED = dataclasses.replace(SAME, ragged=True, lengths=((31, 2300), (0, 7), (3, 2200), (17, 40), (1, 0), (5, 3)))
@@ -49,27 +50,35 @@ class Runner:
     def __call__(
         self, case: Cached, config: Any = ONE, grid: int = 5, order: Any = None, tear: Any = None, **options: Any
     ) -> tuple[Any, Any, int]:
-        """o, lse and the word of violations. ``tear`` comes before the launch: it gets the number of blocks, and a function that
-        runs some of them with other pointers."""
-        word = gpu.stand_in(self.monkeypatch, self.folder, sm_count=grid)
+        """o, lse and the word of violations. ``tear`` comes before the launches, and the fold after it: it gets the number of
+        blocks, and a function that runs some of them with other pointers."""
+        word, launches = gpu.stand_in(self.monkeypatch, self.folder, sm_count=grid), list[Any]()
 
         def run(launch: Any) -> None:
-            args, offsets = bytearray(launch.args), render.layout(launch.kernel.fields).offsets
-            slots, strips = (int.from_bytes(args[offsets[name] :][:4], "little") for name in ("slots", "strips"))
-            words = max(1, launch.grid - 1) * slots * strips * (16 * case.head_dim_v + 32)
+            main, *folds = launches[:] = [*launches, launch]
+            offsets = render.layout(main.kernel.fields).offsets
+            numbers = (int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders"))
+            slots, strips, borders = numbers
+            if not folds and slots > 1 and borders:
+                return  # the fold comes, too
+            words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
-            def some(blocks: Any, **pointers: int) -> None:
+            def some(blocks: Any, which: Any = main, **pointers: int) -> None:
+                args, at = bytearray(which.args), render.layout(which.kernel.fields).offsets
                 for name, pointer in (pointers | {"partials": states[AROUND:].ctypes.data}).items():
-                    args[offsets[name] : offsets[name] + 8] = pointer.to_bytes(8, "little")
+                    args[at[name] : at[name] + 8] = pointer.to_bytes(8, "little")
+                which.args = bytes(args)
                 for block in blocks if order is not None else ():
-                    launch.kernel.launch(launch.grid, bytes(args), range(block, block + 1))
+                    which.kernel.launch(which.grid, which.args, range(block, block + 1))
                 if order is None:
-                    launch.kernel.launch(launch.grid, bytes(args), blocks)
+                    which.kernel.launch(which.grid, which.args, blocks)
 
             if tear is not None:
-                tear(launch.grid, some, int.from_bytes(args[offsets["kv_lens"] :][:8], "little"))
-            some(range(launch.grid) if order is None else order(launch.grid))
+                tear(main.grid, some, int.from_bytes(main.args[offsets["kv_lens"] :][:8], "little"))
+            for each in [*folds * (tear is not None), *launches]:
+                some(range(each.grid) if order is None else order(each.grid), each)
+            launches.clear()
             assert (states[:AROUND] == SEAL).all() and (states[AROUND + words :] == SEAL).all(), "states lie in their memory"
 
         self.monkeypatch.setattr(gpu.Launch, "__call__", run)
@@ -109,6 +118,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "columns 256": (of(WIDE, head_dim=256, head_dim_v=256, page_size=64), AttnDecodeWideConfig(64, 32, 4, 1), 2),
     "columns 192": (of(WIDE, head_dim=192, head_dim_v=192, page_size=64), AttnDecodeWideConfig(64, 64, 3, 1), 2),
     "full": (of(SAME, causal=False, page_size=32), ONE, 6),
+    "three stages": (of(WIDE, head_dim=64, head_dim_v=64, page_size=64, softcap=5.0), THREE, 3),
     "begins": (of(RAGGED, whole=False, begins=(1131, 5, 9, 39, 0, 1), sinks=True), TWO, 5),
     "causal for some": (of(RAGGED, causal=(0, 1, 1, 0, 1, 0), window=(None, 1)), ONE, 5),
     "window in one tile": (of(SAME, window=(5, 0), sinks=True), ONE, 5),
@@ -134,9 +144,29 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
         same(run(case, ONE, 3, order=lambda n, last=last: sorted(range(n), key=lambda block: block == last)), wanted)
     same(run(case, AttnDecodeWideConfig(64, 64, 2, 1), 4), wanted)
     same(run(case, TWO, 3), wanted)
-    same(run(case, of(ONE, fold_states=8), 7), wanted)
+    same(run(case, THREE, 7), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
+
+
+def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:
+    """Up to 32 of a work, which one block has, a few or many."""
+    case = of(SAME, lengths=((5, 2040), (5, 1500)), heads=10, kv_heads=2, page_size=64)
+    wanted = run.check(case, ONE, 1, split=64)
+    for grid in (2, 6, 40):
+        same(run.check(case, ONE, grid, split=64), wanted)
+
+
+def test_who_folds() -> None:
+    """A launch behind, but where no work can be cut: a sequence has one split, or there is one block."""
+    for changes, folds in (({}, True), ({"kv_len": 1024}, False), ({"kv_len": 1025}, True)):
+        op = op_of(**{"batch": 4, "kv_len": 8192, **changes})
+        program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
+        assert [launch.entry for launch in program.launches] == ["attn_decode_wide", "attn_decode_fold"][: 1 + folds]
+        selection = select(op, HOPPER, "attn_decode_wide")
+        assert len({launch.source.key for program in selection.programs(op, HOPPER) for launch in program.launches}) == 2
+        one = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], of(HOPPER, sm_count=1))
+        assert len(one.launches) == 1
 
 
 def test_bits_do_not_follow_from_the_batch(run: Runner) -> None:
@@ -152,13 +182,13 @@ def test_bits_do_not_follow_from_the_batch(run: Runner) -> None:
             assert found[0].equal(o[i : i + 1, -n:]) and found[1].equal(lse[i : i + 1, :, -n:])
 
 
-@pytest.mark.parametrize("late", [31, 63, 128, 159, 383])
-def test_a_late_lane_finds_its_phase(late: int, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("late", "config"), [(31, TWO), (63, TWO), (128, TWO), (159, TWO), (383, TWO), (159, THREE)], ids=str)
+def test_a_late_lane_finds_its_phase(late: int, config: Any, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the warp that loads keys, of the one that loads queries, and of consumers."""
     case = of(RAGGED, page_size=64)
-    wanted = run(case, TWO, 2)
+    wanted = run(case, config, 2)
     monkeypatch.setattr(emulator, "late_thread", late)
-    same(run(case, TWO, 2), wanted)
+    same(run(case, config, 2), wanted)
 
 
 def test_violated_bounds_are_said_and_cut(run: Runner) -> None:
@@ -214,6 +244,8 @@ def test_lengths_that_change_while_a_block_looks_write_nowhere_else(run: Runner,
 
     def changing(launch: Any, *args: Any) -> Any:
         headers = dict(launch.source.headers)
+        if launch.source.name == attn_decode_fold.FILE:
+            return plain(launch, *args)
         assert headers[file].count(old) == 1
         headers[file] = headers[file].replace(old, late)
         source = dataclasses.replace(launch.source, headers=tuple(headers.items()))
@@ -251,9 +283,12 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
     for name, changes in OPTIONS.items():
         op = op_of(q_len, *sizes, **changes)
         config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
-        for each in (config, of(config, fold_states=8)):
-            binary = compiler.compile(ATTN_DECODE_WIDE.render(op, each, "sm_90a"))
-            assert binary.spill_bytes == 0 and not binary.advisories, name
+        deeper = of(config, pipeline_stages=3)
+        forms = [form for form in (config, deeper) if ATTN_DECODE_WIDE.legal(form, op, HOPPER) is None]
+        sources = [ATTN_DECODE_WIDE.render(op, form, "sm_90a") for form in forms]
+        for source in (*sources, ATTN_DECODE_WIDE.render_fold(op, config, "sm_90a")[0]):
+            binary = compiler.compile(source)
+            assert binary.spill_bytes == 0 and not binary.advisories, (name, source.name)
 
 
 def test_configurations() -> None:
@@ -270,7 +305,7 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
-        ({"fold_states": 5}, "fold_states is 5"),
+        ({"tile_q": 128, "pipeline_stages": 3}, "pipeline_stages is 3; it must be from 2 to 2 here"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))

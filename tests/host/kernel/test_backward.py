@@ -54,12 +54,18 @@ class Case:
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
+    in_smem: bool = False  # V, where registers have room for it
     sums: int = 1  # of each tile of dq
+    query_parts: int = 1  # of the query tiles of a key tile
+    bundle: int = 0
+    more: tuple[tuple[str, Any], ...] = ()  # fields of the configuration of attn_bwd
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
 SEED = -(5 << 40) + 11
-THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
+IN_SMEM: dict[str, Any] = {"values": "in_smem", "q_stages": 1, "do_stages": 1}  # V
+WIDE = ("dp_later", "dk_first")  # orders of wide heads in attn_bwd.cu
+THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq", "attn_bwd_dv")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -125,6 +131,34 @@ HOPPER |= {
 SIMT |= {
     "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
 }
+PACKED_WEIGHTS, THREE = (("dropped", "packed"),), (("consumers", 3), ("producer_registers", 32), ("consumer_registers", 160))
+HOPPER |= {  # weights dropped as they are packed
+    "64, dropped packed": Case(
+        (64, 64), {"mask": Causal(), "dropout": 0.3}, ((150, 260),), dlse=True, more=PACKED_WEIGHTS + THREE
+    ),
+    "128, dropped packed, later": Case((128, 128), {"dropout": 0.7}, ((200, 150),), order="step_later", more=PACKED_WEIGHTS),
+    "128, dropped packed, varlen": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final", more=PACKED_WEIGHTS),
+}
+HOPPER |= {  # wide heads in one kernel
+    "160, one kernel": Case(
+        (160, 160), {"mask": Causal(), "scale": -0.2}, ((200, 300),) * 2, (4, 2), order="dp_later", dlse=True
+    ),
+    "192 and 128, one kernel": Case((192, 128), {}, ((150, 300),), (1, 1), order="dp_later", grid=3),
+    "136 and 184, one kernel, packed": Case(
+        (136, 184), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dp_later", grid=3, sinks=True
+    ),
+    "192, dv apart": Case((192, 192), {"mask": Causal()}, ((150, 300),) * 2, (4, 2), order="dk_first", in_smem=True, dlse=True),
+    "192, dv apart, full": Case((192, 192), {"scale": -0.2}, ((200, 450),), (1, 1), order="dk_first", in_smem=True, grid=3),
+    "192, V in registers": Case((192, 192), {}, ((200, 450),), (2, 1), order="dk_first", grid=3),
+    "176 and 192, V in registers, packed": Case(
+        (176, 192), {"mask": Causal()}, PACKED, varlen=True, order="dk_first", grid=3, sinks=True
+    ),
+    "192, V in registers, rotated": Case((192, 192), {}, ((450, 700),), (1, 1), order="dk_first", grid=6, walk="rotated"),
+    "176 and 192, dv apart, packed": Case(
+        (176, 192), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dk_first", in_smem=True, grid=3, sinks=True, parts=2
+    ),
+    "128 and 192, one kernel, parts": Case((128, 192), {"mask": Causal()}, ((70, 200),) * 2, (2, 1), order="dp_later", parts=2),
+}
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
@@ -135,6 +169,9 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "64, rotated, causal": Case((64, 64), {"mask": Causal()}, ((200, 1000),), (2, 1), grid=4, walk="rotated", dlse=True),
     "128, later, rotated": Case((128, 128), {}, ((200, 400),) * 2, (2, 2), order="step_later", grid=5, walk="rotated"),
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
+    "128, rotated, query parts": Case((128, 128), {}, ((450, 700),) * 2, (2, 1), grid=7, query_parts=3),
+    "64, query parts, lens": Case((64, 64), {}, ((200, 300),) * 2, (1, 1), grid=6, query_parts=2, lens=((200, 70), (131, 300))),
+    "64, query parts": Case((64, 64), {"mask": Causal()}, ((300, 420),), (1, 1), store="final", grid=6, query_parts=2),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
 }
 HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
@@ -142,6 +179,14 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
     "128, later, sums": Case((128, 128), {"mask": Causal()}, ((400, 300),), order="step_later", chains=2, grid=3, sums=2),
     "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
     "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
+}
+HOPPER |= {  # packed sequences whose key tiles go round, or side by side
+    "40, packed, rotated": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, walk="rotated", dlse=True),
+    "128, later, packed, rotated": Case(
+        (128, 128), {}, ((70, 300), (130, 700), (0, 9), (300, 260)), (2, 2), True, order="step_later", grid=5, walk="rotated"
+    ),
+    "40, packed, bundles": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, bundle=1),
+    "128, later, packed, bundles": Case((128, 128), {}, PACKED, (4, 2), varlen=True, order="step_later", grid=3, bundle=2),
 }
 LENS: Any = ((70, -1, 9999, 0), (9999, 40, 0, 131))  # out of range ones are cut
 HOPPER |= {
@@ -362,7 +407,7 @@ class Call:
         return None
 
     def program(self) -> Program:
-        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 else ATTN_BWD
+        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order not in WIDE else ATTN_BWD
         if case.mma:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
@@ -374,11 +419,16 @@ class Call:
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
-            found = dataclasses.replace(found, steps=found.steps if case.order == "at_once" else "together", dq_sums=case.sums)
+            apart = case.order == "dp_later" and not case.varlen
+            steps = "apart" if apart else found.steps if case.order == "at_once" else "together"
+            found = dataclasses.replace(found, steps=steps, dq_sums=case.sums)
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
-        found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
+            found = dataclasses.replace(found, query_parts=case.query_parts, bundle=case.bundle)
+            found = dataclasses.replace(found, **IN_SMEM if case.in_smem else {})
+        found = dataclasses.replace(found, direction=case.direction, parts=case.parts, **dict(case.more))
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
-        device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid) if case.walk == "rotated" else TYPICAL["sm_90a"]
+        device, is_of_grid = TYPICAL["sm_90a"], case.walk == "rotated" or case.query_parts > 1 or case.bundle
+        device = dataclasses.replace(device, sm_count=case.grid) if is_of_grid else device
         return kernel.lower(self.op, found, device)
 
     def run(self, folder: pathlib.Path) -> Program:
@@ -400,7 +450,7 @@ CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout", "64, sums",
+    "simt, dropout", "64, sums", "64, dropped packed", "128, dropped packed, later", "160, one kernel", "192, V in registers",
 )  # fmt: skip
 
 
@@ -417,7 +467,19 @@ def test_sums_have_the_same_bits_on_any_grid(tmp_path: pathlib.Path) -> None:
     assert calls[0].scratch["dq_sum"].tobytes() == calls[1].scratch["dq_sum"].tobytes()  # dq itself is rounded
 
 
-@pytest.mark.parametrize("name", ["64, dropout, offsets", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"])
+def test_sequences_side_by_side_have_the_same_bits(tmp_path: pathlib.Path) -> None:
+    """Works come in another order, and key tiles add to dq in the same one."""
+    case = dataclasses.replace(CASES["40, packed, bundles"], lengths=((70, 200), (7, 150), (64, 130)), store="ordered")
+    calls = [Call(dataclasses.replace(case, bundle=bundle, grid=grid)) for bundle, grid in ((0, 2), (1, 4), (9, 1))]
+    for i, call in enumerate(calls):
+        call.wanted(), call.run(tmp_path / str(i))
+        assert call.scratch["dq_sum"].tobytes() == calls[0].scratch["dq_sum"].tobytes()
+        assert all(call.arrays[name].tobytes() == calls[0].arrays[name].tobytes() for name in ("dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    "name", ["64, dropout, offsets", "64, dropped packed", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"]
+)
 def test_pairs_that_are_dropped(name: str, tmp_path: pathlib.Path) -> None:
     """They are those of the definition, one by one: weights are equal, and a row of dO has a power of two in one column."""
     case = dataclasses.replace(CASES[name], kinds=CASES[name].kinds | {"mask": Full()}, sinks=False, dlse=False)

@@ -181,6 +181,23 @@ def test_dq_a_step_later() -> None:
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
 
 
+@pytest.mark.parametrize("size", [(160, 160), (192, 128), (192, 192)], ids=str)
+def test_wide_heads_in_one_kernel(size: tuple[int, int]) -> None:
+    """Nothing of a step spills, nor do products wait for each other. What loads has 24 registers, and spills some words."""
+    for row in ({}, {"mask": Causal()}, {"varlen": True, "element": FP16, "scale": -0.1}):
+        op = backward(size, **row)
+        config = attn_bwd.wide_config_of(op.forward)
+        assert ATTN_BWD.candidates(op, TYPICAL["sm_90a"]) == [config]
+        assert select(op, TYPICAL["sm_90a"]).kernel is ATTN_BWD_PAIR, "it has not run on a GPU"
+        made = lowered(op, config)
+        assert ("attn_bwd_dv" in made) == (size == (192, 192))
+        for source in (made[name] for name in ("attn_bwd", "attn_bwd_dv") if name in made):
+            assert not compiler.compile(dataclasses.replace(source, text=source.text + SMEM)).advisories
+            code = listing(source)
+            first = next(i for i, each in enumerate(code) if each.startswith("USETMAXREG.TRY_ALLOC"))
+            assert not [each for each in code[first:] if each.startswith(("STL", "LDL"))], "a consumer spills"
+
+
 LISTED = [("block_table", (128, 128)), ("streaming", (128, 128)), ("natten_2d", (128, 128)), ("documents_causal", (128, 128))]
 
 
@@ -221,6 +238,19 @@ def test_three_chains_leave_no_warp_for_zeros(mask: Any, refused: bool) -> None:
     assert ("no warp is left" in str(found)) == refused
 
 
+@pytest.mark.parametrize(
+    "size, changes, reason",
+    [
+        (128, {"order": "dk_first", "dv_consumers": 2}, "dv_consumers is 2; it must be 0 for masks whose tiles are lists"),
+        (112, {"dq_columns": 56}, "several parts must be of 64 columns or more"),
+    ],
+)
+def test_what_no_kernel_is_made_for(size: int, changes: dict[str, Any], reason: str) -> None:
+    op = backward((size, size), mask=option("documents_causal"))
+    config = dataclasses.replace(attn_bwd.AttnBwdConfig(dq_parts=2, dq_columns=64), **changes)
+    assert reason in str(ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]))
+
+
 def test_elements_by_tma_are_not_skipped_in_a_loop_of_their_own() -> None:
     op = backward((64, 64), mask=Causal())
     config = dataclasses.replace(attn_bwd.config_of(op.forward), steps="apart", order="at_once", elements="score_0")
@@ -233,6 +263,20 @@ def test_a_step_later_needs_plain_weights() -> None:
     assert "scores and weights that nothing changes" in str(ATTN_BWD.legal(config, op, TYPICAL["sm_90a"]))
     with pytest.raises(compiler.CompileError, match="s does not hold the weights"):
         compiler.compile(lowered(op, config)["attn_bwd"])
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_weights_dropped_as_they_are_packed(size: int) -> None:
+    """By compared words, each a mask of two weights, and predicates of these; refused without dropout, and with offsets."""
+    op = backward((size, size), q_len=2048, kv_len=2048, mask=Causal(), dropout=0.1)
+    config = dataclasses.replace(attn_bwd.config_of(op.forward), steps="apart", dropped="packed")
+    (source,) = (x.source for x in ATTN_BWD.lower(op, config, TYPICAL["sm_90a"]).launches if x.entry == "attn_bwd")
+    binary = compiler.compile(source)
+    assert binary.spill_bytes == 0
+    assert len(re.findall(r"\bHSETP2\b", sass.disassemble(binary.cubin))) >= 16
+    for changes in ({}, {"dropout": 0.1, "q_offset": 3}):
+        refused = ATTN_BWD.legal(config, backward((size, size), **changes), TYPICAL["sm_90a"])
+        assert refused and "or 'packed' with dropout" in refused
 
 
 @pytest.mark.matrix

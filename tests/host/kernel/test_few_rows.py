@@ -4,6 +4,7 @@ follows from sizes alone: the number of splits, the kernel, and the time."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -14,13 +15,14 @@ import rawattn
 from perf import sass
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
+from rawattn.kernel import few_rows, records
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.program import Buffer
 from rawattn.operation.operand import Layout
-from rawattn.runtime.select import config_set, nearest, select
+from rawattn.runtime.select import config_set, forget, nearest, select
 from rawattn.testing import expect
 from rawattn.variant import store
 from rawattn.variant.element import BF16
@@ -154,7 +156,10 @@ def test_two_launches(cached: bool) -> None:
     "changes, tile_q, splits",
     [
         ({}, 128, 16),  # 8 tiles on 132 multiprocessors
-        ({"q_len": 16}, 64, 16),
+        ({"q_len": 16}, 64, 8),  # 64 works
+        ({"q_len": 16, "heads": 4, "kv_heads": 1}, 64, 16),  # of 1024 keys
+        ({"q_len": 16, "heads": 128, "kv_heads": 32}, 64, 4),
+        ({"q_len": 16, "head_dim": 256}, 64, 16),
         ({"q_len": 64}, 128, 8),
         ({"q_len": 128}, 128, 4),
         ({"batch": 4, "kv_len": 4096}, 128, 4),
@@ -224,7 +229,8 @@ def test_expected_time_of_attn_fwd(sizes: Any) -> None:
 @pytest.mark.parametrize("q_len", [1, 16, 17, 64, 256, 257, 512])
 @pytest.mark.parametrize("kv_len", [800, 1024, 16384])
 def test_who_computes_few_rows(q_len: int, kv_len: int) -> None:
-    """attn_fwd_mma has up to 16 rows of a key head, and 64 over few keys; above them splits are for a GPU that is not full."""
+    """attn_fwd_mma has up to 16 rows of a key head that no other shares, and 64 over few keys; above them splits are for a GPU
+    that is not full."""
     op = replace(FEW, heads=8, kv_heads=8, q_len=q_len, kv_len=kv_len)
     kernel, config = select(op, H200)[:2]
     assert kernel is (ATTN_FWD_MMA if q_len <= (16 if kv_len >= 1024 else 64) else ATTN_FWD)
@@ -244,13 +250,100 @@ def test_what_tma_cannot_read_goes_to_attn_fwd_mma() -> None:
 
 
 def test_splits_of_few_rows_follow_from_the_sequence() -> None:
-    """Whatever the batch: a row has the same bits in any."""
+    """Whatever the batch: a row has the same bits in any. A length is selected by three bits, and lowered in steps of 256."""
+    for q_len, kv_len in itertools.product((1, 4, 5, 16), (1024, 14336, 14337, 14400, 15000, 16128, 16384)):
+        found = set()
+        for batch in (1, 2, 4, 16):
+            op = replace(FEW, batch=batch, q_len=q_len, kv_len=kv_len)
+            kernel, config = select(op, H200)[:2]
+            values = kernel.lower(op.to_lower, config, H200).launches[0].values
+            found.add((kernel, *(values.get(name) for name in ("splits", "split_tiles", "split_keys"))))
+        assert len(found) == 1, (q_len, kv_len, found)
     for batch in (1, 3, 16, 64):
         op = replace(FEW, batch=batch, q_len=16)
         kernel, config = select(op, H200)[:2]
         main = kernel.lower(op, config, H200).launches[0]
         assert config == AttnFwdConfig(64, 128, 3, 2, True, 0), config
-        assert main.values["splits"] == 16 and main.values["split_tiles"] == 8
+        assert main.values["splits"] == 8 and main.values["split_tiles"] == 8
+
+
+FASTEST = {  # queries: rows of a tile, whether heads share it, splits; of eleven on an H200, within 4 % of the best
+    (1, 16384): {
+        **dict.fromkeys((1, 4, 16), (64, True, 8)), 32: (128, True, 16), **dict.fromkeys((48, 64), (128, True, 8)),
+        96: (128, True, 5), **dict.fromkeys((128, 192), (128, False, 4)), 256: (128, False, 2), 512: (128, False, 1),
+    },
+    (4, 4096): {
+        **dict.fromkeys((8, 16), (64, True, 4)), 32: (128, True, 4), **dict.fromkeys((48, 64), (64, True, 1)), 96: (128, True, 1),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch, kv_len", FASTEST)
+def test_what_was_fastest_is_chosen(batch: int, kv_len: int) -> None:
+    for q_len, wanted in FASTEST[batch, kv_len].items():
+        op = replace(FEW, batch=batch, q_len=q_len, kv_len=kv_len)
+        kernel, config = select(op, H200)[:2]
+        main = kernel.lower(op, config, H200).launches[0]
+        assert (config.tile_q, config.pack_gqa, main.values.get("splits", 1)) == wanted, q_len
+
+
+COMPARED = {  # heads, key heads, head_dim, queries, keys, window: rows of a tile, whether heads share it, us by the model
+    (32, 1, 128, 128, 16384, 0): (128, False, 57),
+    (32, 1, 128, 200, 30000, 0): (128, False, 176),
+    (128, 4, 64, 128, 65536, 0): (128, False, 560),
+    (24, 8, 128, 64, 65536, 0): (64, False, 116),  # heads that cannot share tiles
+    (28, 4, 128, 128, 65536, 0): (128, False, 191),
+    (32, 8, 128, 192, 2048, 1024): (64, True, 13),
+    (32, 8, 128, 256, 1024, 0): (64, True, 12.1),
+    (16, 2, 64, 512, 2048, 0): (64, True, 14.7),
+    (8, 2, 192, 256, 65536, 0): (128, True, 128),
+}
+
+
+@pytest.mark.parametrize("sizes", COMPARED, ids=str)
+def test_shared_and_own_tiles_are_compared(sizes: tuple[int, ...]) -> None:
+    heads, kv_heads, dim, q_len, kv_len, window = sizes
+    mask = And(Causal(), Window(window)) if window else Causal()
+    op = forward(BF16, 1, q_len, kv_len, heads, kv_heads, dim, min(dim, 128), mask=mask)
+    config = select(op, H200).config
+    assert (config.tile_q, config.pack_gqa) == COMPARED[sizes][:2] and config.kv_splits == 0
+    assert 1e6 * ATTN_FWD.cost(config, op, H200) < COMPARED[sizes][2]
+
+
+UNEVEN = forward(BF16, 2, 2833, 10836, 8, 8, 64, 64)
+
+
+def test_uneven_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """192 tiles of 256 rows are two waves, of which the second is not half full; in two parts of their keys they are three."""
+
+    def chosen(**changes: Any) -> tuple[int, int, int]:
+        op = replace(UNEVEN, **changes)
+        config = select(op, H200).config
+        return config.tile_q, config.tile_kv, ATTN_FWD.count_splits(config, op, H200, 1)
+
+    assert chosen() == (256, 64, 2) and chosen(head_dim=128, head_dim_v=128) == (192, 64, 1)
+    assert chosen(q_len=4096) == (256, 64, 1), "waves that are nearly full"
+    assert chosen(mask=Causal()) == (128, 128, 1) and chosen(kv_len=4096) == (256, 64, 1), "not measured"
+    assert chosen(batch=1, heads=4, kv_heads=4, q_len=4901, kv_len=45505, head_dim=128, head_dim_v=128)[2] > 1
+    monkeypatch.setattr(few_rows, "TIMED_ONLY", False)
+    forget()
+    assert chosen() == chosen(mask=Causal()) == (192, 128, 1)
+    monkeypatch.undo()
+    forget()
+
+
+def test_kinds_have_records_of_their_own() -> None:
+    """Uneven waves, few rows, shared and own, short sequences, and all others."""
+    few, short = forward(BF16, 1, 64, 8192, 8, 8, 64, 64), forward(BF16, 999, 64, 64, 8, 8, 64, 64)
+    ops = (UNEVEN, few, replace(few, heads=32, q_len=128), short, forward(BF16, 8, 2048, 2048, 8, 8, 64, 64))
+    kinds = [records.Kind.of(ATTN_FWD, shape) for op in ops for shape in ATTN_FWD.tuning_shapes(op)]
+    assert len(kinds) == len(set(kinds)) == 3 + 1 + 3 + 1 + 3
+
+
+@pytest.mark.parametrize("q_len, most", [(512, 32), (8192, 2), (65536, 1)])
+def test_scratch_is_bounded(q_len: int, most: int) -> None:
+    op = forward(BF16, 1, q_len, 1 << 20, 16, 16, 128, 128)
+    assert max(few_rows.numbers(op, 8192)) == most and 4 * most * q_len * 16 * 128 <= max(128 << 20, 4 * q_len * 16 * 128)
 
 
 @pytest.mark.parametrize("dim, tile", [(128, (128, 128)), (256, (64, 80))], ids=str)

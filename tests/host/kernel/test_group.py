@@ -173,6 +173,92 @@ def test_sums_that_do_not_fit(changes: dict[str, Any], mask: Any) -> None:
         select(backward(1, 300, (8, 8), mask), H200, "attn_bwd", AttnBwdConfig(**{"dq_sums": 2, **changes}))
 
 
+@pytest.mark.parametrize("changes, values", [
+    ({"heads_together": 44}, {"l2_head_group": 44, "last_group": 10}),
+    ({"heads_together": 1000}, {"l2_head_group": 512, "last_group": 0}),
+])  # fmt: skip
+def test_heads_that_are_asked_for(changes: dict[str, int], values: dict[str, int]) -> None:
+    """They change numbers of a launch alone."""
+    op = backward(64, 151, (8, 8), Full(), kv_len=1961)
+    config = select(op, H200, "attn_bwd").config
+    before, after = (ATTN_BWD.lower(op, x, H200) for x in (config, dataclasses.replace(config, **changes)))
+    assert [x.source for x in after.launches] == [x.source for x in before.launches]
+    main = next(each for each in after.launches if each.entry == "attn_bwd")
+    assert {name: main.values[name] for name in values} == values
+
+
+@pytest.mark.parametrize("changes, more, reason", [
+    ({"heads_together": 3, "walk": "rotated"}, {}, "heads_together is 3"),
+    ({"heads_together": -1}, {}, "heads_together is -1"),
+    ({"bundle": 1}, {}, "bundle is 1"),
+    ({"bundle": 65}, {"varlen": True, "total_q": 300, "total_kv": 300}, "from -1 to 64"),
+    ({"bundle": 1, "direction": "Ascending"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "bundle is 1"),
+    ({"bundle": 1, "walk": "rotated"}, {"varlen": True, "total_q": 300, "total_kv": 300}, "and a bundle of 0"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be_taken_together(changes: dict[str, Any], more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ProblemError, match=reason):
+        select(backward(1, 300, (8, 4), Full(), **more), H200, "attn_bwd", AttnBwdConfig(**changes))
+
+
+@pytest.mark.parametrize("op, wanted", [
+    (backward(2, 8192, (4, 4), Full(), varlen=True, total_q=16384, total_kv=16384), ("rotated", 0)),  # alike
+    (backward(61, 16384, (4, 4), Full(), varlen=True, total_q=24064, total_kv=24064), ("rotated", 0)),  # one has most pairs
+    (backward(30, 2871, (4, 4), Full(), varlen=True, total_q=33356, total_kv=33356), ("by_heads", 2)),
+    (backward(30, 33356, (4, 4), Full(), varlen=True, total_q=33356, total_kv=33356), ("by_heads", 2)),  # nothing is known
+    (backward(128, 130, (4, 4), Full(), varlen=True, total_q=16640, total_kv=16640), ("by_heads", 2)),
+    (backward(16, 1024, (16, 2), Full(), varlen=True, total_q=16384, total_kv=16384), ("by_heads", 0)),
+], ids=str)  # fmt: skip
+def test_where_packed_sequences_are_taken(op: Backward, wanted: tuple[str, int]) -> None:
+    """It is chosen where it is asked for, alone, and its kernel is among those that are compiled beforehand."""
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, bundle=-1)
+    found = ATTN_BWD.resolved(op, config, H200)
+    assert (found.walk, found.bundle, AttnBwdConfig.bundle) == (*wanted, 0)
+    main = next(each for each in ATTN_BWD.lower(op, config, H200).launches if each.entry == "attn_bwd")
+    assert main.values.get("bundle_works", 0) == 132 * wanted[1]
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+LONG_BESIDE_SHORT = {"varlen": True, "total_q": 24064, "total_kv": 24064}
+
+
+@pytest.mark.parametrize("op, wanted", [
+    (backward(61, 16384, (4, 4), Full(), **LONG_BESIDE_SHORT), ("ordered", "step_later")),
+    (backward(61, 16384, (4, 4), Causal(), **LONG_BESIDE_SHORT), ("ordered", "step_later")),
+    (backward(61, 24064, (4, 4), Full(), **LONG_BESIDE_SHORT), ("final", "at_once")),  # how long the longest is, is not known
+    (backward(61, 512, (4, 4), Full(), **LONG_BESIDE_SHORT), ("final", "at_once")),
+], ids=str)  # fmt: skip
+def test_who_finishes_dq_of_packed_sequences(op: Backward, wanted: tuple[str, str]) -> None:
+    config = select(op, H200, "attn_bwd").config
+    assert (config.store, config.order) == wanted
+
+
+@pytest.mark.parametrize("length, heads, wanted", [
+    (2048, (4, 4), 2), (2048, (8, 8), 1), (2048, (12, 12), 1), (5000, (1, 1), 2), (5000, (4, 4), 3), (16384, (1, 1), 1),
+    (2048, (4, 2), 1),
+])  # fmt: skip
+def test_query_parts(length: int, heads: tuple[int, int], wanted: int) -> None:
+    """They are chosen where they are asked for, alone; works of all heads' parts go round, and a pass adds what they leave."""
+    op = backward(1, length, heads, Full())
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, query_parts=0)
+    found = ATTN_BWD.resolved(op, config, H200)
+    assert (found.query_parts, AttnBwdConfig.query_parts) == (wanted, 1)
+    program = ATTN_BWD.lower(op, config, H200)
+    main = next(each for each in program.launches if each.entry == "attn_bwd")
+    assert ("attn_bwd_sum" in [each.entry for each in program.launches]) == (found.parts * wanted > 1)
+    assert main.grid == min(132, -(-length // 128) * heads[1] * found.parts * wanted)
+    assert main.values.get("part_tiles", -(-length // 64)) == -(-length // (64 * wanted))
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+@pytest.mark.parametrize(
+    "changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0)), ({"query_parts": 6}, Full())],
+    ids=str,
+)  # fmt: skip
+def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
+    with pytest.raises(ProblemError, match=r"query_parts is [26]; several, up to 5 here, need one length and what walk"):
+        select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"query_parts": 2, **changes}))
+
+
 def test_no_turns_no_steps_together() -> None:
     op = backward(1, 4096, (32, 8), Causal(), deterministic=False)
     assert (chosen(op, "attn_bwd"), chosen(op, "attn_bwd_mma")) == ("1t", "1")  # the first adds in turns all the same

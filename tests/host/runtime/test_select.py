@@ -21,7 +21,7 @@ from rawattn.operation.base import FEW_ROWS, three_bits
 from rawattn.operation.forward import LONGEST
 from rawattn.operation.operand import PLAIN, Layout
 from rawattn.runtime import select
-from rawattn.variant.element import BF16, ELEMENTS, FP32
+from rawattn.variant.element import BF16, ELEMENTS, FP32, FP64
 from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.operations import forward, replace
@@ -69,7 +69,13 @@ def test_a_fall_that_costs_speed_is_said() -> None:
     for arch, changes in (("sm_90a", {"element": FP32}), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
         slow = chosen(replace(OP, **changes), TYPICAL[arch]).slow
         assert slow is not None and "attn_fwd_simt computes this, slowly" in slow and TYPICAL[arch].name in slow
-    assert "it takes bf16 and fp16, not fp32" in str(chosen(replace(OP, element=FP32), TYPICAL["sm_90a"]).slow)
+    fp32 = replace(OP, element=FP32)
+    assert "it takes bf16 and fp16, not fp32; kernel='attn_fwd_mma' may" in str(chosen(fp32, TYPICAL["sm_90a"]).slow)
+    for arch in AMPERE_ON:
+        said = "attn_fwd_simt computes this, slowly; kernel='attn_fwd_mma' may be faster, and was not timed"
+        assert chosen(fp32, TYPICAL[arch]).slow == said
+        assert "attn_fwd_mma, which is made for" in str(chosen(replace(fp32, dropout=0.1), TYPICAL[arch]).slow)
+        assert chosen(fp32, TYPICAL[arch], "attn_fwd_simt").slow is None
     assert chosen(replace(OP, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
     for arch in TYPICAL:
         assert chosen(OP, TYPICAL[arch]).slow is None
@@ -106,8 +112,8 @@ def test_a_kernel_that_is_asked_for() -> None:
     for kernel in (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT):
         found = chosen(OP, TYPICAL["sm_90a"], kernel.name)
         assert found.kernel is kernel and found.slow is None
-    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16 and fp16, not fp32"):
-        chosen(replace(OP, element=FP32), TYPICAL["sm_90a"], "attn_fwd_mma")
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: it takes bf16, fp16 and fp32, not fp64"):
+        chosen(replace(OP, element=FP64), TYPICAL["sm_90a"], "attn_fwd_mma")
     with pytest.raises(ProblemError, match=r"takes a rawattn\.kernel\.attn_fwd_mma\.AttnFwdMmaConfig"):
         select.select(OP, TYPICAL["sm_90a"], "attn_fwd_mma", attn_fwd.AttnFwdConfig())
 
@@ -279,7 +285,7 @@ def test_few_queries_go_to_the_kernel_that_splits() -> None:
         assert chosen(replace(OP, q_len=q_len, kv_heads=kv_heads), device).kernel.name == kernel
     assert chosen(replace(OP, q_len=1, varlen=True), device).kernel.name == "attn_fwd"
     assert chosen(replace(OP, q_len=1), device, "attn_fwd").kernel.name == "attn_fwd"
-    refusals = chosen(replace(OP, q_len=1, element=FP32), device).refusals
+    refusals = chosen(replace(OP, q_len=1, element=FP64), device).refusals
     assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
 
 

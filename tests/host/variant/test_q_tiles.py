@@ -54,11 +54,13 @@ def test_longest_sequences() -> None:
 
 SCHEDULES = """\
 namespace cfg { extern "C" { i32 tile_q, tile_kv; } }
+inline i32 __popc(u32 x) { return __builtin_popcount(x); }
 struct Args {
     i32 heads, heads_per_kv, batches, kv_tiles, l2_head_group, last_group, total_q, total_kv;
     const i32 *cu_seqlens_q, *cu_seqlens_kv;
     i32* counter;
     u32* violations;
+    i32 bundle_works;
 };
 #include "variant/rows/varlen.cuh"
 using Rows = Varlen;
@@ -66,8 +68,10 @@ using Rows = Varlen;
 #include "variant/scheduler/alternating_long.cuh"
 #include "variant/scheduler/ascending.cuh"
 #include "variant/scheduler/dynamic_persistent.cuh"
+#include "variant/scheduler/kv_bundles.cuh"
 #include "variant/scheduler/kv_lpt.cuh"
 #include "variant/scheduler/kv_lpt_varlen.cuh"
+#include "variant/scheduler/kv_windows.cuh"
 #include "variant/scheduler/longest_first.cuh"
 #include "variant/scheduler/shortest_first.cuh"
 
@@ -97,6 +101,18 @@ struct AllNumbers {
 extern "C" i32 packed_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
     return run<KvVarlenScheduler<AllNumbers, AlternatingLong>>(*args, found, most, grid);
 }
+extern "C" i32 packed_bundles(const Args* args, KvWorkTile* found, i32 most) {
+    return run<KvBundles<DynamicPersistent>>(*args, found, most);
+}
+extern "C" i32 packed_windows(const Args* args, KvWorkTile* found, i32 most) {
+    return run<KvWindows<DynamicPersistent>>(*args, found, most);
+}
+extern "C" i32 windows_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
+    return run<KvWindows<AllNumbers>>(*args, found, most, grid);
+}
+extern "C" i32 bundles_of_grid(const Args* args, KvWorkTile* found, i32 most, i32 grid) {
+    return run<KvBundles<AllNumbers>>(*args, found, most, grid);
+}
 """
 SCHEDULE = """\
 extern "C" i32 dense_{0}(const Args* args, KvWorkTile* found, i32 most) {{
@@ -113,6 +129,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         *((x, ctypes.c_int) for x in ("heads", "heads_per_kv", "batches", "kv_tiles", "l2_head_group", "last_group", "q", "kv")),
         *((x, ctypes.c_void_p) for x in ("cu_seqlens_q", "cu_seqlens_kv", "counter", "violations")),
+        ("bundle_works", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -182,18 +199,46 @@ def test_short_sequences_descend_together(schedules: ctypes.CDLL) -> None:
     assert not said[0]
 
 
+@pytest.mark.parametrize("enough", [1, 7, 30, 10**6])
+def test_sequences_side_by_side(schedules: ctypes.CDLL, enough: int) -> None:
+    """Of a bundle all first key tiles come first. A sequence with enough works is alone, in groups of heads."""
+    tile, heads, grid = 64, 3, 8
+    ctypes.c_int.in_dll(schedules, "tile_kv").value = tile
+    lengths, said = np.random.default_rng(4).choice([0, 1, 64, 130, 700], 90).tolist(), np.zeros(1, np.uint32)
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    args = Args(
+        2 * heads, 2, len(lengths), 0, 1, 0, *[sum(lengths)] * 2, *[starts.ctypes.data] * 2, None, said.ctypes.data, enough
+    )
+    tiles, wanted, begin = [-(-length // tile) for length in lengths], list[tuple[int, int, int]](), 0
+    while begin < len(lengths):
+        count = next((n for n in range(1, 33) if heads * sum(tiles[begin : begin + n]) >= enough), 32)
+        alone = (n for n in range(1, count) if heads * sum(tiles[begin + n : begin + n + 1]) >= enough)
+        bundle = [*range(begin, min(begin + next(alone, count), len(lengths)))]
+        group = min(heads, (grid - 1) // max(1, tiles[begin]) + 1) if len(bundle) == 1 else heads
+        firsts = [*range(0, heads // group * group, group)]
+        for first, last in zip(firsts, [*firsts[1:], heads], strict=True):
+            for n in range(max(tiles[b] for b in bundle)):
+                wanted += [(b, h, n) for b in bundle if n < tiles[b] for h in range(first, last)]
+        begin = bundle[-1] + 1
+    found = np.zeros((len(wanted) + 1, 5), np.int32)
+    count = schedules.bundles_of_grid(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found), grid)
+    assert [tuple(work) for work in found[:count].tolist()] == [(*work, 1, 1) for work in wanted]
+    assert not said[0]
+
+
+@pytest.mark.parametrize("name", ["packed_Ascending", "packed_bundles", "packed_windows"])
 @pytest.mark.parametrize("side", ["cu_seqlens_q", "cu_seqlens_kv"])
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str) -> None:
-    ctypes.c_int.in_dll(schedules, "tile_kv").value = 64
+def test_key_tiles_of_what_lies_in_no_order_are_left_out(schedules: ctypes.CDLL, wrong: list[int], side: str, name: str) -> None:
+    ctypes.c_int.in_dll(schedules, "tile_kv").value, ctypes.c_int.in_dll(schedules, "tile_q").value = 64, 64
     counter, said, starts = np.zeros(2, np.int32), np.zeros(1, np.uint32), np.array(wrong, np.int32)
     good = np.maximum.accumulate(np.clip(starts, 0, ROWS))
-    args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data)
+    args = Args(1, 1, len(wrong) - 1, 0, 1, 0, ROWS, ROWS, *[good.ctypes.data] * 2, counter.ctypes.data, said.ctypes.data, 5)
     setattr(args, side, starts.ctypes.data)
     found = np.zeros((200, 5), np.int32)
-    count = schedules.packed_Ascending(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
+    count = getattr(schedules, name)(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found))
     works, lengths = [tuple(work[:3]) for work in found[:count].tolist()], np.diff(good)[: len(right(wrong))].tolist()
-    assert works == [(b, 0, n) for b, length in enumerate(lengths) for n in range(-(-length // 64))]
+    assert sorted(works) == [(b, 0, n) for b, length in enumerate(lengths) for n in range(-(-length // 64))]
     assert said[0] == 128 and not counter.any()
 
 
@@ -288,7 +333,7 @@ def test_key_tiles_of_lists_add_from_the_last_one_on(turns: ctypes.CDLL, q_len: 
 
 ROUNDS = """\
 namespace cfg { constexpr i32 tile_q = 2, tile_kv = 3, causal_to_last = 1; }
-struct Args { i32 heads, heads_per_kv, window_tiles, q_stride; };
+struct Args { i32 heads, heads_per_kv, window_tiles, q_stride, group_parts, part_tiles, grid; };
 struct Rows {
     i32 q_len, kv_len;
     i32 shift(bool) const { return kv_len - q_len; }
@@ -298,14 +343,17 @@ template <class> struct KvTilesOption {};
 #include "variant/mask/FILE.cuh"
 using Mask = NAME;
 #include "variant/walk/q_interval_rotated.cuh"
+#include "variant/walk/q_interval_part.cuh"
+#include "variant/walk/q_interval_rotated_packed.cuh"
 
 // The steps of a key tile: query tiles, the numbers of its turns there, and the last ones.
-extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 (*found)[3]) {
+extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 part, i32 (*found)[3]) {
     const Rows rows{q_len, kv_len};
-    const KvWorkTile work{0, 0, kv_tile, 1, 1};
+    const KvWorkTile work{0, part, kv_tile, 1, 1};
+    gridDim.x = args->grid;
     i32 count = 0;
-    for (QIntervalRotated at(*args, rows, work); at.more(); at.advance()) {
-        const RotatedTurn turn = at.turn(Mask(*args, rows, at.work_tile()));
+    for (WALK at(*args, rows, work); at.more(); at.advance()) {
+        const IntervalTurn turn = at.turn(Mask(*args, rows, at.work_tile()));
         found[count][0] = at.tile, found[count][1] = turn.number, found[count++][2] = turn.last;
     }
     return count;
@@ -313,26 +361,69 @@ extern "C" i32 steps(const Args* args, i32 q_len, i32 kv_len, i32 kv_tile, i32 (
 """
 
 
-@pytest.mark.parametrize("name", ["Full", "Causal"])
-def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, tmp_path: pathlib.Path) -> None:
-    """At each query tile turns are counted without a gap, and works of a window come to an end where only they run."""
+def going_round(name: str, walk: str, folder: pathlib.Path) -> ctypes.CDLL:
     for header in ("variant/interfaces.cuh", "variant/interfaces_bwd.cuh"):
-        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
-    library = native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name), tmp_path)
+        (folder / header).parent.mkdir(parents=True, exist_ok=True)
+        (folder / header).write_text('#pragma once\n#include "variant/kv_work_tile.cuh"\n#include "variant/work_tile.cuh"\n')
+    return native.library(ROUNDS.replace("FILE", name.lower()).replace("NAME", name).replace("WALK", walk), folder)
+
+
+@pytest.mark.parametrize("name", ["Full", "Causal"])
+def test_packed_sequences_go_round(schedules: ctypes.CDLL, name: str, tmp_path: pathlib.Path) -> None:
+    """Each work is there once, turns are counted without a gap, and blocks with a work of each so many come to an end."""
+    library, random, said = (
+        going_round(name, "QIntervalRotatedPacked", tmp_path),
+        np.random.default_rng(5),
+        np.zeros(1, np.uint32),
+    )
+    ctypes.c_int.in_dll(schedules, "tile_kv").value, ctypes.c_int.in_dll(schedules, "tile_q").value = 3, 2
+    for heads, grid in itertools.product((1, 2, 5), (1, 4, 7, 40)):
+        lengths = random.choice([0, 1, 4, 9, 20, 50], (7, 2))
+        starts = np.concatenate([np.zeros((1, 2)), lengths.cumsum(0)]).astype(np.int32).T.copy()
+        args = Args(
+            2 * heads, 2, 7, 0, 1, 0, *lengths.sum(0).tolist(), *[each.ctypes.data for each in starts], None, said.ctypes.data
+        )
+        found = np.zeros((heads * 150, 5), np.int32)
+        count = schedules.windows_of_grid(ctypes.byref(args), ctypes.c_void_p(found.ctypes.data), len(found), grid)
+        order = [tuple(work[:3]) for work in found[:count].tolist()]
+        assert sorted(order) == [(b, h, n) for b in range(7) for h in range(heads) for n in range(-(-lengths[b][1] // 3))]
+        works, counts = list[list[tuple[tuple[int, int, int], int]]](), dict[tuple[int, int, int], int]()
+        for b, h, n in order:
+            steps, (q_len, kv_len) = np.zeros((60, 3), np.int32), lengths[b].tolist()
+            of_round = (ctypes.c_int * 7)(1, 1, 0, 0, 1, 0, grid)
+            taken = library.steps(of_round, q_len, kv_len, n, 0, ctypes.c_void_p(steps.ctypes.data))
+            works.append([((b, h, tile), number) for tile, number, _ in steps[:taken].tolist()])
+        blocks = [[step for work in works[block::grid] for step in work] for block in range(grid)]
+        while any(blocks):
+            ready = [steps for steps in blocks if steps and counts.get(steps[0][0], 0) == steps[0][1]]
+            assert ready, "each waits for another"
+            for steps in ready:
+                place, number = steps.pop(0)
+                counts[place] = number + 1
+    assert not said[0]
+
+
+@pytest.mark.parametrize("walk", ["QIntervalRotated", "QIntervalPart"])
+@pytest.mark.parametrize("name", ["Full", "Causal"])
+def test_key_tiles_that_go_round_wait_for_none_of_a_later_window(name: str, walk: str, tmp_path: pathlib.Path) -> None:
+    """At each query tile turns are counted without a gap, and works of a window come to an end where only they run. A tile is of
+    one part."""
+    library = going_round(name, walk, tmp_path)
     random = np.random.default_rng(3)
-    for q_len, kv_len, window, stride in random.integers((1, 1, 1, 60), (60, 90, 12, 1100), (300, 4)).tolist():
-        args, turns = (ctypes.c_int * 4)(1, 1, window, stride), dict[int, list[int]]()
+    for q_len, kv_len, window, stride, parts in random.integers((1, 1, 1, 60, 1), (60, 90, 12, 1100, 5), (300, 5)).tolist():
+        parts = parts if walk == "QIntervalPart" else 1
+        args, turns = (ctypes.c_int * 7)(1, 1, window, stride, parts, -(-q_len // (2 * parts))), dict[int, list[int]]()
         counts, works = dict[int, int](), list[list[list[int]]]()
-        for kv_tile in range(-(-kv_len // 3)):
+        for kv_tile, part in itertools.product(range(-(-kv_len // 3)), range(parts)):
             found = np.zeros((q_len, 3), np.int32)
-            works.append(found[: library.steps(args, q_len, kv_len, kv_tile, ctypes.c_void_p(found.ctypes.data))].tolist())
+            count = library.steps(args, q_len, kv_len, kv_tile, part, ctypes.c_void_p(found.ctypes.data))
+            works.append(found[:count].tolist())
             for tile, number, _ in works[-1]:
                 turns.setdefault(tile, []).append(number)
         assert all(sorted(numbers) == [*range(len(numbers))] for numbers in turns.values())
         assert all(last == len(turns[tile]) - 1 for steps in works for tile, _, last in steps)
-        for begin in range(0, len(works), window):
-            running = works[begin : begin + window]
+        for begin in range(0, len(works), window * parts):
+            running = works[begin : begin + window * parts]
             while any(running):
                 ready = [steps for steps in running if steps and counts.get(steps[0][0], 0) == steps[0][1]]
                 assert ready, "each waits for another"

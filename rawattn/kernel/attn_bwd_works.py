@@ -1,0 +1,256 @@
+"""The works of attn_bwd.cu: into which parts they are cut, in which order they go, and to how many sums they add, by what is
+expected of sizes, and the reasons against what a configuration says of that. ``group.py`` has parts of query heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ..operation import Backward, Forward
+from ..variant.mask import Causal, Full
+from ..variant.walk import lists
+from . import backward, group, tiling
+
+if TYPE_CHECKING:
+    from .attn_bwd import AttnBwdConfig
+
+NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
+# Microseconds at head_dim 128, fitted to timings on an H200 (perf/notes/attn_bwd.md): from a block's add to a tile of dq to the
+# next block's, where all add at once; a step; what a work takes besides.
+HOP, STEP, WORK = 3.0, 2.1, 5.0
+TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
+# Not timed: a pass that adds parts, a number of them, written and added; other passes.
+SUM, SUM_NUMBER, PASSES = 3.0, 2.4e-6, 10.0
+MOST_QUERY_PARTS = 4
+MOST_BUNDLE = 64
+BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
+MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
+
+
+def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why key tiles cannot begin their rounds at different query tiles, where the configuration says so; None where
+    they can."""
+    if config.walk != "rotated":
+        return None
+    forward = op.forward
+    masks = Full if forward.varlen else (Full, Causal)
+    if not isinstance(forward.mask, masks) or not forward.has_plain_score or config.gradient or config.bundle:
+        return (
+            "walk is 'rotated'; it needs a full mask, or a causal one and one length, a score without arrays, and a bundle of 0"
+        )
+    if config.direction not in ("", "Ascending") or not group.adds_in_turns(config):
+        return "walk is 'rotated'; it needs direction 'Ascending', and adds to dq in one order"
+    return None
+
+
+def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why heads, or packed sequences, cannot be taken together as the configuration says; None where they can."""
+    if config.heads_together < 0 or (config.heads_together and (op.varlen or config.walk == "rotated")):
+        return (
+            f"heads_together is {config.heads_together}; it must be 0, or more for sequences of one length that do not go round"
+        )
+    is_served = op.varlen and isinstance(op.mask, Full) and not config.direction
+    if config.bundle and not (is_served and -1 <= config.bundle <= MOST_BUNDLE):
+        where = "packed sequences without a mask, of no direction"
+        return f"bundle is {config.bundle}; it must be 0, or from -1 to {MOST_BUNDLE} for {where}"
+    return None
+
+
+def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why the query tiles of a key tile cannot be split; None where they can. A work of a part goes round."""
+    if config.query_parts in (0, 1):
+        return None
+    others = (
+        op.forward.varlen
+        or config.parts > 1
+        or config.dq_sums > 1
+        or config.walk not in ("", "rotated")
+        or op.forward.spec.dropout
+    )
+    most = min(-(-op.forward.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op.forward, config.tile_kv)))
+    goes_round = _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is None
+    if not 0 <= config.query_parts <= max(1, most) or others or not goes_round:
+        needs = f"several, up to {most} here, need one length and what walk 'rotated' needs, without dropout"
+        return f"query_parts is {config.query_parts}; {needs}"
+    return None
+
+
+def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
+    return config.store == "ordered" and not lists(op.mask)
+
+
+def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
+    return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
+
+
+def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
+    """The reason why a tile of dq cannot have so many sums; None where it can."""
+    most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
+    if config.dq_sums in (0, 1) or (1 < config.dq_sums <= most and _may_have_sums(op, config)):
+        return None
+    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered' and a mask without lists"
+
+
+def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
+    """The sums of each tile of dq that keep ``blocks`` from queuing for them.
+
+    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
+    which is where blocks queue (perf/notes/attn_bwd.md)."""
+    if not _has_few_queries(op, config):
+        return 1
+    tiles = op.heads * backward.q_blocks(op, config.tile_q)
+    time = op.batch * op.kv_heads / blocks * (-(-op.q_len // config.tile_q) * op.heads_per_kv * STEP + WORK)  # a key tile
+    of_sum = tiles * config.tile_q * config.dq_columns * config.dq_parts * 4
+    of_keys = op.batch * op.kv_len * op.kv_heads * (op.head_dim + op.head_dim_v) * op.element.itemsize
+    fitting = [n for n in NUMBERS_OF_SUMS if (n - 1) * of_sum * 10 <= of_keys]
+    return next((n for n in fitting if HOP / n <= MOST_HOPS * time), fitting[-1])
+
+
+def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether key tiles go round, by what is expected: works that begin together wait for the key tiles before them once, a
+    hop each, and rounds wait for nobody, but a block has its works beforehand, in windows (perf/notes/attn_bwd.md)."""
+    forward, parts = op.forward, config.parts  # rounds of parts of heads were not timed
+    kv_tiles, q_tiles = -(-forward.kv_len // config.tile_kv), -(-forward.q_len // config.tile_q)
+    rotated = dataclasses.replace(config, walk="rotated", direction="")
+    is_square = isinstance(forward.mask, Full) and not forward.varlen and 8 <= kv_tiles <= q_tiles / 1.5
+    if parts > 1 or config.heads_together or _refuse_rounds(rotated, op) is not None:
+        return False
+    if not is_square:
+        return False
+    heads, work = forward.kv_heads * forward.batch, q_tiles * forward.heads_per_kv * STEP
+    windows = -(-kv_tiles // blocks)
+    rounds = -(-heads // max(1, blocks // -(-kv_tiles // windows))) * windows
+    return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
+
+
+def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
+    """The parts of the query tiles of a key tile by which rounds end soonest, by what is expected of them; one where others save
+    less than a twentieth of all launches' time (perf/notes/attn_bwd.md)."""
+    forward = op.forward
+    is_full = isinstance(forward.mask, Full) and forward.total_q and forward.total_kv
+    if not is_full or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
+        return 1
+    kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
+
+    def expect(parts: int) -> float:
+        tiles = _part_tiles(forward, config, parts)
+        windows = -(-kv_tiles // min(kv_tiles, tiles, blocks))
+        rounds = -(-heads * parts // max(1, blocks // -(-kv_tiles // windows))) * windows
+        numbers = parts * heads * forward.kv_len * (forward.head_dim + forward.head_dim_v)
+        added = SUM + numbers * SUM_NUMBER if parts > 1 else 0
+        return PASSES + rounds * (tiles * forward.heads_per_kv * STEP + ROUND) + added
+
+    best = min(range(1, MOST_QUERY_PARTS + 1), key=expect)
+    return best if expect(best) < 0.95 * expect(1) else 1
+
+
+def _place_packed(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
+    """The configuration in which packed sequences without a mask go round, where they are alike or one has most of all pairs, or
+    are side by side. Works of several query heads stay in their order (perf/notes/attn_bwd.md)."""
+    forward, places = op.forward, [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
+    if forward.heads_per_kv > config.parts:
+        return places[0]
+    others = (forward.total_q - forward.q_len) / max(1, forward.batch - 1)
+    is_long = others >= 0.9 * forward.q_len or forward.q_len**2 >= 4 * (forward.batch - 1) * others**2
+    is_known = forward.batch == 1 or forward.q_len < forward.total_q
+    rotated = dataclasses.replace(places[0], walk="rotated")
+    goes_round = is_long and is_known and forward.kv_len >= 8 * config.tile_kv and _refuse_rounds(rotated, op) is None
+    return rotated if goes_round else places[1]
+
+
+def count_kept_keys(op: Forward) -> float:
+    """The keys that a query keeps, on average. Where the length of the longest packed sequence is known, the others are taken to
+    be alike: most queries may be of few sequences."""
+    if not op.varlen or op.batch < 2 or not op.q_len < op.total_q or not op.kv_len < op.total_kv:
+        return op.pairs / max(1, round(op.total_q / max(1, op.batch)))
+    longest = dataclasses.replace(op, batch=1, total_q=op.q_len, total_kv=op.kv_len)
+    others = dataclasses.replace(op, batch=op.batch - 1, total_q=op.total_q - op.q_len, total_kv=op.total_kv - op.kv_len)
+    return (longest.pairs + others.batch * others.pairs) / op.total_q
+
+
+def _choose_direction(op: Forward, config: AttnBwdConfig) -> str:
+    """The order of works of packed sequences under a causal mask: with a head for each key head short sequences descend, since
+    those whose works all begin at the last query tile wait for each other; parts of heads that go in step have the longest
+    first."""
+    if not op.varlen or not isinstance(op.mask, Causal) or not group.adds_in_turns(config):
+        return ""
+    in_step = config.parts > 1 and config.walk == "by_tiles"
+    return "AlternatingLong" if op.heads_per_kv == 1 else "LongestFirst" if in_step else ""
+
+
+def _part_tiles(op: Forward, config: AttnBwdConfig, parts: int) -> int:
+    """The query tiles of one of so many parts."""
+    return -(-op.q_len // (config.tile_q * parts))
+
+
+def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str, float]:
+    """The run-time numbers of key tiles that go round: equal windows of a head, each of as many key tiles as begin at query tiles
+    of their own, and equal groups of as many heads as ``blocks`` have windows for."""
+    if config.walk != "rotated" or op.varlen:
+        return {}
+    blocks = max(1, blocks)  # none without keys
+    kv_tiles, q_tiles = max(1, -(-op.kv_len // config.tile_kv)), max(1, _part_tiles(op, config, config.query_parts))
+    window = -(-kv_tiles // -(-kv_tiles // min(kv_tiles, q_tiles, blocks)))
+    heads = max(1, op.kv_heads * op.batch * config.parts * config.query_parts)
+    groups = -(-heads // max(1, blocks // window))
+    size = -(-heads // groups)
+    return {
+        "l2_head_group": size, "last_group": -(-heads // size) - 1, "window_tiles": window,
+        "q_stride": min(256 * q_tiles // window, (1 << 31) - 1),
+    }  # fmt: skip
+
+
+def wrong(op: Backward, config: AttnBwdConfig) -> str | None:
+    """The reason why works cannot be as ``config`` says; None where they can."""
+    together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward)
+    return _refuse_rounds(config, op) or together or _refuse_query_parts(config, op)
+
+
+def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
+    """The configuration with what sizes suggest where it says nothing."""
+    forward, is_asked = op.forward, config.walk
+    if config.query_parts > 1:
+        config = dataclasses.replace(config, parts=1, dq_sums=1)
+    config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
+    if config.query_parts == 0:
+        n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
+        config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
+    if config.bundle < 0:
+        config = _place_packed(op, config)
+    walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
+    direction = config.direction or _choose_direction(forward, config)
+    count = config.dq_sums or _count_sums(forward, config, blocks)
+    return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
+
+
+def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
+    """The configurations that sizes may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
+    them; rounds; packed sequences side by side."""
+    several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
+    found = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
+    rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
+    if isinstance(op.forward.mask, Full) and not op.forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
+        numbers = (config.query_parts,) if config.query_parts else (1, 2)
+        found += [dataclasses.replace(rotated, query_parts=n) for n in numbers]
+    if config.bundle < 0:
+        placed = [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
+        found = [*placed, dataclasses.replace(placed[0], walk="rotated")]
+    return found
+
+
+def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict[str, float]:
+    """The run-time numbers that set parts and the order of works."""
+    parts, sums = config.parts * config.query_parts, group.sums(op, config, config.parts)
+    numbers = backward.kv_order(op, config.tile_kv, sm_count, parts, sums)
+    if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
+        of_parts = {"heads": op.heads * parts, "heads_per_kv": op.heads_per_kv}
+        numbers |= of_parts | {"part_tiles": _part_tiles(op, config, parts)}
+    if config.heads_together and config.walk != "rotated":
+        heads = max(1, op.kv_heads * op.batch * parts)
+        size = min(config.heads_together, heads)
+        numbers |= {"l2_head_group": size, "last_group": heads // size - 1}
+    if config.bundle:
+        numbers |= {"bundle_works": config.bundle * sm_count}
+    return numbers | _window_values(op, config, grid)
