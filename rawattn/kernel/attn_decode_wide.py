@@ -35,7 +35,6 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
-    pipeline_stages: int = 2  # of products and softmax of a warpgroup
 
     @property
     def consumers(self) -> int:
@@ -137,9 +136,6 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        deepest = 3 if config.tile_q == 64 and config.tile_kv * 5 // 4 + op.head_dim_v // 2 <= 168 else 2  # registers of products
-        if not 2 <= config.pipeline_stages <= deepest:
-            return f"pipeline_stages is {config.pipeline_stages}; it must be from 2 to {deepest} here"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -167,7 +163,6 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "Order": scheduler.PingPong() if config.consumers == 2 else scheduler.Unordered(),
-            "Pipeline": scheduler.ThreeStage() if config.pipeline_stages == 3 else scheduler.TwoStage(),
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Walk": SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
