@@ -112,7 +112,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (early && works.count == 0) {
             Launch::wait();
             Launch::launch_dependents();
-            if (!Scheduler::holds<most_early>(args, smem.seen)) return false;
+            if (!Scheduler::holds(args, smem.seen)) return false;
         }
         const u32 place = works.stage();
         smem.work_empty[place].wait(works.parity() ^ 1);

@@ -13,7 +13,8 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
-from .attn_decode import LEFT_BYTES, MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
 from .paging import LONGEST, page_shift
