@@ -61,8 +61,8 @@ def most_rows(op: AttentionKVCache) -> int:
 
 def is_wide(op: AttentionKVCache) -> bool:
     """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
-    once, and sequences have so many key heads that folds of 64 rows are done by several blocks. It never depends on the batch."""
-    return most_rows(op) > 32 and op.kv_heads > 2 and not op.split_keys
+    once, and with one or two key heads, whose folds are long, from 17 rows on. It never depends on the batch."""
+    return most_rows(op) > (16 if op.kv_heads <= 2 else 32) and not op.split_keys
 
 
 def is_crowded(op: AttentionKVCache) -> bool:

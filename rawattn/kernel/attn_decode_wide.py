@@ -22,7 +22,7 @@ from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
 FILE = "attn_decode_wide.cu"
-LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
+LEAST_KEYS = 512  # of a split: a state of 64 rows is an eighth of these at head_dim 128
 MOST_SPLITS = 32
 MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
@@ -61,8 +61,10 @@ def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
 
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
-    """The fewest keys of a split and the most splits, powers of two: constants of the model."""
-    most = MOST_SPLITS if op.split_keys or op.kv_heads <= 4 else MOST_SPLITS // 2
+    """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Of large
+    states there are fewer, so that there is room for those of a block on each multiprocessor."""
+    is_small = 16 * ceil_div(most_rows(op), 16) * op.head_dim_v <= 64 * 128
+    most = MOST_SPLITS if op.split_keys or (op.kv_heads <= 4 and is_small) else MOST_SPLITS // 2
     return min(op.split_keys, LONGEST + 1) or LEAST_KEYS, most
 
 

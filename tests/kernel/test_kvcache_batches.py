@@ -64,11 +64,11 @@ def test_a_row_has_its_bits_on_any_grid(q_len: int, monkeypatch: pytest.MonkeyPa
     """As on a smaller GPU: blocks have other shares of the splits, and others fold them."""
     q, cache, lengths, table = made(20, 3000, q_len, 8, 2)
     step = rawattn.Step(lengths, table)
-    wanted = rawattn.attention_kvcache(q, cache, step, return_lse=True)
+    wanted = rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel="attn_decode")
     for blocks in (1, 7, 44, 64, 100, 132):
         monkeypatch.setattr(call_cache, "_calls", {})
         monkeypatch.setattr(AttnDecode, "grid", lambda self, op, config, device, n=blocks: n)
-        found = rawattn.attention_kvcache(q, cache, step, return_lse=True)
+        found = rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel="attn_decode")
         (call,) = set(call_cache._calls.values())
         assert [launch.grid for launch in call.plan.program.launches] == [blocks]
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), blocks

@@ -154,9 +154,30 @@ def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:
         same(run.check(case, ONE, grid, split=64), wanted)
 
 
+def test_keys_of_a_split() -> None:
+    """They never follow from the batch; what the call says goes first, and makes no other kernel."""
+    for kv_heads, rows, size, wanted in (
+        (1, 32, 128, 32),
+        (4, 64, 128, 32),
+        (4, 64, 192, 16),
+        (4, 65, 128, 16),
+        (2, 17, 256, 32),
+        (2, 33, 256, 16),
+        (5, 33, 64, 16),
+    ):
+        for batch in (1, 100):
+            op = op_of(rows, size, batch=batch, kv_len=1 << 20, heads=kv_heads, kv_heads=kv_heads, page=64)
+            config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
+            found, told = (ATTN_DECODE_WIDE.lower(each, config, HOPPER) for each in (op, of(op, split_keys=128)))
+            numbers = [[launch.values[f"{name}_log2"] for name in ("split_keys", "most_splits")] for launch in found.launches]
+            assert numbers == [[9, wanted.bit_length() - 1]] * 2 and found.launches[0].values["slots"] == wanted
+            assert told.launches[0].values["split_keys_log2"] == 7
+            assert [x.source.key for x in told.launches] == [x.source.key for x in found.launches]
+
+
 def test_who_folds() -> None:
     """A launch behind, but where no work can be cut: a sequence has one split, or there is one block."""
-    for changes, folds in (({}, True), ({"kv_len": 1024}, False), ({"kv_len": 1025}, True)):
+    for changes, folds in (({}, True), ({"kv_len": 512}, False), ({"kv_len": 513}, True)):
         op = op_of(**{"batch": 4, "kv_len": 8192, **changes})
         program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
         assert [launch.entry for launch in program.launches] == ["attn_decode_wide", "attn_decode_fold"][: 1 + folds]
@@ -314,15 +335,16 @@ def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) ->
 
 
 def test_who_is_chosen() -> None:
-    """More than 32 rows and two key heads, whatever the batch; what it refuses attn_decode takes."""
-    for q_len, size in itertools.product((1, 8, 9, 64), (64, 128, 192, 256)):
-        for kv_heads, batch in itertools.product((2, 3), (1, 100)):
+    """More than 32 rows, or more than 16 of one or two key heads, whatever the batch; what it refuses attn_decode takes."""
+    for q_len, size in itertools.product((1, 4, 5, 8, 9, 64), (64, 128, 192, 256)):
+        for kv_heads, batch in itertools.product((1, 2, 3, 8), (1, 100)):
             op = dataclasses.replace(
                 op_of(q_len, size), kv_heads=kv_heads, heads=4 * kv_heads, batch=batch, total_q=batch * q_len
             )
-            wanted = "attn_decode_wide" if q_len > 8 and kv_heads > 2 else "attn_decode"
-            assert select(op, HOPPER).kernel.name == wanted
+            is_wide = q_len > 8 or (q_len > 4 and kv_heads <= 2)
+            assert select(op, HOPPER).kernel.name == ("attn_decode_wide" if is_wide else "attn_decode")
             assert select(op, HOPPER, "attn_decode_wide").kernel is ATTN_DECODE_WIDE
+            assert select(dataclasses.replace(op, split_keys=512), HOPPER).kernel.name == "attn_decode"
     op = dataclasses.replace(op_of(64), kv_heads=8, heads=32, spec=dataclasses.replace(op_of().spec, invariant=True))
     assert select(op, HOPPER).kernel.name == "attn_decode"
     assert select(op_of(64), TYPICAL["sm_80"]).kernel.name == "attn_decode"
@@ -353,5 +375,5 @@ def test_workspace() -> None:
         op = op_of(q_len, size, batch=batch, heads=4 * kv_heads, kv_heads=kv_heads, kv_len=room)
         program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
         assert sum(buffer.bytes for buffer in program.scratch) <= attn_decode_wide.MOST_BYTES
-        if room == 8192 and batch > 1:
+        if batch > 1:
             assert program.launches[0].grid == HOPPER.sm_count
