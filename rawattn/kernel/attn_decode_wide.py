@@ -62,9 +62,9 @@ def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Of large
-    states there are fewer, so that there is room for those of a block on each multiprocessor."""
-    is_small = 16 * ceil_div(most_rows(op), 16) * op.head_dim_v <= 64 * 128
-    most = MOST_SPLITS if op.split_keys or (op.kv_heads <= 4 and is_small) else MOST_SPLITS // 2
+    states there are fewer, else there would be no room for those of a block on each multiprocessor."""
+    is_small = op.kv_heads <= 4 and most_rows(op) <= 64 and op.head_dim_v <= 128
+    most = MOST_SPLITS if op.split_keys or is_small else MOST_SPLITS // 2
     return min(op.split_keys, LONGEST + 1) or LEAST_KEYS, most
 
 
