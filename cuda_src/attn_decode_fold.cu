@@ -53,7 +53,7 @@ __device__ void fold(const Args& args, State (&state)[states], i32 border, i32 s
     const Left& left = args.left[border];
     if (strip * 16 >= left.rows) return;
     const WorkTile work{left.batch, left.head, left.q_begin, 0};
-    const i32 lane = threadIdx.x % 32, owned = left.owned, count = 1 + left.splits - owned;
+    const i32 lane = threadIdx.x % 32, owned = left.owned, count = max(1, 1 + left.splits - owned);  // fewer where lengths were torn
     const Rows rows(args, work.batch);
     const float scale_log2 = Score(args, rows, work).scale_log2;
     StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + lane / 4, {}};

@@ -19,7 +19,7 @@
 // of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Order, Pipeline, Kv, Walk, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/cp_async.cuh"
 #include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
@@ -112,7 +112,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (early && works.count == 0) {
             Launch::wait();
             Launch::launch_dependents();
-            if (!Scheduler::holds<most_early>(args, smem.seen)) return false;
+            if (!Scheduler::holds(args, smem.seen)) return false;
         }
         const u32 place = works.stage();
         smem.work_empty[place].wait(works.parity() ^ 1);
@@ -233,8 +233,15 @@ struct Consumer {
         __device__ Own(const Args& args, const WorkTile& work, i32 row)
             : rows(args, work.batch), mask(args, rows, work), score(args, rows, work), row(row) {}
     };
-    __device__ void weigh(const Own& own, Softmax& softmax, const TileRange& tiles, i32 tile, Dots& s) const {
-        const bool full = tiles.is_full(tile);
+    // Q K^T of a tile and, where it is `pending`, P V of the one before it are issued together; the softmax runs under the latter.
+    template <bool pending>
+    __device__ void step(const Own& own, Softmax& softmax, i32 tile, bool full, Dots& s) {
+        const Ring<cfg::stages> at = kv, before = at.previous();
+        start_qk(s, at);
+        if constexpr (pending) start_pv(before);
+        order.pass_turn();
+        ptx::wgmma_wait<pending>();
+        release(smem.k_empty[at.stage]);
         const i32 first = tile * cfg::tile_kv + lane % 4 * 2;
         const PlacedScore<Score> placed{own.score, own.row, first};
         const auto logits = [&] {
@@ -242,16 +249,25 @@ struct Consumer {
             if (!full) mask_fragment(own.mask, s, own.row, first);
         };
         softmax.next(s, placed, full, logits, [] {});
-    }
-    __device__ void keep_weights(const Dots& s) {
+        if constexpr (pending) {
+            ptx::wgmma_wait<0>();
+            release(smem.v_empty[before.stage]);
+        }
+        kv.advance();
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; i += 2) p[i / 2] = Element::pack(s[i], s[i + 1]);
+        if constexpr (pending) softmax.rescale(o);
     }
     __device__ void attend_split(const Own& own, Softmax& softmax, TileRange tiles) {
 #pragma unroll
         for (float& x : o) x = 0.f;
         if (tiles.begin >= tiles.end) return;
-        Pipeline::run(*this, own, softmax, tiles);
+        Dots s;
+        i32 tile = tiles.begin;
+        step<false>(own, softmax, tile, tiles.is_full(tile), s);
+#pragma unroll 1
+        while (++tile < tiles.end) step<true>(own, softmax, tile, tiles.is_full(tile), s);
+        start_pv(kv.previous());
         ptx::wgmma_wait<0>();
         release(smem.v_empty[kv.previous().stage]);
     }

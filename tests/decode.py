@@ -22,7 +22,6 @@ __all__ = [
     "Decode",
     "config_of",
     "fields",
-    "fold",
     "options",
     "page_rows",
     "source",
@@ -107,10 +106,6 @@ def fields(op: Decode, config: AttnDecodeConfig, arch: str) -> Fields:
 
 def source(op: Decode, config: AttnDecodeConfig, arch: str) -> Source:
     return ATTN_DECODE.render(op.operation, config, arch)
-
-
-def fold(op: Decode, config: AttnDecodeConfig, arch: str) -> tuple[Source, Fields]:
-    return ATTN_DECODE.render_fold(op.operation, config, arch)
 
 
 def values(op: Decode, config: AttnDecodeConfig, max_kv_len: int, table_stride: int = 0) -> dict[str, float]:

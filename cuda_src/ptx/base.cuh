@@ -58,8 +58,6 @@ constexpr bool has_registers(int producer, int consumer, int consumers, int bloc
 // A launch may begin while the one before it in its stream still runs, and waits here until that one's writes are seen:
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
 __device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Says that the launch in front lets this one begin only when it has itself waited: what was there before that one is there. For the emulator.
-__device__ inline void launch_in_front_has_waited() {}
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 }  // namespace ptx

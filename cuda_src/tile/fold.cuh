@@ -6,17 +6,16 @@
 // is found once; then a thread folds some columns of all of them. Few lanes have rows; what those have of a state is shared out to all
 // threads, a float4 to each, of which a thread fetches those of the next groups while it folds some.
 // Warps are the four of 16 rows: thread() is a thread's number among them, meet_strands() their barrier, slot(n) where they leave states.
-// Or they are others, so many threads, which have fewer quads.
-template <class Warps, class Found = PieceFactors, i32 threads = 128>
+template <class Warps>
 struct PieceFold {
     const Warps& warps;
     const i32 (&pieces)[cfg::most_pieces];
-    Found& factors;
+    PieceFactors& factors;
 
     // `store` takes a float4 of the result, of the lane that had the rows, and the column of its first number. The first `rows` of the 16 exist.
     template <class Store>
     __device__ void run(const Splits& splits, i32 rows, float scale_log2, Store store) const {
-        const i32 quads = min(Found::quads, ceil_div(rows, 2));  // that have rows
+        const i32 quads = min(8, ceil_div(rows, 2));  // that have rows
         const i32 groups = ceil_div(splits.end, split_group) - splits.begin / split_group, columns = quads * 16 * quarter_blocks;
         if (quads <= 0) return;
         Column column(warps.slot(0), warps.thread(), quads * 4);
@@ -29,7 +28,7 @@ struct PieceFold {
         for (i32 at = warps.thread(), group = 0; at < columns;) {
             const i32 lane = column.lane, first_column = column.first, first = group;
             const bool is_last = (group += groups_at_once) >= groups;
-            if (is_last) group = 0, at += threads, column = Column(warps.slot(0), at, quads * 4);
+            if (is_last) group = 0, at += 128, column = Column(warps.slot(0), at, quads * 4);
             FloatState next[groups_at_once];
 #pragma unroll
             for (int i = 0; i < groups_at_once; ++i) {
@@ -52,8 +51,7 @@ struct PieceFold {
     struct Column {
         i32 lane, first;
         const float4* data;  // of slot 0
-        template <class Slot>
-        __device__ Column(const Slot& slot, i32 at, i32 lanes) : lane(at % lanes) {
+        __device__ Column(const StateSlot& slot, i32 at, i32 lanes) : lane(at % lanes) {
             const i32 quarter = at / lanes % 4, i = at / lanes / 4 % quarter_blocks;
             first = (quarter * quarter_blocks + i) * 8, data = slot.o(i, quarter * 32 + lane);
         }
@@ -78,8 +76,8 @@ struct PieceFold {
     }
     // Finds the factors of all pieces, each thread those of a group for two rows: those within the group, then the group's.
     __device__ void find_factors(i32 quads, i32 groups, float scale_log2) const {
-        static_assert(Found::quads * cfg::most_pieces / split_group <= threads);
-        const i32 quad = warps.thread() % Found::quads, group = warps.thread() / Found::quads, first = group * split_group;
+        static_assert(8 * cfg::most_pieces / split_group <= 128);
+        const i32 quad = warps.thread() % 8, group = warps.thread() / 8, first = group * split_group;
         const bool mine = quad < quads && group < groups && has_group(group);
         MaxSum whole = nothing(), before = nothing();
         if (mine) {

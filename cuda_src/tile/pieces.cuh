@@ -18,8 +18,7 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
     const Splits& splits = run.splits;
     const i32 first = splits.begin / split_group * split_group, together = groups_at_once * split_group;
     const i32 entries = ceil_div(splits.end - first, together) * together;
-    u32 half = 0;
-    if constexpr (requires { smem.half; }) half = half_of(args);
+    const u32 half = half_of(args);
     for (i32 at = i32(threadIdx.x); at < entries; at += 32) {
         const i32 begin = splits.group_begin(first + at), end = splits.group_end(begin), split = begin + at % split_group;
         const i32 block = line.owner(splits, run.at, min(split, end - 1));
@@ -31,8 +30,7 @@ __device__ void list_pieces(const Args& args, Smem& smem, const Line& line, cons
         else if (split == begin && (from > splits.begin || split >= whole))
             slot = end <= to ? slot_after(args, block, place_of_group(split)) : slot_before(args, block, 0);
         smem.pieces[at] = split >= end ? -1 : slot;
-        if constexpr (requires { smem.half; })
-            if (split == splits.begin) smem.owner = block, smem.half = half;
+        if (split == splits.begin) smem.owner = block, smem.half = half;
     }
     __syncwarp();
 }

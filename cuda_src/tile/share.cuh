@@ -1,5 +1,5 @@
 #pragma once
-// Shares of all key tiles, one to a block, and what blocks leave of them to a launch that folds (attn_decode_fold.cu, fold_pieces.cu).
+// Shares of all key tiles, one to a block, and what blocks leave of them to a launch that folds (attn_decode_fold.cu).
 #include "ptx/base.cuh"
 
 // Where a share begins or ends: at a split of a work of a sequence; split 0 stands for the first there is.

@@ -64,14 +64,9 @@ struct OnlineSoftmax {
         for (int r = 0; r < rows_each; ++r) sum[r] += part(s, r);
     }
     __device__ void move() {
-        move([this](int r) { return quad_max(top[r]); });
-    }
-    // `whole`: the maximum of row r in the step.
-    template <class Whole>
-    __device__ void move(Whole whole) {
 #pragma unroll
         for (int r = 0; r < rows_each; ++r) {
-            const float m = fmaxf(max[r], whole(r));
+            const float m = fmaxf(max[r], quad_max(top[r]));
             shrink[r] = ptx::exp2((max[r] - m) * scale_log2);
             max[r] = m, sum[r] *= shrink[r];
         }

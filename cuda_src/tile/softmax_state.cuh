@@ -56,13 +56,10 @@ struct KeptState {
 
 // By these the states that a work's blocks left are multiplied when they become one, by quad. Those of a group's first state are of the
 // group, whose maxima and sums are beside them.
-template <int quads_>
-struct QuadFactors {
-    static constexpr i32 quads = quads_;
-    Factors of[cfg::most_pieces][quads];
-    float4 max_sum[cfg::most_pieces / split_group][quads];
+struct PieceFactors {
+    Factors of[cfg::most_pieces][8];
+    float4 max_sum[cfg::most_pieces / split_group][8];
 };
-using PieceFactors = QuadFactors<8>;
 
 // A thread's quarter in global memory, for another block: the columns by thread, then maxima and sums, which all warps have, by quad.
 struct StateSlot {

@@ -15,7 +15,6 @@ struct Splits {
     i32 begin, end;   // splits; a sequence that visits nothing has an empty one
 
     Splits() = default;
-    __device__ Splits(i32 begin, i32 end) : begin(begin), end(end) {}  // where alone their numbers count
     __device__ Splits(const Args& args, i32 kv_len, TileRange visited) : first(visited.begin), last(max(visited.begin, visited.end)) {
         const i32 least = (kv_len + (1 << args.most_splits_log2) - 1) >> args.most_splits_log2;
         shift = max(args.split_keys_log2, least > 1 ? 32 - __clz(least - 1) : 0) - tile_kv_log2;

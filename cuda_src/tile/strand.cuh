@@ -56,13 +56,10 @@ struct Strand {
         for (float& x : o) x = 0.f;
     }
 
-    // s = q k^T for 2 n keys, which lie `shift` bytes on in the first stage and those that follow it. Of 16 keys, even and odd steps are
-    // two chains of products, so that a warp alone waits for half as many.
-    template <int n>
-    __device__ void multiply_qk(float (&s)[n], u32 shift, u32 q_shift) {
-        float odd[n];
+    // s = q k^T for 32 keys, which lie `shift` bytes on in the first stage and those that follow it.
+    __device__ void multiply_qk(float (&s)[scores], u32 shift, u32 q_shift) {
 #pragma unroll
-        for (int i = 0; i < n; ++i) s[i] = odd[i] = 0.f;
+        for (float& x : s) x = 0.f;
 #pragma unroll
         for (int block = 0; block < KTile::chunks / 2; ++block) {
             const int first = block * Operands::steps;
@@ -70,51 +67,39 @@ struct Strand {
             for (int step = first; step < first + Operands::steps; ++step)
                 if (step >= kept) load_q(q[kept + step - first], step, q_shift);
 #pragma unroll
-            for (int i = 0; i < n / 8; ++i) {
+            for (int i = 0; i < step_keys / 16; ++i) {
                 u32 words[4], b[Operands::steps][2][2];
                 ptx::ldmatrix(words, k_blocks.block(i, block, shift));
                 Operands::of_k(b, words);
 #pragma unroll
                 for (int j = 0; j < Operands::steps; ++j) {
                     const u32(&a)[4] = q[first + j < kept ? first + j : kept + j];
-                    float* const to = n == 8 && (first + j) % 2 ? odd : s;
-                    Element::multiply(to + fragment_index(2 * i, 0), a, b[j][0]);
-                    Element::multiply(to + fragment_index(2 * i + 1, 0), a, b[j][1]);
+                    Element::multiply(s + fragment_index(2 * i, 0), a, b[j][0]);
+                    Element::multiply(s + fragment_index(2 * i + 1, 0), a, b[j][1]);
                 }
             }
         }
-        if (n == 8) {
-#pragma unroll
-            for (int i = 0; i < n; ++i) s[i] += odd[i];
-        }
         q_operand.scale(s);
-    }
-    // Weights of the 16 keys `step`, as an a operand.
-    template <int n>
-    __device__ static void pack(u32 (&a)[4], const float (&p)[n], int step) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int from = fragment_index(2 * step + i / 2, i % 2);
-            a[i] = Element::pack(p[from], p[from + 1]);
-        }
-    }
-    // o += p v for 16 keys and the columns of V in 32 bytes.
-    __device__ static void multiply_pair(float* o, const u32 (&a)[4], u32 address) {
-        constexpr int blocks = 2 * Operands::steps;  // of eight columns
-        u32 words[4], b[blocks][2];
-        ptx::ldmatrix_transposed(words, address);
-        Operands::of_v(b, words);
-#pragma unroll
-        for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(j, 0), a, b[j]);
     }
     // o += p v for 32 keys.
     __device__ void multiply_pv(const float (&p)[scores], u32 shift) {
 #pragma unroll
         for (int step = 0; step < step_keys / 16; ++step) {
             u32 a[4];
-            pack(a, p, step);
 #pragma unroll
-            for (int i = 0; i < VTile::chunks / 2; ++i) multiply_pair(o + fragment_index(2 * Operands::steps * i, 0), a, v_blocks.block(step, i, shift));
+            for (int i = 0; i < 4; ++i) {
+                const int from = fragment_index(2 * step + i / 2, i % 2);
+                a[i] = Element::pack(p[from], p[from + 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < VTile::chunks / 2; ++i) {
+                constexpr int blocks = 2 * Operands::steps;  // of eight columns
+                u32 words[4], b[blocks][2];
+                ptx::ldmatrix_transposed(words, v_blocks.block(step, i, shift));
+                Operands::of_v(b, words);
+#pragma unroll
+                for (int j = 0; j < blocks; ++j) Element::multiply(o + fragment_index(blocks * i + j, 0), a, b[j]);
+            }
         }
     }
 };

@@ -196,18 +196,9 @@ template <class S> struct SchedulerOption : Given {
 // ... or which splits of a work, in a share that a warp finds out at its beginning.
 template <class S> struct SharesOption : Given {
     static S s;
-    static_assert(requires { S(args, nullptr), bool(S::template holds<1>(args, nullptr)); }, "Scheduler(args, seen), and holds<most>(args, seen): whether the lengths are as seen, of `most` sequences");
+    static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
-};
-// team: how four warps share the key tiles of a split, for kernels in which they do.
-template <class T> struct TeamOption : Given {
-    static_assert(requires { sizeof(typename T::Exchange), u32(T::readers); }, "Team: Exchange in shared memory, readers of a tile; and Of<Warps>, by a warp: attend_split(score, weight, split): Quarter");
-};
-// fold: who makes results of the states of splits.
-template <class F> struct FoldOption : Given {
-    static F f;
-    static_assert(requires { f.end(args); }, "Fold(scheduler): end(args), by the first warp behind the last work; list(args, smem, line, run) of a work that others have parts of, fold(consumer, scale_log2)");
 };
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {

@@ -9,7 +9,7 @@ from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
-from ..variant import Option, element, kv, rows, scheduler, softmax, split, store, weight
+from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, SplitListWalk, lists
 from . import few_rows, paging, pyramid, tiling
@@ -18,23 +18,12 @@ from .paging import LONGEST, WHOLE, page_shift
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
-FILE, FOLD_FILE = "attn_decode.cu", "fold_pieces.cu"
+FILE = "attn_decode.cu"
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
-STATES = (  # fields of both launches
-    Field("partials", "float*", Scratch("partials")),
-    Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
-    Field("violations", "u32*", Violations()),
-    Field("scale", "Number"),
-    Field("heads", "i32"),
-    Field("slots", "i32"),
-)
-LEFT_BYTES = 64  # of what each block says of its share
-FOLD_BYTES = 4500  # of shared memory, for a block of the launch that folds
-NOT_OF_THE_FOLD = ("QOperand", "Mask", "Weight", "Kv", "Walk", "Scheduler", "Fold", "Team")  # axes
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
 
@@ -51,8 +40,6 @@ class AttnDecodeConfig:
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
     q_tiles: int = 2  # with two a producer loads Q of the next work ahead
-    tiles_together: bool = False  # whether four warps compute each tile together, a quarter of the columns each
-    fold_launch: bool = False  # whether a launch behind folds the states of splits, in place of the block that comes last
 
     @property
     def tile_q(self) -> int:
@@ -74,8 +61,8 @@ def most_rows(op: AttentionKVCache) -> int:
 
 def is_wide(op: AttentionKVCache) -> bool:
     """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
-    once, and sequences have so many key heads that folds of 64 rows are done by several blocks. It never depends on the batch."""
-    return most_rows(op) > 32 and op.kv_heads > 2 and not op.split_keys
+    once, and with one or two key heads, whose folds are long, from 17 rows on. It never depends on the batch."""
+    return most_rows(op) > (16 if op.kv_heads <= 2 else 32) and not op.split_keys
 
 
 def is_crowded(op: AttentionKVCache) -> bool:
@@ -94,10 +81,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeConfig) -> int:
     """Shared memory of a block, about."""
     blocks = ceil_div(op.head_dim_v, 32)
     ring = config.stages * config.tile_kv * key_bytes(op) + 24 * (config.stages + 3)
-    states = 4096 * (blocks + 1)
-    exchange = 8192 * blocks // config.merge_passes + 2048 + states
-    if config.tiles_together:
-        exchange = max(states + (4704 if config.stages * config.tile_kv >= 256 else 2656), 18_272)
+    exchange = 8192 * blocks // config.merge_passes + 2048 + 4096 * (blocks + 1)
     return ring + 2 * config.q_tiles * config.tile_q * op.head_dim + exchange * config.m_tiles + 1500
 
 
@@ -209,11 +193,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.q_tiles not in (1, 2):
             return f"q_tiles is {config.q_tiles}; it must be 1 or 2"
-        least = 128 // config.tile_kv if config.tiles_together else 2  # what a step reads
-        if config.stages < least:
-            return f"stages is {config.stages}; it must be at least {least}"
-        if config.tiles_together and (op.head_dim_v % 64 or paging.is_fp8(op)):
-            return "tiles_together is for multiples of 64 columns of 16 bits"
+        if config.stages < 2:
+            return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:
@@ -238,24 +219,6 @@ class AttnDecode(Kernel[AttentionKVCache]):
                 if m_tiles == 1 or not is_crowded(op):
                     break
         return configs
-
-    def together(self, op: AttentionKVCache, device: Device) -> AttnDecodeConfig | None:
-        """The configuration in which warps compute tiles together; None where there is none. No GPU has timed it, so it is among
-        no candidates. In which steps keys are taken, and so a row's bits, follows from the model and from ``m_tiles``. Where rows
-        are few and short, a block of the next launch has room beside. The launch behind folds unless so many works are there
-        that few are cut."""
-        m_tiles, copies = 2 if most_rows(op) > 16 and op.head_dim_v <= 192 else 1, must_copy(op, device)
-        halved = m_tiles == 1 and key_bytes(op) <= 512
-        tile = 64 if 64 * key_bytes(op) <= (1 << 14 if halved else 1 << 15) else 32
-        works = op.batch * op.kv_heads * ceil_div(max(1, most_rows(op)), 16 * m_tiles)
-        config = AttnDecodeConfig(m_tiles, tile, 1, op.head_dim // 16, 1, 1, copies, 4 if copies else 1, 1 if halved else 2, True)
-        config = dataclasses.replace(config, fold_launch=works < 4 * device.sm_count)
-        room = device.smem_bytes - FOLD_BYTES
-        if halved:
-            room = (device.smem_bytes + tiling.RESERVED_SMEM) // 2 - tiling.RESERVED_SMEM - FOLD_BYTES
-        rings = [dataclasses.replace(config, stages=n) for n in range(1, 11)]  # what warps exchange follows from the ring
-        config = max((ring for ring in rings if smem_bytes(op, ring) <= room), key=lambda ring: ring.stages, default=config)
-        return config if self.legal(config, op, device) is None else None
 
     def _lighten(self, config: AttnDecodeConfig, op: AttentionKVCache) -> list[AttnDecodeConfig]:
         """Configurations with fewer registers, which functions may need, the fastest first."""
@@ -298,22 +261,29 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
-            "Fold": split.NextLaunch() if config.fold_launch else split.LastBlock(),
-            "Team": split.TilesTogether() if config.tiles_together else split.TilesApart(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool, box_rows = ("StridedPages", 0) if config.cp_async else ("TmaPages", page_rows(op, config))
-        pools = *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"), Field("q", "StridedTensor", View("q"))
+        common = (
+            *(Field(name, pool, PagePool(f"{name}_cache", box_rows)) for name in "kv"),
+            Field("q", "StridedTensor", View("q")),
+            Field("partials", "float*", Scratch("partials")),
+            Field("arrived", "u32*", Counter(4 * MOST_BLOCKS + 4)),
+            Field("violations", "u32*", Violations()),
+            Field("scale", "Number"),
+            Field("heads", "i32"),
+            Field("slots", "i32"),
+        )
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
-        return (*pools, *STATES, *dict.fromkeys(of_options))
+        return (*common, *dict.fromkeys(of_options))
 
-    def constants(self, op: AttentionKVCache, config: AttnDecodeConfig) -> dict[str, int]:
-        """The compile-time numbers."""
+    def render(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Source:
+        """The source of operations of one kind."""
         constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "warps": config.warps, "threads": 32 * config.warps}
         constants["m_tiles_per_warp"] = 1
-        del constants["cp_async"], constants["tiles_together"], constants["fold_launch"]
+        del constants["cp_async"]
         constants |= {
             "head_dim": op.head_dim,
             "head_dim_v": op.head_dim_v,
@@ -321,22 +291,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             "most_blocks": MOST_BLOCKS,
         }
         constants["q_signs"] = -0x7FFF8000 if op.scale < 0 else 0  # flips the signs of two numbers
-        return constants
-
-    def render(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> Source:
-        """The source of operations of one kind."""
-        options, constants = self.options(op, config, arch), self.constants(op, config)
-        return source(FILE, config_header(constants, self.fields(op, config, arch), [], options), arch)
-
-    def render_fold(self, op: AttentionKVCache, config: AttnDecodeConfig, arch: str) -> tuple[Source, Fields]:
-        """The source and the fields of the launch that folds."""
-        options = {axis: option for axis, option in self.options(op, config, arch).items() if axis not in NOT_OF_THE_FOLD}
-        of_options = dict.fromkeys(field for option in options.values() for field in option.fields)
-        common = [field for field in STATES if field.name != "arrived"]
-        numbers = (Field(name, "i32") for name in ("blocks_before", "pairs"))
-        fields = tuple(dict.fromkeys((*common, split.LEFT, *numbers, *scheduler.StreamKScheduler().fields, *of_options)))
-        constants = self.constants(op, config) | {"threads": 32 * ceil_div(op.head_dim_v, 64)}  # a float4 of two rows for each
-        return source(FOLD_FILE, config_header(constants, fields, [], options), arch), fields
+        return source(FILE, config_header(constants, self.fields(op, config, arch), [], self.options(op, config, arch)), arch)
 
     def values(self, op: AttentionKVCache) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache."""
@@ -361,21 +316,10 @@ class AttnDecode(Kernel[AttentionKVCache]):
         formats = op.element, op.kv_element, op.k_scales, op.v_scales, *paging.arrays_of(op)
         key = (formats, op.head_dim, op.head_dim_v, *options, config, arch)
         rendered = self._keep(key, lambda: (self.render(op, config, arch), self.fields(op, config, arch)))
-        grid, values = self.grid(op, config, device), self.values(op)
+        grid = self.grid(op, config, device)
         partials = Buffer("partials", partials_bytes(op, config, grid))
-        launches = [Launch(self.name, *rendered, values, grid)]
-        if config.fold_launch and splits_at_most(op) > 1:
-            rendered = self._keep((*key, "fold"), lambda: self.render_fold(op, config, arch))
-            pairs = ceil_div(min(most_rows(op), config.tile_q), 2)
-            blocks = min(grid * pairs, 2 * device.sm_count)
-            launches += [Launch("fold_pieces", *rendered, values | {"blocks_before": grid, "pairs": pairs}, blocks)]
-        left = (Buffer("left", LEFT_BYTES * grid),) if config.fold_launch else ()
-        program = Program(tuple(launches), (partials, *left))
+        program = Program((Launch(self.name, *rendered, self.values(op), grid),), (partials,))
         return pyramid.before(program, op.mask, device)
-
-    def programs(self, op: AttentionKVCache, config: AttnDecodeConfig, device: Device) -> tuple[Program, ...]:
-        longest = dataclasses.replace(op, kv_len=LONGEST)  # which is folded
-        return self.lower(op, config, device), *([self.lower(longest, config, device)] if config.fold_launch else [])
 
 
 def slots(op: AttentionKVCache) -> int:

@@ -13,7 +13,8 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
-from .attn_decode import LEFT_BYTES, MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
 from .paging import LONGEST, page_shift
@@ -21,7 +22,7 @@ from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
 FILE = "attn_decode_wide.cu"
-LEAST_KEYS = 1024  # of a split: a state of 64 rows is a sixteenth of these at head_dim 128
+LEAST_KEYS = 512  # of a split: a state of 64 rows is an eighth of these at head_dim 128
 MOST_SPLITS = 32
 MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
@@ -35,7 +36,6 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
-    pipeline_stages: int = 2  # of products and softmax of a warpgroup
 
     @property
     def consumers(self) -> int:
@@ -61,8 +61,10 @@ def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
 
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
-    """The fewest keys of a split and the most splits, powers of two: constants of the model."""
-    most = MOST_SPLITS if op.split_keys or op.kv_heads <= 4 else MOST_SPLITS // 2
+    """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Of large
+    states there are fewer, else there would be no room for those of a block on each multiprocessor."""
+    is_small = op.kv_heads <= 4 and most_rows(op) <= 64 and op.head_dim_v <= 128
+    most = MOST_SPLITS if op.split_keys or is_small else MOST_SPLITS // 2
     return min(op.split_keys, LONGEST + 1) or LEAST_KEYS, most
 
 
@@ -137,9 +139,6 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        deepest = 3 if config.tile_q == 64 and config.tile_kv * 5 // 4 + op.head_dim_v // 2 <= 168 else 2  # registers of products
-        if not 2 <= config.pipeline_stages <= deepest:
-            return f"pipeline_stages is {config.pipeline_stages}; it must be from 2 to {deepest} here"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -167,7 +166,6 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "Order": scheduler.PingPong() if config.consumers == 2 else scheduler.Unordered(),
-            "Pipeline": scheduler.ThreeStage() if config.pipeline_stages == 3 else scheduler.TwoStage(),
             "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
             "Walk": SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),

@@ -187,18 +187,6 @@ class Unordered(Option):
     source: ClassVar[str] = "variant/order/unordered.cuh"
 
 
-class TwoStage(Option):
-    """A warpgroup's softmax of a tile runs beside P V of the one before."""
-
-    source: ClassVar[str] = "variant/pipeline/two_stage.cuh"
-
-
-class ThreeStage(Option):
-    """A warpgroup's softmax of a tile runs beside P V of the one before and Q K^T of the one after it."""
-
-    source: ClassVar[str] = "variant/pipeline/three_stage.cuh"
-
-
 class Dependent(Option):
     """A kernel begins early and waits for that launch's results: programmatic dependent launch, from Hopper on."""
 

@@ -271,7 +271,6 @@ template <int count> void setmaxnreg_dec() {}
 template <int count> void setmaxnreg_inc() {}
 constexpr bool has_registers(int, int, int, int = 1) { return true; }
 static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
-static void launch_in_front_has_waited() { waited[threadIdx.x] = true; }
 struct Load { i32 operator()(const i32* from) const { return *from; } };
 // Before that, words that the launch in front writes: every second block finds what was there earlier.
 struct LoadFromL2 {

@@ -29,7 +29,7 @@ ORDER = np.zeros(300, np.int32)
 
 def operations() -> Iterator[tuple[Any, ...]]:
     """Operations that have every kernel among their launches, each behind its architecture. Behind it may stand the name of a
-    kernel that is not chosen by itself, and a configuration."""
+    kernel that is not chosen by itself."""
     plain = forward(BF16, 2, 2048, 2048, 4, 4, 128, 128, scale=0.1, mask=Causal(), return_lse=True)
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
@@ -45,7 +45,6 @@ def operations() -> Iterator[tuple[Any, ...]]:
     yield "sm_90a", Backward(replace(plain, head_dim=192, head_dim_v=192)), "attn_bwd"
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
-    yield "sm_90a", decode.Decode(page=64).operation, "attn_decode", decode.AttnDecodeConfig(fold_launch=True)
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
     yield "sm_90a", Append(BF16, 2, 2, 1, 100, 4, 128, 128, 3, 64)
 

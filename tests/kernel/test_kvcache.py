@@ -78,6 +78,7 @@ CASES = {
     "fp16": of(DRAFT, dtype="fp16"),
     "one head": of(STEP, lengths=((1, 33000), (1, 9000)), heads=4, kv_heads=1),
     "long splits": of(STEP, lengths=((1, 33000), (1, 7)), heads=16, kv_heads=8),
+    "20 rows of one head": of(DRAFT, lengths=((5, 2900), (5, 70), (5, 0)), heads=4, kv_heads=1),
     "pages of 2": of(STEP, page_size=2),
     "pages of 4, draft": of(DRAFT, page_size=4, pool="interleaved"),
     "pages of 4, packed": of(PACKED, page_size=4, layout="HND", form="indptr"),
@@ -142,11 +143,12 @@ CHUNKS = {
 
 
 WIDE = "attn_decode_wide"
-BY_TMA = {name: case for name, case in CASES.items() if case.page_size % 8 == 0}
+BY_TMA = {name: case for name, case in CASES.items() if case.page_size % 8 == 0 and not case.kv_dtype}
 TENS = {  # of rows, and up to 256
     **{f"{n} rows": of(DRAFT, lengths=tuple((n // 4, kv) for _, kv in RAGGED)) for n in (20, 64, 68, 128, 132, 256)},
     "ragged": of(PACKED, lengths=tuple(zip((64, 1, 0, 17, 5, 33, 48), (kv for _, kv in RAGGED), strict=True)), page_size=64),
     "one head": of(DRAFT, lengths=((2, 33000), (2, 9000)), heads=64, kv_heads=1),
+    "132 rows of one head": of(DRAFT, lengths=((33, 33000), (33, 700)), heads=4, kv_heads=1),
     "many sequences": of(DRAFT, lengths=tuple((16, 100 + 37 * i) for i in range(100)), head_dim=64, head_dim_v=64),
     "columns 192 and 128": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=192),
     "columns 256": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=256, head_dim_v=256),
@@ -602,18 +604,19 @@ BEGUN = of(DRAFT, causal=SOME, begins=BEGINS, whole=False)
 )
 def test_bits_follow_from_the_sequence(case: Cached) -> None:
     """A row has the same bits alone as in a batch, from a dense cache and from pages of any size, by TMA and by copies."""
-    found = attend(case)
+    found = attend(case, kernel="attn_decode")
     wanted = [rows_of(case, found, i) for i in range(len(case.lengths))]
     for page in (1, 8, 64, 256):
-        other = attend(of(case, page_size=page))
+        other = attend(of(case, page_size=page), kernel="attn_decode")
         assert [rows_of(case, other, i) for i in range(len(case.lengths))] == wanted, page
     cache, step = case.cache("torch"), case.step("torch")
     for _ in range(20):
-        again = attend(case, step=step, cache=cache)
+        again = attend(case, step=step, cache=cache, kernel="attn_decode")
         assert [rows_of(case, again, i) for i in range(len(case.lengths))] == wanted
     for i in range(len(case.lengths)):
         q, cache, step = one_of(case, i)
-        assert rows_of(case, rawattn.attention_kvcache(q, cache, step, return_lse=True), 0) == wanted[i]
+        alone = rawattn.attention_kvcache(q, cache, step, return_lse=True, kernel="attn_decode")
+        assert rows_of(case, alone, 0) == wanted[i]
 
 
 @pytest.mark.gpu
@@ -636,7 +639,7 @@ def test_bits_of_tens_of_rows_follow_from_the_sequence(case: Cached) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["auto", 128])
-@pytest.mark.parametrize("name", ["one head", "132 rows", "ragged", "columns 192 and 128", "columns 256"])
+@pytest.mark.parametrize("name", ["one head", "132 rows of one head", "ragged", "columns 192 and 128", "columns 256"])
 def test_works_that_are_cut_have_the_bits_of_whole_ones(name: str, split: str | int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block folds all splits of a work as it goes; what several leave a second launch folds, up to 32 states."""
     found = []

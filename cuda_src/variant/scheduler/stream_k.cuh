@@ -9,7 +9,6 @@
 //
 // This code runs once in a launch, from a cold instruction cache: few instructions matter more than few of them executed. It may run
 // while the launch before still writes lengths, so it reads them from L2; `holds` says later whether they are what it had read.
-#include "tile/grid.cuh"
 #include "tile/share.cuh"
 #include "tile/splits.cuh"
 #include "variant/work_tile.cuh"
@@ -121,7 +120,7 @@ struct StreamKScheduler {
             const Rows rows(args, batch, Read{});
             sequence = Sequence(args, rows, batch);
             if (seen != nullptr) seen[batch] = rows.seen();
-            else say(args, rows.violations);
+            else say_violations(args, rows);
             upto += sequence.line(), works += sequence.works;
             if (sequence.works == 0) continue;
             longest = max(longest, sequence.tiles), shortest = min(shortest, sequence.tiles);
@@ -138,7 +137,7 @@ struct StreamKScheduler {
             group = max(group, __shfl_xor_sync(0xffffffffu, group, d));
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
-        line.blocks = __shfl_sync(0xffffffffu, blocks_for(work_blocks(args), longest, shortest, works), 0);
+        line.blocks = __shfl_sync(0xffffffffu, blocks_for(longest, shortest, works), 0);
         line.part = Line::part_of(line.blocks);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
@@ -148,30 +147,23 @@ struct StreamKScheduler {
             if (i) end = here;
         }
     }
-    __device__ static void say(const Args& args, u32 violations) {
-        if (blockIdx.x == 0 && violations) atomicOr(args.violations, violations);
+    __device__ static void say_violations(const Args& args, const Rows& rows) {
+        if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
     }
-    // Says whether the lengths are what the warp had seen of them, `most` sequences at most: a lane asks for four at once.
-    template <i32 most>
+    // Says whether the lengths are what the warp had seen of them.
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
-        constexpr i32 at_once = most > 96 ? 4 : (most + 31) / 32;
         bool same = true;
-        u32 violations = 0;
         __syncwarp();
 #pragma unroll 1
-        for (i32 first = i32(threadIdx.x) % 32; first < args.batches; first += 32 * at_once) {
-#pragma unroll
-            for (i32 i = 0; i < at_once; ++i) {
-                const i32 batch = min(first + 32 * i, args.batches - 1);
-                const Rows rows(args, batch, Read{});
-                same &= rows.is(seen[batch]), violations |= rows.violations;
-            }
+        for (i32 batch = i32(threadIdx.x) % 32; batch < args.batches; batch += 32) {
+            const Rows rows(args, batch, Read{});
+            same = same && rows.is(seen[batch]);
+            say_violations(args, rows);
         }
-        say(args, violations);
         return __all_sync(0xffffffffu, same);
     }
-    __device__ static i32 blocks_for(i32 blocks, i32 longest, i32 shortest, i32 works) {
-        const i32 alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
+    __device__ static i32 blocks_for(i32 longest, i32 shortest, i32 works) {
+        const i32 blocks = gridDim.x, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
         return longest == shortest && 25 * alike >= 24 * blocks ? alike : blocks;
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
@@ -183,12 +175,11 @@ struct StreamKScheduler {
         return 25 * group * blocks <= line.length ? Line::a_group : Line::a_split;
     }
     // Tiles that could be read while whole works are, times works: fewer than `enough_blocks` have one at the end. The works that come
-    // last, one to a block, are alike, or are all there are, none of them so short that a share has two. Each product is rounded by itself:
-    // in all kernels that ask, works are then cut alike.
+    // last, one to a block, are alike, or are all there are, none of them so short that a share has two.
     __device__ float idle_of_works(i32 longest, i32 shortest, i32 works) const {
         const i32 blocks = line.blocks, last = works - line.blocks_of(works) * blocks;
         if (longest != shortest && (works > blocks || float(shortest) * blocks < line.length)) return -minus_inf;
-        return __fsub_rn(__fmul_rn(float(enough_blocks) * longest, works), __fmul_rn(min(last, enough_blocks), line.length));
+        return float(enough_blocks) * longest * works - float(min(last, enough_blocks)) * line.length;
     }
     // Where the share of a block begins. The lane among whose sequences that is says so; the one with the last row also where it is the
     // line's end.

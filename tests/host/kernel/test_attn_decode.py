@@ -57,16 +57,14 @@ class Case:
 
 
 @functools.cache
-def kernel(op: Decode, config: AttnDecodeConfig, fold: bool) -> emulator.Kernel:
+def kernel(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
     folder = FOLDER / str(len(list(FOLDER.iterdir())))
     folder.mkdir()
-    if fold:
-        return emulator.Kernel(*decode.fold(op, config, ARCH), folder)
     return emulator.Kernel(decode.source(op, config, ARCH), decode.fields(op, config, ARCH), folder)
 
 
-def compiled(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> emulator.Kernel:
-    """The kernel of a step, or the one that folds; what is a run-time value does not make another."""
+def compiled(op: Decode, config: AttnDecodeConfig) -> emulator.Kernel:
+    """The kernel of a step; what is a run-time value does not make another."""
     split = 256 if op.split_keys else 0
     page = min(op.page, config.tile_kv)
     return kernel(
@@ -74,7 +72,6 @@ def compiled(op: Decode, config: AttnDecodeConfig, fold: bool = False) -> emulat
             op, batch=1, q_len=1, total_q=0, page=page, split_keys=split, kv_len=1 << 20, scale=float(np.copysign(0.3, op.scale))
         ),
         config,
-        fold,
     )
 
 
@@ -156,7 +153,6 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
     floats = sizes["partials"] // 4
     partials = np.full(floats + 2 * AROUND, SEAL, np.uint32)
     values |= {"partials": partials[AROUND : AROUND + floats], "arrived": arrived, "violations": violations}
-    values |= {"left": np.full(16 * case.grid, SEAL, np.uint32)}
     values |= {"kv_lens": np.array(case.kv_lens, np.int32), "cu_seqlens_q": cu_seqlens, "page_table": table}
     values |= {"sinks": np.linspace(-1, 2, op.heads).astype(np.float32)}
     for name, scales in zip(("k_scale", "v_scale"), scales_of(case), strict=True):
@@ -166,9 +162,6 @@ def run(case: Case, seed: int = 0, edit: Any = None, order: Any = None) -> tuple
         edit(values)
     for some in (range(case.grid),) if order is None else (range(block, block + 1) for block in order):
         compiled(op, config)(case.grid, values, some)
-    if config.fold_launch:
-        pairs = -(-min(attn_decode.most_rows(op.operation), config.tile_q) // 2)
-        compiled(op, config, True)(9, values | {"blocks_before": case.grid, "pairs": pairs}, range(9))
     assert not arrived[:-1].any() and not arrived[-1] & 0xFFFF, "the counters are zero again"
     assert (partials[:AROUND] == SEAL).all() and (partials[AROUND + floats :] == SEAL).all(), "states lie in their memory"
     if case.q_lens:
@@ -504,102 +497,6 @@ def test_what_is_no_number_in_eight_bits_stays_in_its_rows(monkeypatch: pytest.M
     np.testing.assert_allclose(lse.T[~bad], wanted_lse.T[~bad], rtol=2e-5)
 
 
-TOGETHER = {"long ring": {}, "short ring": {"tile_kv": 32, "stages": 5, "q_tiles": 1, "steps_at_once": 1}}
-
-
-def together(case: Case, ring: str = "long ring", **changes: Any) -> Case:
-    """The case where four warps compute each tile together: steps of 128 keys, or of 64."""
-    config = dataclasses.replace(case.config, tiles_together=True, **TOGETHER[ring], **changes)
-    return with_op(dataclasses.replace(case, config=config), head_dim_v=max(64, case.op.head_dim_v))
-
-
-@pytest.mark.parametrize("ring", TOGETHER)
-@pytest.mark.parametrize(
-    "name",
-    ["one tile", "many", "pages of 16", "window", "softcap", "rows of two m tiles", "checkerboard, copied", "many sequences"],
-)
-def test_warps_compute_tiles_together(name: str, ring: str) -> None:
-    check(together(CASES[name], ring, fold_launch=name == "many sequences"))
-
-
-@pytest.mark.parametrize(
-    ("name", "stages"), [("columns 192 and 128", 4), ("columns 256", 5), ("documents", 2), ("pages of 32", 3)]
-)
-def test_tiles_together_over_other_rings(name: str, stages: int) -> None:
-    case = with_op(CASES[name], head_dim=max(128, CASES[name].op.head_dim))
-    check(together(case, stages=stages, merge_passes=1))
-
-
-@pytest.mark.parametrize("ring", TOGETHER)
-def test_bits_of_tiles_together_follow_from_the_sequence(ring: str) -> None:
-    """Alone and among others, on any grid, from pages, by threads, in tiles of more rows, and whoever folds."""
-    case = together(Case(dataclasses.replace(OP, mask=Window(3000, 0), split_keys=256), (2500, 7, 0, 3300), grid=1), ring)
-    wanted = check(case)
-    for grid in (2, 5, 40):
-        for changes in ({}, {"m_tiles": 2}, {"fold_launch": True}):
-            same(run(dataclasses.replace(case, grid=grid, config=dataclasses.replace(case.config, **changes))), wanted, 4)
-    same(run(with_op(dataclasses.replace(case, grid=7), page=16)), wanted, 4)
-    same(run(with_op(together(case, ring, cp_async=True), page=2)), wanted, 4)
-    for i, length in enumerate(case.kv_lens):
-        same(run(dataclasses.replace(case, kv_lens=(length,), grid=9)), (wanted[0][i:], wanted[1][i:]), 1)
-
-
-@pytest.mark.parametrize("name", ["splits of one", "many", "queries", "rows of two m tiles", "columns 256", "e4m3", "sinks"])
-def test_the_launch_behind_folds_to_the_same_bits(name: str) -> None:
-    """In a block for each two rows, wherever works are cut, and in whatever order blocks come."""
-    case = CASES[name]
-    behind = dataclasses.replace(case, config=dataclasses.replace(case.config, fold_launch=True))
-    wanted = run(case)
-    same(check(behind), wanted, len(case.kv_lens))
-    for grid in (2, 9):
-        same(run(dataclasses.replace(behind, grid=grid), order=range(grid)[::-1]), wanted, len(case.kv_lens))
-
-
-@pytest.mark.parametrize(
-    ("op", "wanted"),
-    [
-        (Decode(), "m_tiles=1+tile_kv=32+stages=5+q_tiles=1+fold_launch=True"),
-        (Decode(batch=80), "m_tiles=1+tile_kv=32+stages=5+q_tiles=1+fold_launch=False"),
-        (Decode(head_dim=64, head_dim_v=64), "m_tiles=1+tile_kv=64+stages=5+q_tiles=1+fold_launch=True"),
-        (Decode(heads=32, kv_heads=1), "m_tiles=2+tile_kv=64+stages=4+q_tiles=2+fold_launch=True"),
-        (Decode(head_dim=256, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=5+q_tiles=2+fold_launch=True"),
-        (Decode(head_dim=96, head_dim_v=256), "m_tiles=1+tile_kv=32+stages=7+q_tiles=2+fold_launch=True"),
-    ],
-)
-def test_configurations_of_tiles_together(op: Decode, wanted: str) -> None:
-    """Two blocks of the first three fit on a multiprocessor of an H200."""
-    config = ATTN_DECODE.together(op.operation, TYPICAL[ARCH])
-    assert config is not None and config.tiles_together
-    beside = attn_decode.smem_bytes(op.operation, config) + attn_decode.FOLD_BYTES
-    assert beside <= TYPICAL[ARCH].smem_bytes // (1 if config.q_tiles == 2 else 2)
-    assert "+".join(f"{part.split('=')[0]}={getattr(config, part.split('=')[0])}" for part in wanted.split("+")) == wanted
-    launches = ATTN_DECODE.lower(op.operation, config, TYPICAL[ARCH]).launches
-    assert [each.entry for each in launches] == ["attn_decode", "fold_pieces"][: 1 + config.fold_launch]
-    short = dataclasses.replace(op.operation, kv_len=500)
-    made = {each.source.key for program in ATTN_DECODE.programs(short, config, TYPICAL[ARCH]) for each in program.launches}
-    assert made == {each.source.key for each in launches}, "a loop that begins with few keys compiles all that it comes to"
-
-
-@pytest.mark.parametrize("name", ["table", "one sequence"])
-def test_a_fold_of_torn_shares_says_so_and_stays_in_its_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some blocks see other lengths than others: the launch behind says that, and the next step is right."""
-    case, said = dataclasses.replace(TORN[name], config=replace(fold_launch=True)), 0
-    wanted, plain = run(case), compiled
-    assert wanted[2] == 0
-
-    def torn(others: tuple[int, ...], first: int, op: Decode, config: AttnDecodeConfig, fold: bool = False) -> Any:
-        kernel = plain(op, config, fold)
-        early = {"kv_lens": np.array(others, np.int32)}
-        return lambda grid, values, some: kernel(grid, values | (early if not fold and some.start < first else {}), some)
-
-    for others, first in itertools.product((SHORT[-len(case.kv_lens) :], (0,) * len(case.kv_lens)), (1, 3, 6)):
-        with monkeypatch.context() as patch:
-            patch.setattr("tests.host.kernel.test_attn_decode.compiled", functools.partial(torn, others, first))
-            said += run(case, order=range(case.grid))[2] >> 6
-        same(run(case), wanted, len(case.kv_lens))
-    assert said >= 3
-
-
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_any_step_in_eight_bits(data: Any) -> None:
@@ -769,7 +666,6 @@ CALLS = {
         whole=False,
     ),
     "copied": dataclasses.replace(GPU_CASE, page_size=2, lengths=((3, 300), (3, 0), (3, 70)), ragged=False),
-    "two launches": dataclasses.replace(GPU_CASE, lengths=((2, 1300), (4, 70)), head_dim_v=64),
 }
 
 
@@ -783,8 +679,6 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     q, sinks = _move(case.rows(4, 32, 1), "torch", "cpu"), case.sink_logits()
     cache, step = case.cache("torch"), case.step("torch", nonsense_before=True, max_q_len=4)
     options = {"window": case.window, "sinks": None if sinks is None else torch.from_numpy(sinks)}
-    if name == "two launches":
-        options |= {"kernel": "attn_decode", "config": replace(tiles_together=True, fold_launch=True)}
     o, lse = rawattn.attention_kvcache(q, cache, step, return_lse=True, **options)
     assert word[0] == 0 and "attn_decode" in str(rawattn.explain_kvcache(q, cache, step))
     for i in range(len(case.lengths)):

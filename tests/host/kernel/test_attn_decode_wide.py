@@ -34,7 +34,6 @@ from tests.host.kernel import test_attn_fwd_kvcache as many
 HOPPER = TYPICAL["sm_90a"]
 AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # words on either side of the states of splits, all a NaN of their own
 ONE, TWO = AttnDecodeWideConfig(64, 64, 3, 2), AttnDecodeWideConfig(128, 64, 2, 1)
-THREE = AttnDecodeWideConfig(64, 64, 3, 2, pipeline_stages=3)
 LENGTHS = ((8, 2500), (8, 0), (8, 65), (8, 1), (8, 1100))
 SAME = Cached(LENGTHS, page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=32, head_dim_v=32, whole=True, ragged=False)
 RAGGED = dataclasses.replace(SAME, ragged=True, lengths=((31, 2300), (0, 7), (3, 2200), (17, 40), (1, 0), (5, 3)))
@@ -118,7 +117,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "columns 256": (of(WIDE, head_dim=256, head_dim_v=256, page_size=64), AttnDecodeWideConfig(64, 32, 4, 1), 2),
     "columns 192": (of(WIDE, head_dim=192, head_dim_v=192, page_size=64), AttnDecodeWideConfig(64, 64, 3, 1), 2),
     "full": (of(SAME, causal=False, page_size=32), ONE, 6),
-    "three stages": (of(WIDE, head_dim=64, head_dim_v=64, page_size=64, softcap=5.0), THREE, 3),
     "begins": (of(RAGGED, whole=False, begins=(1131, 5, 9, 39, 0, 1), sinks=True), TWO, 5),
     "causal for some": (of(RAGGED, causal=(0, 1, 1, 0, 1, 0), window=(None, 1)), ONE, 5),
     "window in one tile": (of(SAME, window=(5, 0), sinks=True), ONE, 5),
@@ -144,7 +142,6 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
         same(run(case, ONE, 3, order=lambda n, last=last: sorted(range(n), key=lambda block: block == last)), wanted)
     same(run(case, AttnDecodeWideConfig(64, 64, 2, 1), 4), wanted)
     same(run(case, TWO, 3), wanted)
-    same(run(case, THREE, 7), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
 
@@ -157,9 +154,29 @@ def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:
         same(run.check(case, ONE, grid, split=64), wanted)
 
 
+def test_keys_of_a_split() -> None:
+    """They never follow from the batch; what the call says goes first, and makes no other kernel."""
+    for kv_heads, rows, size, wanted in (
+        (1, 32, 128, 32),
+        (4, 64, 128, 32),
+        (4, 64, 192, 16),
+        (4, 65, 128, 16),
+        (2, 17, 256, 16),
+        (5, 33, 64, 16),
+    ):
+        for batch in (1, 100):
+            op = op_of(rows, size, batch=batch, kv_len=1 << 20, heads=kv_heads, kv_heads=kv_heads, page=64)
+            config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
+            found, told = (ATTN_DECODE_WIDE.lower(each, config, HOPPER) for each in (op, of(op, split_keys=128)))
+            numbers = [[launch.values[f"{name}_log2"] for name in ("split_keys", "most_splits")] for launch in found.launches]
+            assert numbers == [[9, wanted.bit_length() - 1]] * 2 and found.launches[0].values["slots"] == wanted
+            assert told.launches[0].values["split_keys_log2"] == 7
+            assert [x.source.key for x in told.launches] == [x.source.key for x in found.launches]
+
+
 def test_who_folds() -> None:
     """A launch behind, but where no work can be cut: a sequence has one split, or there is one block."""
-    for changes, folds in (({}, True), ({"kv_len": 1024}, False), ({"kv_len": 1025}, True)):
+    for changes, folds in (({}, True), ({"kv_len": 512}, False), ({"kv_len": 513}, True)):
         op = op_of(**{"batch": 4, "kv_len": 8192, **changes})
         program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
         assert [launch.entry for launch in program.launches] == ["attn_decode_wide", "attn_decode_fold"][: 1 + folds]
@@ -182,13 +199,13 @@ def test_bits_do_not_follow_from_the_batch(run: Runner) -> None:
             assert found[0].equal(o[i : i + 1, -n:]) and found[1].equal(lse[i : i + 1, :, -n:])
 
 
-@pytest.mark.parametrize(("late", "config"), [(31, TWO), (63, TWO), (128, TWO), (159, TWO), (383, TWO), (159, THREE)], ids=str)
-def test_a_late_lane_finds_its_phase(late: int, config: Any, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [31, 63, 128, 159, 383])
+def test_a_late_lane_finds_its_phase(late: int, run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the warp that loads keys, of the one that loads queries, and of consumers."""
     case = of(RAGGED, page_size=64)
-    wanted = run(case, config, 2)
+    wanted = run(case, TWO, 2)
     monkeypatch.setattr(emulator, "late_thread", late)
-    same(run(case, config, 2), wanted)
+    same(run(case, TWO, 2), wanted)
 
 
 def test_violated_bounds_are_said_and_cut(run: Runner) -> None:
@@ -283,10 +300,7 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
     for name, changes in OPTIONS.items():
         op = op_of(q_len, *sizes, **changes)
         config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
-        deeper = of(config, pipeline_stages=3)
-        forms = [form for form in (config, deeper) if ATTN_DECODE_WIDE.legal(form, op, HOPPER) is None]
-        sources = [ATTN_DECODE_WIDE.render(op, form, "sm_90a") for form in forms]
-        for source in (*sources, ATTN_DECODE_WIDE.render_fold(op, config, "sm_90a")[0]):
+        for source in (ATTN_DECODE_WIDE.render(op, config, "sm_90a"), ATTN_DECODE_WIDE.render_fold(op, config, "sm_90a")[0]):
             binary = compiler.compile(source)
             assert binary.spill_bytes == 0 and not binary.advisories, (name, source.name)
 
@@ -305,7 +319,6 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
-        ({"tile_q": 128, "pipeline_stages": 3}, "pipeline_stages is 3; it must be from 2 to 2 here"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
@@ -321,15 +334,16 @@ def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) ->
 
 
 def test_who_is_chosen() -> None:
-    """More than 32 rows and two key heads, whatever the batch; what it refuses attn_decode takes."""
-    for q_len, size in itertools.product((1, 8, 9, 64), (64, 128, 192, 256)):
-        for kv_heads, batch in itertools.product((2, 3), (1, 100)):
+    """More than 32 rows, or more than 16 of one or two key heads, whatever the batch; what it refuses attn_decode takes."""
+    for q_len, size in itertools.product((1, 4, 5, 8, 9, 64), (64, 128, 192, 256)):
+        for kv_heads, batch in itertools.product((1, 2, 3, 8), (1, 100)):
             op = dataclasses.replace(
                 op_of(q_len, size), kv_heads=kv_heads, heads=4 * kv_heads, batch=batch, total_q=batch * q_len
             )
-            wanted = "attn_decode_wide" if q_len > 8 and kv_heads > 2 else "attn_decode"
-            assert select(op, HOPPER).kernel.name == wanted
+            is_wide = q_len > 8 or (q_len > 4 and kv_heads <= 2)
+            assert select(op, HOPPER).kernel.name == ("attn_decode_wide" if is_wide else "attn_decode")
             assert select(op, HOPPER, "attn_decode_wide").kernel is ATTN_DECODE_WIDE
+            assert select(dataclasses.replace(op, split_keys=512), HOPPER).kernel.name == "attn_decode"
     op = dataclasses.replace(op_of(64), kv_heads=8, heads=32, spec=dataclasses.replace(op_of().spec, invariant=True))
     assert select(op, HOPPER).kernel.name == "attn_decode"
     assert select(op_of(64), TYPICAL["sm_80"]).kernel.name == "attn_decode"
@@ -360,5 +374,5 @@ def test_workspace() -> None:
         op = op_of(q_len, size, batch=batch, heads=4 * kv_heads, kv_heads=kv_heads, kv_len=room)
         program = ATTN_DECODE_WIDE.lower(op, ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], HOPPER)
         assert sum(buffer.bytes for buffer in program.scratch) <= attn_decode_wide.MOST_BYTES
-        if room == 8192 and batch > 1:
+        if batch > 1:
             assert program.launches[0].grid == HOPPER.sm_count
