@@ -1,6 +1,5 @@
-"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it. Where
-it is asked for, head sizes up to 192: in the same kernel where q and v have up to 320 columns together, else with dv in
-attn_bwd_dv.cu."""
+"""attn_bwd.cu: the gradients of attention on Hopper in one kernel and a pass before and after it, for head sizes up to 192 where
+q and v have up to 320 columns together; where it is asked for, up to 192 each, with dv in attn_bwd_dv.cu."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
-from ..variant.score import Softcap
+from ..variant.score import Scale, Softcap
 from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
@@ -78,11 +77,12 @@ class AttnBwdConfig:
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
     heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
-    bundle: int = 0  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
-    query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
+    bundle: int = (
+        -1
+    )  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
+    query_parts: int = 0  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
-    dropped: str = "each"  # "packed" where weights are dropped two at a time
 
     @property
     def tile_kv(self) -> int:
@@ -100,14 +100,17 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 
 
 def wide_config_of(op: Forward) -> AttnBwdConfig:
-    """The configuration for heads above 128 columns, which was compiled and has run on no GPU (perf/notes/attn_bwd.md): dk and dv
-    fill the registers, or dk and V do; shared memory has room for dq of one step, and mostly for dO and dS of one."""
+    """The configuration for heads above 128 columns (perf/notes/attn_bwd.md): dk and dv fill the registers, or dk and V do;
+    shared memory has room for dq of one step, and mostly for dO and dS of one. Nobody has timed it where it has room for Q of one
+    alone."""
     columns = max(64, -(-op.head_dim // 16) * 8)
     config = AttnBwdConfig(dq_parts=2, dq_columns=columns, dq_stages=1, producer_registers=24, consumer_registers=240)
     if op.head_dim + op.head_dim_v > WIDEST_PAIR:
         return dataclasses.replace(config, order="dk_first", values="in_registers", dv_consumers=3)
-    config = dataclasses.replace(config, order="dp_later", ds_stages=1)
-    return config if smem_bytes(config, op) <= SMEM else dataclasses.replace(config, do_stages=1)
+    is_apart = isinstance(op.mask, (Full, Causal, Window)) and not op.varlen and not any(op.lens)
+    config = dataclasses.replace(config, order="dp_later", ds_stages=1, steps="apart" if is_apart else "together")
+    configs = [dataclasses.replace(config, q_stages=q, do_stages=do) for q, do in ((2, 2), (2, 1), (1, 1))]
+    return next((each for each in configs if smem_bytes(each, op) <= SMEM), configs[-1])
 
 
 def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -121,22 +124,25 @@ def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
 
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether whole tiles have a loop of their own: where that is faster (notes/attn_bwd.md) and fits in registers, of which
-    three warpgroups have none to spare for packed sequences."""
-    if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None:
+    three warpgroups have none to spare for packed sequences, and need it for dropout."""
+    drops, packed_in_three = bool(op.spec.dropout), op.varlen and config.consumers == 3
+    if drops and config.consumers == 3:
+        return True
+    if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None or packed_in_three:
         return False
-    if op.varlen and config.consumers == 3:
-        return False
-    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and op.widest <= 64)
+    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
 
 
 def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
     """The configuration of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves,
-    for dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their
-    rows."""
+    or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows. Dropout
+    spills some in them, and is faster (notes/attn_bwd.md)."""
     size, is_cut = op.widest, any(op.lens)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), op.has_plain_score
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
+    if op.spec.dropout and size <= 64 and _drops_in_three(op):
+        return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=32, consumer_registers=160, store=store)
     if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
@@ -148,6 +154,12 @@ def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
         producer, consumer = (24, 240) if reads_pairs else (40, 232)
         return AttnBwdConfig(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
     return AttnBwdConfig(dq_columns=op.head_dim, store=store)
+
+
+def _drops_in_three(op: Forward) -> bool:
+    """Says whether three warpgroups have the registers for dropout of weights as they are packed, but for some words."""
+    is_known = isinstance(op.mask, (Full, Causal, Window)) and isinstance(op.score, (Scale, Softcap))
+    return is_known and op.spec.offsets is None and (op.has_plain_score or not any(op.lens))
 
 
 def list_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -239,7 +251,7 @@ def _refuse_wide(config: AttnBwdConfig, op: Forward) -> str | None:
     if config.dv_consumers not in ((2, 3) if order == "dk_first" else (0,)):
         return f"dv_consumers is {config.dv_consumers}; it must be 2 or 3 with order 'dk_first', and 0 else"
     is_late = order in ("step_later", "dk_first") or config.gradient or config.elements
-    if config.dv_consumers and (config.query_parts != 1 or lists(op.mask)):
+    if config.dv_consumers and (config.query_parts > 1 or lists(op.mask)):
         return f"dv_consumers is {config.dv_consumers}; it must be 0 for masks whose tiles are lists, and several query_parts"
     if not {*stages} <= {1, 2} or (config.ds_stages == 1 and is_late):
         return f"q_stages, do_stages and ds_stages are {stages}; they must be 1 or 2, and dS that is read later or stored needs 2"
@@ -268,17 +280,9 @@ def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
-def _weight_of(op: Forward, config: AttnBwdConfig) -> Option:
-    return weight.PackedDropout(op.spec.dropout) if config.dropped == "packed" else op.spec.weight
-
-
-def _refuse_dropped(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why weights are not dropped so; None where they can be."""
-    may_pack = op.spec.dropout and op.spec.offsets is None and config.order in ("at_once", "step_later")
-    if config.dropped == "each" or (config.dropped == "packed" and may_pack):
-        return None
-    needs = "dropout, order 'at_once' or 'step_later', and no q_offset and kv_offset"
-    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with {needs}"
+def _weight_of(op: Forward) -> Option:
+    """The option for dropout: of weights as they are packed, or, where sequences are parts of longer ones, one by one."""
+    return weight.PackedDropout(op.spec.dropout) if op.spec.dropout and op.spec.offsets is None else op.spec.weight
 
 
 def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
@@ -321,8 +325,15 @@ class AttnBwd(BackwardKernel):
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def prefers(self, op: Backward) -> bool:
-        """Not heads above 128 columns, which no GPU has run so."""
-        return op.forward.widest <= WIDEST
+        """Not heads above 128 columns for which the pair is faster, or which nobody has timed here: with more than 320 together,
+        a q of up to 64, or one place of Q in shared memory; nor where what loads spills much, as for sequences that use a part of
+        their rows, and packed ones under other masks than a causal one."""
+        forward = op.forward
+        if forward.widest <= WIDEST:
+            return True
+        is_timed = WIDEST // 2 < forward.head_dim <= WIDEST_PAIR - forward.head_dim_v and wide_config_of(forward).q_stages > 1
+        masks = (Full, Causal) if forward.varlen else (Full, Causal, Window, And)
+        return is_timed and isinstance(forward.mask, masks) and not any(forward.lens)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
@@ -347,7 +358,7 @@ class AttnBwd(BackwardKernel):
             )
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
-        plain = forward.has_plain_score and not (forward.spec.dropout and config.dropped == "each")
+        plain = forward.has_plain_score and not forward.spec.dropout
         if config.order != "at_once" and (config.dq_parts == 1 or not plain):
             return (
                 f"order is {config.order!r}; it needs a part of dq for each of its makers, and scores and weights that nothing "
@@ -365,8 +376,6 @@ class AttnBwd(BackwardKernel):
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
-            return reason
-        if reason := _refuse_dropped(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -503,7 +512,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     if op.varlen and (rotated or config.bundle):
         plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=_weight_of(op, config), **backward.dkv_rows(parts),
+        op, Score=backward.exact_score(op), Weight=_weight_of(op), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0], Values=VALUES[config.values],
