@@ -20,8 +20,9 @@ NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
 HOP, STEP, WORK = 3.0, 2.1, 5.0
 TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
 # The same of works that go round in parts of the query tiles: a step, a hop where key tiles are as many as query tiles, a number
-# of a part, written and added; the pass that adds them, and others. Times where nobody waits, as under a causal mask, over these.
-PART_STEP, PART_HOP, PART_NUMBER, SUM, PASSES, ALONE = 2.05, 2.4, 4e-6, 3.0, 10.0, 0.95
+# of a part, written and added; the pass that adds them, and others. Under a causal mask, times of parts over these, and of one.
+PART_STEP, PART_HOP, PART_NUMBER, SUM, PASSES = 2.05, 2.4, 4e-6, 3.0, 10.0
+CAUSAL_PARTS, CAUSAL_WHOLE = 0.91, 0.97
 COLUMNS_OF_PARTS = range(65, 129)  # head sizes whose query tiles are split (perf/notes/attn_bwd.md)
 MOST_QUERY_PARTS = 4
 MOST_BUNDLE = 64
@@ -136,25 +137,24 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     if not is_timed or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
         return 1
     kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
+    columns = forward.head_dim + forward.head_dim_v
+    of_step = forward.heads_per_kv * (1 + columns / 256) / 2
 
     def expect_rounds(parts: int) -> float:
         tiles = _part_tiles(forward, config, parts)
         windows = -(-kv_tiles // min(kv_tiles, tiles, blocks))
         at_once = -(-kv_tiles // windows)
         rounds = -(-heads * parts // max(1, blocks // at_once)) * windows
-        numbers = parts * heads * forward.kv_len * (forward.head_dim + forward.head_dim_v)
-        added = SUM + numbers * PART_NUMBER if parts > 1 else 0
-        step = forward.heads_per_kv * max(PART_STEP, PART_HOP * at_once / tiles)
-        return PASSES + rounds * tiles * step + added
+        added = SUM + parts * heads * forward.kv_len * columns * PART_NUMBER if parts > 1 else 0
+        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP * at_once / tiles) + added
 
-    def expect_shares() -> float:
-        longest, all_steps = _part_tiles(forward, config, 1), heads * forward.pairs / (config.tile_q * config.tile_kv)
-        return ALONE * (PASSES + max(longest, all_steps / blocks) * forward.heads_per_kv * PART_STEP)
-
-    whole = expect_rounds(1) if isinstance(forward.mask, Full) else expect_shares()
-    expected = {1: whole} | {parts: expect_rounds(parts) for parts in range(2, MOST_QUERY_PARTS + 1)}
+    expected = {parts: expect_rounds(parts) for parts in range(1, MOST_QUERY_PARTS + 1)}
+    if not isinstance(forward.mask, Full):  # works of one part are shared out as blocks end, the longest first
+        expected = {parts: CAUSAL_PARTS * us for parts, us in expected.items()}
+        longest, steps = _part_tiles(forward, config, 1), heads * forward.pairs / (config.tile_q * config.tile_kv)
+        expected[1] = CAUSAL_WHOLE * (PASSES + max(longest, steps / blocks) * of_step * PART_STEP)
     best = min(expected, key=expected.__getitem__)
-    return best if expected[best] < 0.95 * whole else 1
+    return best if expected[best] < 0.95 * expected[1] else 1
 
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
