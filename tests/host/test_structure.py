@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 33130,
+    "rawattn": 33015,
     "perf": 6240,
-    "cuda_src": 14880,
-    "tests": 45300,
+    "cuda_src": 14579,
+    "tests": 45375,
 }
 FUNCTION_LINES = 60
 
