@@ -15,9 +15,8 @@
 // Walk says in which order a work takes its query tiles. Where it goes round (Walk::needs_all_blocks), blocks also wait for turns of works
 // with larger numbers, so that all blocks run at once (variant/walk/q_interval_rotated.cuh).
 // StepOrder says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
-// whether steps whose tile the mask keeps whole have a loop of their own. Above 128 columns registers are short: Values says whether V takes some of
-// them, in place of shared memory, Dv who makes dv, and DqShare which columns of dq a warpgroup makes. Shared memory is short, too: cfg says of
-// how many steps it holds Q, dO, dS and dq.
+// whether steps whose tile the mask keeps whole have a loop of their own. DqShare says which columns of dq a warpgroup makes. Above 128 columns
+// shared memory is short: cfg says of how many steps it holds Q, dO, dS and dq.
 // The writer is told of a part of dq only a step later, when the next products run: the fence before it takes as long as dk
 // (2 to 4 % of the kernel). dq is shared out by columns (cfg::dq_parts == consumers), or each warpgroup has all of it in turn (1).
 //
@@ -25,8 +24,7 @@
 //   work_full[i]         lane 0 of the producer         all other warps          smem.work[i] until read
 //   work_empty[i]        one lane per such warp         producer                 the same until written again
 //   kv_full              TMA (K and V)                  each consumer            smem.k, smem.v until read
-//   kv_empty             one lane per consumer warp     producer                 the same until refilled (by writers, too, where dq is in
-//                                                                                V's place: variant/values/in_registers.cuh)
+//   kv_empty             one lane per consumer warp     producer                 the same until refilled
 //   q_full[s]            TMA (Q, lse)                   each consumer            smem.q[s], smem.lse_log2[s] until read
 //   q_empty[s]           one lane per consumer warp     producer                 the same until refilled
 //   do_full[s], do_empty[s]: the same for dO and delta
@@ -40,7 +38,7 @@
 
 #include "config.cuh"  // rendered: cfg, TmaTensor, StridedOutput, Args, SMma, DpMma, DvMma, DkMma, DqMma, and the choices
                        // Element, Rows, Mask, Score, Weight, Statistics, Group, DkvRows, Scheduler, Turn, Walk, DqStore,
-                       // DsStore, Elements, StepOrder, Values, DqShare, Dv, Steps
+                       // DsStore, Elements, StepOrder, DqShare, Steps
 #include "ptx/stmatrix.cuh"
 #include "tile/facts.cuh"
 #include "tile/tile.cuh"
@@ -64,7 +62,7 @@ struct Smem {
     QTile q[cfg::q_stages];
     DoTile d_o[cfg::do_stages];
     DsTile ds[cfg::ds_stages];
-    Values::DqSpace<DqParts> dq;
+    DqParts dq[cfg::dq_stages];
     alignas(128) float lse_log2[cfg::q_stages][cfg::tile_q];
     alignas(128) float delta[cfg::do_stages][cfg::tile_q];
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
@@ -108,18 +106,16 @@ struct Writer {
 
     __device__ void add(const KvWorkTile& work) {
         const Rows rows(args, work.batch);
-        const u32 first = step.count;
         for (Walk::OfLane at(args, rows, work, smem.board, place_in_steps); at.more(); at.advance(), ++step.count) {
             const u32 t = step.stage(), chain = cfg::dq_chains > 1 ? index : 0;
             if (cfg::dq_chains == 1 && t != index) continue;
-            float4* part = Values::dq(smem, step.stage(cfg::dq_stages))[chain * parts_in_chain][0];
+            float4* part = smem.dq[step.stage(cfg::dq_stages)][chain * parts_in_chain][0];
             const i32 place = place_of(args, rows, at.head, at.tile) * cfg::dq_chains + chain;
             const u32 parity = step.parity();
             if (chain == 0) DsStore::store(args, rows, work, smem, at.head, at.tile, step);
             const DqSlot slot = {part, smem.dq_full[t][chain], smem.dq_empty[t][chain], smem.dq_sum[t][chain], smem.seen[t][chain], parity};
             DqStore::add(args, place, at.turn(Mask(args, rows, at.work_tile())), slot);
         }
-        if (Values::leaves_place && step.count != first) smem.kv_empty.arrive();
     }
 };
 
@@ -148,10 +144,7 @@ struct Consumer {
     StepOrder step_order{};
     u32 untold = 0;    // 1 + the stage of dq that the writer has not been told of
     u32 until = index; // steps until this warpgroup computes dq
-    float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators];
-    Dv dv;
-    Values v;
-    float dq[DqColumns::accumulators];
+    float s[SMma::accumulators], dp[SMma::accumulators], dk[DkMma::accumulators], dv[DvMma::accumulators], dq[DqColumns::accumulators];
     u32 p[SMma::accumulators / 2], ds[SMma::accumulators / 2];
 
     __device__ Consumer(const Args& args, Smem& smem)
@@ -192,10 +185,17 @@ struct Consumer {
         await_do();
         ptx::wgmma_discard(dp);
         ptx::wgmma_fence();
-        v.multiply(*this, b);
+#pragma unroll
+        for (int i = 0; i < (cfg::head_dim_v + 15) / 16; ++i) DpMma::multiply(dp, v_keys.columns(i), b.columns(i), i > 0);
         ptx::wgmma_commit();
     }
-    __device__ void start_dv() { dv.start(*this); }
+    __device__ void start_dv() {
+        const SmemDescriptor<DoTile> b = do_rows.stage(step.stage(cfg::do_stages));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::tile_q / 16; ++i) DvMma::multiply(dv, p + 4 * i, b.rows(i), true);
+        ptx::wgmma_commit();
+    }
     __device__ void start_dk() {
         const SmemDescriptor<QTile> b = q_rows.stage(step.stage(cfg::q_stages));
         ptx::wgmma_fence();
@@ -265,7 +265,7 @@ struct Consumer {
 
     // Leaves this warpgroup's part of dq for the writer, who is told by tell_dq.
     __device__ void leave_dq(Step of) {
-        auto& parts = Values::dq(smem, of.stage(cfg::dq_stages));
+        auto& parts = smem.dq[of.stage(cfg::dq_stages)];
 #pragma unroll
         for (int i = 0; i < DqColumns::accumulators; i += 4)
             DqColumns::place(parts, index, i)[lane] = make_float4(dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
@@ -285,7 +285,7 @@ struct Consumer {
         if (!at.turn.is_first(smem.seen[t][chain()])) {
 #pragma unroll
             for (int i = 0; i < DqColumns::accumulators; i += 4) {
-                const float4 x = DqColumns::place(Values::dq(smem, t), index, i)[lane];
+                const float4 x = DqColumns::place(smem.dq[t], index, i)[lane];
                 dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
             }
         }
@@ -324,12 +324,12 @@ struct Consumer {
         const Rows rows(args, work.batch);
         const i32 key = work.kv_tile * cfg::tile_kv + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;  // this thread's upmost
         Walk at(args, rows, work, smem.board, place_in_steps);
-        dv.clear();
+#pragma unroll
+        for (float& x : dv) x = 0.f;
 #pragma unroll
         for (float& x : dk) x = 0.f;
         if (at.more()) {
             smem.kv_full.wait(kv.parity);
-            v.begin_work(*this);
             kv.advance();
             Steps::run(*this, rows, at, key);
             step_order.end_work(*this, rows);
@@ -338,7 +338,7 @@ struct Consumer {
         const float scale = args.scale * SMma::sign;
         const StridedOutput &to_dk = Group::dk(args), &to_dv = Group::dv(args);
         DkvRows::store(to_dk.rows(rows.kv, work.kv_head), to_dk.row_bytes, key, rows.kv_len, cfg::head_dim, dk, scale);
-        dv.store(args, to_dv, rows, work, key);
+        DkvRows::store(to_dv.rows(rows.kv, work.kv_head), to_dv.row_bytes, key, rows.kv_len, cfg::head_dim_v, dv, Weight::factor(args));
         __syncwarp();
     }
 };
@@ -352,7 +352,7 @@ __device__ void consume(const Args& args, Smem& smem) {
 
 __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
-    smem.kv_full.init(1), smem.kv_empty.init(readers + (Values::leaves_place ? writers : 0));
+    smem.kv_full.init(1), smem.kv_empty.init(readers);
     for (int i = 0; i < 2; ++i) {
         smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers + Walk::finders + DsStore::fillers);
         if (i < cfg::q_stages) smem.q_full[i].init(1), smem.q_empty[i].init(readers);

@@ -346,12 +346,6 @@ LDMATRIX = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-inline void ldmatrix(u32 (&d)[4], u32 address) {
-    host_exchange(address, [&](auto of) {
-        for (u32 m = 0; m < 4; ++m) std::memcpy(&d[m], host_block->raw + of(8 * m + host_lane() / 4) + host_lane() % 4 * 4, 4);
-        return 0;
-    });
-}
 inline void ldmatrix_transposed(u32 (&d)[4], u32 address) {
     host_exchange(address, [&](auto of) {
         for (u32 m = 0; m < 4; ++m) {

@@ -46,10 +46,9 @@ struct KvProducer {
     __device__ void load_kv(const Rows& rows, const KvWorkTile& work) {
         smem.kv_empty.wait(kv.parity ^ 1);
         kv.advance();
-        if constexpr (requires { smem.v; }) smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
-        else smem.kv_full.arrive_expect(sizeof(smem.k));
+        smem.kv_full.arrive_expect(sizeof(smem.k) + sizeof(smem.v));
         load_tile(args.k, smem.k, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
-        if constexpr (requires { smem.v; }) load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
+        load_tile(args.v, smem.v, smem.kv_full, rows.kv, work.kv_tile * cfg::tile_kv, Group::kv_head(args, work));
         beside.begin(work);
     }
     // ... and of each step Q with lse and dO with delta.
@@ -62,10 +61,9 @@ struct KvProducer {
         load_tile(args.q, smem.q[s], smem.q_full[s], rows.q, tile * cfg::tile_q, head);
         ptx::bulk_load(smem.lse_log2[s], args.lse_log2 + first, row_bytes, smem.q_full[s]);
         smem.do_empty[t].wait(do_parity);
-        constexpr u32 of_delta = requires { smem.delta; } ? row_bytes : 0;
-        smem.do_full[t].arrive_expect(sizeof(smem.d_o[t]) + of_delta);
+        smem.do_full[t].arrive_expect(sizeof(smem.d_o[t]) + row_bytes);
         load_tile(args.d_o, smem.d_o[t], smem.do_full[t], rows.q, tile * cfg::tile_q, head);
-        if constexpr (of_delta != 0) ptx::bulk_load(smem.delta[t], args.delta + first, row_bytes, smem.do_full[t]);
+        ptx::bulk_load(smem.delta[t], args.delta + first, row_bytes, smem.do_full[t]);
         beside.load(args, smem, head, tile, step);
         ++step.count;
     }

@@ -1,6 +1,5 @@
-"""attn_bwd.cu: the gradients of attention on Hopper for head sizes up to 128, in one kernel and a pass before and after it. Where
-it is asked for, head sizes up to 192: in the same kernel where q and v have up to 320 columns together, else with dv in
-attn_bwd_dv.cu."""
+"""attn_bwd.cu: the gradients of attention on Hopper in one kernel and a pass before and after it, for head sizes up to 192 where
+q and v have up to 320 columns together."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..variant.field import Fields
 from ..variant.function import FunctionScore
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
-from ..variant.score import Softcap
+from ..variant.score import Scale, Softcap
 from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
@@ -44,12 +43,7 @@ ORDERS: dict[str, tuple[Option, Option]] = {  # of a step's products, and how it
     "at_once": (gradients.DqAtOnce(), gradients.StatisticsByRows()),
     "step_later": (gradients.DqStepLater(), gradients.StatisticsByQuads()),
     "dp_later": (gradients.DpLater(), gradients.StatisticsByRows()),
-    "dk_first": (gradients.DkFirst(), gradients.StatisticsByQuads()),
 }
-VALUES: dict[str, Option] = {
-    "in_smem": gradients.ValuesInSmem(),
-    "in_registers": gradients.ValuesInRegisters(),
-}  # where V of a work is
 STEPS = ("together", "apart")  # in one loop or two
 
 
@@ -61,7 +55,6 @@ class AttnBwdConfig:
     tile_q: int = 64  # query rows of a step
     dq_parts: int = 1  # into which the columns of dq are cut
     dq_columns: int = 128  # of a part
-    dv_consumers: int = 0  # warpgroups of the kernel that makes dv, 64 keys each; 0 where this one does
     dq_chains: int = 1  # in which blocks take turns to add to dq
     dq_stages: int = 2  # steps whose dq has a place in shared memory
     q_stages: int = 2  # steps whose Q has
@@ -73,16 +66,16 @@ class AttnBwdConfig:
     store: str = "ordered"  # how parts of dq meet, of STORES
     direction: str = ""  # in which blocks go; "" for what the mask suggests
     order: str = "at_once"  # when a step's part of dq is made, of ORDERS
-    values: str = "in_smem"  # where V is, of VALUES
     steps: str = "together"  # "apart" where steps with whole tiles have a loop of their own
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
     heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
-    bundle: int = 0  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
-    query_parts: int = 1  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
+    bundle: int = (
+        -1
+    )  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
+    query_parts: int = 0  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
-    dropped: str = "each"  # "packed" where weights are dropped two at a time
 
     @property
     def tile_kv(self) -> int:
@@ -100,14 +93,14 @@ def config_of(op: Forward, store: str = "ordered") -> AttnBwdConfig:
 
 
 def wide_config_of(op: Forward) -> AttnBwdConfig:
-    """The configuration for heads above 128 columns, which was compiled and has run on no GPU (perf/notes/attn_bwd.md): dk and dv
-    fill the registers, or dk and V do; shared memory has room for dq of one step, and mostly for dO and dS of one."""
+    """The configuration for heads above 128 columns (perf/notes/attn_bwd.md): dk and dv fill the registers, and shared memory has
+    room for dq and dS of one step, and mostly for dO of one. Nobody has timed it where it has room for Q of one alone."""
     columns = max(64, -(-op.head_dim // 16) * 8)
     config = AttnBwdConfig(dq_parts=2, dq_columns=columns, dq_stages=1, producer_registers=24, consumer_registers=240)
-    if op.head_dim + op.head_dim_v > WIDEST_PAIR:
-        return dataclasses.replace(config, order="dk_first", values="in_registers", dv_consumers=3)
-    config = dataclasses.replace(config, order="dp_later", ds_stages=1)
-    return config if smem_bytes(config, op) <= SMEM else dataclasses.replace(config, do_stages=1)
+    is_apart = isinstance(op.mask, (Full, Causal, Window)) and not op.varlen and not any(op.lens)
+    config = dataclasses.replace(config, order="dp_later", ds_stages=1, steps="apart" if is_apart else "together")
+    configs = [dataclasses.replace(config, q_stages=q, do_stages=do) for q, do in ((2, 2), (2, 1), (1, 1))]
+    return next((each for each in configs if smem_bytes(each, op) <= SMEM), configs[-1])
 
 
 def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -121,22 +114,25 @@ def small_configs_of(op: Forward) -> list[AttnBwdConfig]:
 
 def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether whole tiles have a loop of their own: where that is faster (notes/attn_bwd.md) and fits in registers, of which
-    three warpgroups have none to spare for packed sequences."""
-    if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None:
+    three warpgroups have none to spare for packed sequences, and need it for dropout."""
+    drops, packed_in_three = bool(op.spec.dropout), op.varlen and config.consumers == 3
+    if drops and config.consumers == 3:
+        return True
+    if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None or packed_in_three:
         return False
-    if op.varlen and config.consumers == 3:
-        return False
-    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and op.widest <= 64)
+    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
 
 
 def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
     """The configuration of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves,
-    for dropout, or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their
-    rows."""
+    or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows. Dropout
+    spills some in them, and is faster (notes/attn_bwd.md)."""
     size, is_cut = op.widest, any(op.lens)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), op.has_plain_score
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
+    if op.spec.dropout and size <= 64 and _drops_in_three(op):
+        return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=32, consumer_registers=160, store=store)
     if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
@@ -148,6 +144,12 @@ def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
         producer, consumer = (24, 240) if reads_pairs else (40, 232)
         return AttnBwdConfig(dq_parts=2, dq_columns=64, producer_registers=producer, consumer_registers=consumer, store=store)
     return AttnBwdConfig(dq_columns=op.head_dim, store=store)
+
+
+def _drops_in_three(op: Forward) -> bool:
+    """Says whether three warpgroups have the registers for dropout of weights as they are packed, but for some words."""
+    is_known = isinstance(op.mask, (Full, Causal, Window)) and isinstance(op.score, (Scale, Softcap))
+    return is_known and op.spec.offsets is None and (op.has_plain_score or not any(op.lens))
 
 
 def list_configs_of(op: Forward) -> list[AttnBwdConfig]:
@@ -199,13 +201,8 @@ def smem_bytes(config: AttnBwdConfig, op: Forward) -> int:
     qk, v = -(-op.head_dim // 64), -(-op.head_dim_v // 64)
     of_queries = config.q_stages * qk + config.do_stages * v + config.ds_stages * config.consumers
     tiles = 128 * (config.tile_kv * (qk + v) + config.tile_q * of_queries)
-    dq = 0 if config.values == "in_registers" else config.dq_stages * _dq_bytes(config)
+    dq = config.dq_stages * 4 * config.tile_q * config.dq_parts * config.dq_columns
     return tiles + dq + 16 * config.tile_q + 1024
-
-
-def _dq_bytes(config: AttnBwdConfig) -> int:
-    """The bytes of a step's dq."""
-    return 4 * config.tile_q * config.dq_parts * config.dq_columns
 
 
 def elements_by_tma(op: Forward, layout: Layout) -> tuple[str, PairAxes | None]:
@@ -232,21 +229,12 @@ def _refuse_tiles(config: AttnBwdConfig, op: Backward) -> str | None:
 
 def _refuse_wide(config: AttnBwdConfig, op: Forward) -> str | None:
     """The reason why heads are too wide for the order, or the rest of the configuration does not fit it; None where it fits."""
-    order, values, stages = config.order, config.values, (config.q_stages, config.do_stages, config.ds_stages)
-    wanted = "dk_first" if op.head_dim + op.head_dim_v > WIDEST_PAIR else "dp_later" if op.widest > WIDEST else ""
-    if wanted and order not in (wanted, "dk_first"):
-        return f"order is {order!r}; heads of {op.head_dim} and {op.head_dim_v} columns need {wanted!r}"
-    if config.dv_consumers not in ((2, 3) if order == "dk_first" else (0,)):
-        return f"dv_consumers is {config.dv_consumers}; it must be 2 or 3 with order 'dk_first', and 0 else"
-    is_late = order in ("step_later", "dk_first") or config.gradient or config.elements
-    if config.dv_consumers and (config.query_parts != 1 or lists(op.mask)):
-        return f"dv_consumers is {config.dv_consumers}; it must be 0 for masks whose tiles are lists, and several query_parts"
+    stages = config.q_stages, config.do_stages, config.ds_stages
+    if op.widest > WIDEST and config.order != "dp_later":
+        return f"order is {config.order!r}; heads of {op.head_dim} and {op.head_dim_v} columns need 'dp_later'"
+    is_late = config.order == "step_later" or config.gradient or config.elements
     if not {*stages} <= {1, 2} or (config.ds_stages == 1 and is_late):
         return f"q_stages, do_stages and ds_stages are {stages}; they must be 1 or 2, and dS that is read later or stored needs 2"
-    place = config.tile_kv * 128 * -(-op.head_dim_v // 64)
-    has_place = order == "dk_first" and config.dq_stages == 1 and _dq_bytes(config) <= place
-    if values not in VALUES or (values == "in_registers" and not has_place):
-        return f"values is {values!r}; it must be of {[*VALUES]}, and in registers needs order 'dk_first' and dq_stages 1"
     if _shares_panel(config) and (config.dq_columns > 96 or config.dq_parts != 2 or config.dq_chains > 1):
         return f"dq_columns is {config.dq_columns} in {config.dq_parts} parts; two of up to 96 may share a panel, in one chain"
     if config.store == "final" and (config.dq_stages == 1 or _shares_panel(config)):
@@ -268,17 +256,9 @@ def _use_tma(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
     return dataclasses.replace(config, gradient=gradient, elements=elements)
 
 
-def _weight_of(op: Forward, config: AttnBwdConfig) -> Option:
-    return weight.PackedDropout(op.spec.dropout) if config.dropped == "packed" else op.spec.weight
-
-
-def _refuse_dropped(config: AttnBwdConfig, op: Forward) -> str | None:
-    """The reason why weights are not dropped so; None where they can be."""
-    may_pack = op.spec.dropout and op.spec.offsets is None and config.order in ("at_once", "step_later")
-    if config.dropped == "each" or (config.dropped == "packed" and may_pack):
-        return None
-    needs = "dropout, order 'at_once' or 'step_later', and no q_offset and kv_offset"
-    return f"dropped is {config.dropped!r}; it must be 'each', or 'packed' with {needs}"
+def _weight_of(op: Forward) -> Option:
+    """The option for dropout: of weights as they are packed, or, where sequences are parts of longer ones, one by one."""
+    return weight.PackedDropout(op.spec.dropout) if op.spec.dropout and op.spec.offsets is None else op.spec.weight
 
 
 def _choose_ds_store(op: Backward, config: AttnBwdConfig) -> Option:
@@ -314,6 +294,8 @@ class AttnBwd(BackwardKernel):
     def supports(self, op: Backward, device: Device) -> list[str]:
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST_HEAD)
         forward = op.forward
+        if (columns := forward.head_dim + forward.head_dim_v) > WIDEST_PAIR:
+            reasons.append(f"head_dim and head_dim_v are {columns} together; it takes up to {WIDEST_PAIR}")
         if forward.widest > WIDEST and not _is_plain(forward):
             reasons.append(
                 f"with heads above {WIDEST} columns it takes no list of tiles, and weights and scores that nothing changes"
@@ -321,8 +303,15 @@ class AttnBwd(BackwardKernel):
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def prefers(self, op: Backward) -> bool:
-        """Not heads above 128 columns, which no GPU has run so."""
-        return op.forward.widest <= WIDEST
+        """Not heads above 128 columns which nobody has timed here, with a q of up to 64, or one place of Q in shared memory; nor
+        where what loads spills much, as for sequences that use a part of their rows, and packed ones under other masks than a
+        causal one."""
+        forward = op.forward
+        if forward.widest <= WIDEST:
+            return True
+        is_timed = forward.head_dim > WIDEST // 2 and wide_config_of(forward).q_stages > 1
+        masks = (Full, Causal) if forward.varlen else (Full, Causal, Window, And)
+        return is_timed and isinstance(forward.mask, masks) and not any(forward.lens)
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.tma_unsupported or layout.unaligned
@@ -347,7 +336,7 @@ class AttnBwd(BackwardKernel):
             )
         if config.order not in ORDERS:
             return f"order is {config.order!r}; it must be of {[*ORDERS]}"
-        plain = forward.has_plain_score and not (forward.spec.dropout and config.dropped == "each")
+        plain = forward.has_plain_score and not forward.spec.dropout
         if config.order != "at_once" and (config.dq_parts == 1 or not plain):
             return (
                 f"order is {config.order!r}; it needs a part of dq for each of its makers, and scores and weights that nothing "
@@ -355,7 +344,7 @@ class AttnBwd(BackwardKernel):
             )
         if config.steps not in STEPS:
             return f"steps is {config.steps!r}; it must be of {[*STEPS]}"
-        if config.steps == "apart" and config.order in ("step_later", "dk_first") and not lists(forward.mask):
+        if config.steps == "apart" and config.order == "step_later" and not lists(forward.mask):
             return "steps is 'apart'; it needs order 'at_once' or 'dp_later', or a mask whose tiles are lists"
         if config.steps == "apart" and config.elements and not lists(forward.mask):
             return "steps is 'apart' and elements come by TMA; tiles that are skipped would take their place before they come"
@@ -365,8 +354,6 @@ class AttnBwd(BackwardKernel):
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
         if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
-            return reason
-        if reason := _refuse_dropped(config, forward):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
             return reason
@@ -450,8 +437,6 @@ class AttnBwd(BackwardKernel):
         several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
         of_source = dataclasses.replace(group.source_of(config), **several)
         launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
-        if config.dv_consumers:
-            launches.append(self._launch_dv(op, config, device))
         launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -469,14 +454,6 @@ class AttnBwd(BackwardKernel):
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
-    def _launch_dv(self, op: Backward, config: AttnBwdConfig, device: Device) -> Launch:
-        """The launch that makes dv of key tiles of its own size."""
-        forward, keys = op.forward, 64 * config.dv_consumers
-        shared = backward.values(forward, config.tile_q, keys) | backward.kv_order(forward, keys, device.sm_count, config.parts)
-        grid = min(device.sm_count, backward.kv_tiles(forward, keys) * config.parts) if forward.total_kv else 0
-        own = AttnBwdConfig(dv_consumers=config.dv_consumers, order=config.order, parts=min(config.parts, 2))
-        return self.launch(op, own, device, "attn_bwd_dv", shared, grid, _render_dv)
-
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
@@ -488,7 +465,7 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     of_dq = (("DqMma", 64), ("DqHalfMma", config.dq_columns - 64)) if shares else (("DqMma", config.dq_columns),)
     products = [
         wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-        wgmma("DpMma", op.element, config.tile_q, a_in_registers=config.values == "in_registers", b_by_rows=False),
+        wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
         wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
         *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
@@ -503,45 +480,16 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     if op.varlen and (rotated or config.bundle):
         plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
-        op, Score=backward.exact_score(op), Weight=_weight_of(op, config), **backward.dkv_rows(parts),
+        op, Score=backward.exact_score(op), Weight=_weight_of(op), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
-        StepOrder=ORDERS[config.order][0], Values=VALUES[config.values],
+        StepOrder=ORDERS[config.order][0],
         DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
-        Dv=gradients.DvElsewhere() if config.dv_consumers else gradients.SummedDv(),
         Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
-
-
-def _render_dv(op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
-    """The kernel that makes dv, where the main one does not."""
-    producer, consumer = {2: (40, 232), 3: (32, 160)}[config.dv_consumers]
-    constants = {
-        "tile_q": config.tile_q,
-        "tile_kv": 64 * config.dv_consumers,
-        "q_block": config.tile_q,
-        "consumers": config.dv_consumers,
-    }
-    constants |= {
-        "head_dim": op.head_dim,
-        "head_dim_v": op.head_dim_v,
-        "producer_registers": producer,
-        "consumer_registers": consumer,
-    }
-    products = [
-        wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-        wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
-    ]
-    every = backward.options(
-        op, Score=backward.exact_score(op), Weight=op.spec.weight, Statistics=ORDERS[config.order][1],
-        **backward.dkv_rows(config.parts), Scheduler=backward.kv_scheduler(op), Walk=group.WALKS["by_heads"],
-    )  # fmt: skip
-    reads = backward.loads(op, config.tile_q, 64 * config.dv_consumers)
-    fields = (*reads, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
-    return backward.rendered("attn_bwd_dv.cu", constants, fields, products, every, arch)
 
 
 ATTN_BWD = AttnBwd()

@@ -19,11 +19,15 @@ NUMBERS_OF_SUMS = (1, 2, 4, 8)  # of a tile of dq
 # next block's, where all add at once; a step; what a work takes besides.
 HOP, STEP, WORK = 3.0, 2.1, 5.0
 TURN, ROUND = 2.0, 3.0  # the same hop where the key tiles of a head begin together; what a work takes besides where they go round
-# Not timed: a pass that adds parts, a number of them, written and added; other passes.
-SUM, SUM_NUMBER, PASSES = 3.0, 2.4e-6, 10.0
+# The same of works that go round in parts of the query tiles: a step, a hop where key tiles are as many as query tiles, a number
+# of a part, written and added; the pass that adds them, and others. Under a causal mask, times of parts over these, and of one.
+PART_STEP, PART_HOP, PART_NUMBER, SUM, PASSES = 2.05, 2.4, 4e-6, 3.0, 10.0
+CAUSAL_PARTS, CAUSAL_WHOLE = 0.91, 0.97
+COLUMNS_OF_PARTS = range(65, 129)  # head sizes whose query tiles are split (perf/notes/attn_bwd.md)
 MOST_QUERY_PARTS = 4
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
+MOST_WAVES = 8  # works of a block, up to which packed sequences go round
 MOST_HOPS = 0.4  # of a launch's time, in which the adds to one sum follow each other: with more of them blocks queue
 
 
@@ -34,7 +38,7 @@ def _refuse_rounds(config: AttnBwdConfig, op: Backward) -> str | None:
         return None
     forward = op.forward
     masks = Full if forward.varlen else (Full, Causal)
-    if not isinstance(forward.mask, masks) or not forward.has_plain_score or config.gradient or config.bundle:
+    if not isinstance(forward.mask, masks) or not forward.has_plain_score or config.gradient or config.bundle > 0:
         return (
             "walk is 'rotated'; it needs a full mask, or a causal one and one length, a score without arrays, and a bundle of 0"
         )
@@ -50,9 +54,9 @@ def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
             f"heads_together is {config.heads_together}; it must be 0, or more for sequences of one length that do not go round"
         )
     is_served = op.varlen and isinstance(op.mask, Full) and not config.direction
-    if config.bundle and not (is_served and -1 <= config.bundle <= MOST_BUNDLE):
+    if config.bundle not in (-1, 0) and not (is_served and 0 < config.bundle <= MOST_BUNDLE):
         where = "packed sequences without a mask, of no direction"
-        return f"bundle is {config.bundle}; it must be 0, or from -1 to {MOST_BUNDLE} for {where}"
+        return f"bundle is {config.bundle}; it must be 0 or -1, or up to {MOST_BUNDLE} for {where}"
     return None
 
 
@@ -126,38 +130,49 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
 
 
 def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
-    """The parts of the query tiles of a key tile by which rounds end soonest, by what is expected of them; one where others save
+    """The parts of the query tiles of a key tile by which works end soonest, by what is expected of them; one where others save
     less than a twentieth of all launches' time (perf/notes/attn_bwd.md)."""
     forward = op.forward
-    is_full = isinstance(forward.mask, Full) and forward.total_q and forward.total_kv
-    if not is_full or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
+    is_timed = forward.widest in COLUMNS_OF_PARTS and forward.total_q and forward.total_kv
+    if not is_timed or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
         return 1
     kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
+    columns = forward.head_dim + forward.head_dim_v
+    of_step = forward.heads_per_kv * (1 + columns / 256) / 2
 
-    def expect(parts: int) -> float:
+    def expect_rounds(parts: int) -> float:
         tiles = _part_tiles(forward, config, parts)
         windows = -(-kv_tiles // min(kv_tiles, tiles, blocks))
-        rounds = -(-heads * parts // max(1, blocks // -(-kv_tiles // windows))) * windows
-        numbers = parts * heads * forward.kv_len * (forward.head_dim + forward.head_dim_v)
-        added = SUM + numbers * SUM_NUMBER if parts > 1 else 0
-        return PASSES + rounds * (tiles * forward.heads_per_kv * STEP + ROUND) + added
+        at_once = -(-kv_tiles // windows)
+        rounds = -(-heads * parts // max(1, blocks // at_once)) * windows
+        added = SUM + parts * heads * forward.kv_len * columns * PART_NUMBER if parts > 1 else 0
+        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP * at_once / tiles) + added
 
-    best = min(range(1, MOST_QUERY_PARTS + 1), key=expect)
-    return best if expect(best) < 0.95 * expect(1) else 1
+    expected = {parts: expect_rounds(parts) for parts in range(1, MOST_QUERY_PARTS + 1)}
+    if not isinstance(forward.mask, Full):  # works of one part are shared out as blocks end, the longest first
+        expected = {parts: CAUSAL_PARTS * us for parts, us in expected.items()}
+        longest, steps = _part_tiles(forward, config, 1), heads * forward.pairs / (config.tile_q * config.tile_kv)
+        expected[1] = CAUSAL_WHOLE * (PASSES + max(longest, steps / blocks) * of_step * PART_STEP)
+    best = min(expected, key=expected.__getitem__)
+    return best if expected[best] < 0.95 * expected[1] else 1
 
 
-def _place_packed(op: Backward, config: AttnBwdConfig) -> AttnBwdConfig:
-    """The configuration in which packed sequences without a mask go round, where they are alike or one has most of all pairs, or
-    are side by side. Works of several query heads stay in their order (perf/notes/attn_bwd.md)."""
-    forward, places = op.forward, [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
-    if forward.heads_per_kv > config.parts:
-        return places[0]
+def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
+    """The configuration in which packed sequences without a mask are side by side; where they are alike or one has most of all
+    pairs they go round if a block has few works, and else come one after the other. So do works of several query heads, and those
+    of wide heads, of which nothing was timed (perf/notes/attn_bwd.md)."""
+    forward, (after, beside) = op.forward, (dataclasses.replace(config, bundle=n) for n in (0, BUNDLE))
+    is_served = not is_asked and forward.heads_per_kv <= config.parts and forward.widest <= COLUMNS_OF_PARTS[-1]
+    if not is_served or _refuse_together(beside, forward) is not None:
+        return after
     others = (forward.total_q - forward.q_len) / max(1, forward.batch - 1)
     is_long = others >= 0.9 * forward.q_len or forward.q_len**2 >= 4 * (forward.batch - 1) * others**2
     is_known = forward.batch == 1 or forward.q_len < forward.total_q
-    rotated = dataclasses.replace(places[0], walk="rotated")
-    goes_round = is_long and is_known and forward.kv_len >= 8 * config.tile_kv and _refuse_rounds(rotated, op) is None
-    return rotated if goes_round else places[1]
+    if not (is_long and is_known and forward.kv_len >= 8 * config.tile_kv):
+        return beside
+    rotated = dataclasses.replace(after, walk="rotated")
+    has_few = forward.total_kv * forward.kv_heads * config.parts <= MOST_WAVES * config.tile_kv * blocks
+    return rotated if has_few and _refuse_rounds(rotated, op) is None else after
 
 
 def count_kept_keys(op: Forward) -> float:
@@ -218,26 +233,39 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
         n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
         config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
     if config.bundle < 0:
-        config = _place_packed(op, config)
+        config = _place_packed(op, config, is_asked, blocks)
     walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
     direction = config.direction or _choose_direction(forward, config)
     count = config.dq_sums or _count_sums(forward, config, blocks)
-    return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count)
+    is_full = bool(forward.spec.dropout) and config.consumers == 3 and walk == "by_tiles"  # registers are, for two loops
+    steps = "together" if is_full else config.steps
+    return dataclasses.replace(config, walk=walk, direction=direction, dq_sums=count, steps=steps)
 
 
 def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
     """The configurations that sizes may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
-    them; rounds; packed sequences side by side."""
-    several = config.dq_sums == 0 and _has_few_queries(op.forward, config)
-    found = [dataclasses.replace(config, dq_sums=n) for n in (1, 2)] if several else [config]
-    rotated = dataclasses.replace(config, parts=1, walk="rotated", dq_sums=1)
-    if isinstance(op.forward.mask, Full) and not op.forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
-        numbers = (config.query_parts,) if config.query_parts else (1, 2)
-        found += [dataclasses.replace(rotated, query_parts=n) for n in numbers]
-    if config.bundle < 0:
-        placed = [dataclasses.replace(config, bundle=n) for n in (0, BUNDLE)]
-        found = [*placed, dataclasses.replace(placed[0], walk="rotated")]
+    them; rounds, and parts of query tiles; packed sequences side by side."""
+    forward, several = op.forward, config.dq_sums == 0 and _has_few_queries(op.forward, config)
+    plain = dataclasses.replace(config, query_parts=max(1, config.query_parts), bundle=max(0, config.bundle))
+    found = [dataclasses.replace(plain, dq_sums=n) for n in (1, 2)] if several else [plain]
+    rotated = dataclasses.replace(plain, parts=1, walk="rotated", dq_sums=1)
+    if not forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
+        is_split = config.query_parts == 0 and forward.widest in COLUMNS_OF_PARTS and not forward.spec.dropout
+        found += [rotated] * isinstance(forward.mask, Full) + [dataclasses.replace(rotated, query_parts=2)] * is_split
+    beside = dataclasses.replace(plain, bundle=BUNDLE)
+    is_placed = config.bundle < 0 and not config.walk and forward.widest <= COLUMNS_OF_PARTS[-1]
+    if is_placed and _refuse_together(beside, forward) is None:
+        found.append(beside)
+        around = dataclasses.replace(plain, walk="rotated")
+        found += [around] * (_refuse_rounds(around, op) is None)
     return found
+
+
+def _most_together(op: Forward, config: AttnBwdConfig, sums: int, blocks: int) -> int:
+    """The most heads whose key tiles are taken together, 0 for as many as there are blocks. Of few queries and wide heads L2 does
+    not hold Q, dO and dq of so many (perf/notes/attn_bwd.md)."""
+    has_few = 0 < sums < -(-op.kv_len // config.tile_kv)
+    return config.heads_together or (max(1, blocks // 2) if has_few and op.widest >= COLUMNS_OF_PARTS[0] else 0)
 
 
 def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict[str, float]:
@@ -247,9 +275,10 @@ def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict
     if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
         of_parts = {"heads": op.heads * parts, "heads_per_kv": op.heads_per_kv}
         numbers |= of_parts | {"part_tiles": _part_tiles(op, config, parts)}
-    if config.heads_together and config.walk != "rotated":
+    most = _most_together(op, config, sums, sm_count)
+    if config.walk != "rotated" and most and (config.heads_together or most < numbers["l2_head_group"]):
         heads = max(1, op.kv_heads * op.batch * parts)
-        size = min(config.heads_together, heads)
+        size = min(most, heads)
         numbers |= {"l2_head_group": size, "last_group": heads // size - 1}
     if config.bundle:
         numbers |= {"bundle_works": config.bundle * sm_count}

@@ -116,42 +116,6 @@ class DpLater(DqAtOnce):
     source: ClassVar[str] = "variant/step/dp_later.cuh"
 
 
-class DkFirst(DqStepLater):
-    """A step makes dk, then the part of dq of the step before, and no dv."""
-
-    source: ClassVar[str] = "variant/step/dk_first.cuh"
-
-
-# ---- Dv: who makes dv
-
-
-class SummedDv(Option):
-    """Consumers sum dv in registers, beside dk."""
-
-    source: ClassVar[str] = "variant/dv/summed.cuh"
-
-
-class DvElsewhere(Option):
-    """Another kernel makes dv."""
-
-    source: ClassVar[str] = "variant/dv/elsewhere.cuh"
-
-
-# ---- Values: where V of a work is
-
-
-class ValuesInSmem(Option):
-    """V stays in shared memory."""
-
-    source: ClassVar[str] = "variant/values/in_smem.cuh"
-
-
-class ValuesInRegisters(Option):
-    """V goes to registers, and parts of dq take its place."""
-
-    source: ClassVar[str] = "variant/values/in_registers.cuh"
-
-
 # ---- DqShare: which columns of dq a warpgroup makes
 
 

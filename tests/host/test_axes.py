@@ -42,7 +42,6 @@ def operations() -> Iterator[tuple[Any, ...]]:
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
-    yield "sm_90a", Backward(replace(plain, head_dim=192, head_dim_v=192)), "attn_bwd"
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 33020,
+    "rawattn": 33005,
     "perf": 6240,
-    "cuda_src": 14410,
-    "tests": 45190,
+    "cuda_src": 14109,
+    "tests": 45425,
 }
 FUNCTION_LINES = 60
 

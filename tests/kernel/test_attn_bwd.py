@@ -18,7 +18,7 @@ from rawattn.array import making
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
-from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of, wide_config_of
+from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -27,7 +27,7 @@ from rawattn.kernel.group import WALKS, divisors
 from rawattn.kernel.program import Program
 from rawattn.operation import Backward
 from rawattn.runtime.plan import Plan
-from rawattn.runtime.select import Selection
+from rawattn.runtime.select import Selection, select
 from rawattn.testing import Case, cases, expect_backward
 from rawattn.variant.field import Counter
 from rawattn.variant.mask import And, Causal, Window
@@ -74,7 +74,7 @@ def listed(given: Iterable[tuple[Any, Case, bool]]) -> pytest.MarkDecorator:
 
 def fitting(case: Case) -> Any:
     """The kernel that serves the case on Hopper."""
-    return ATTN_BWD if max(case.head_dim, case.head_dim_v) <= 128 else ATTN_BWD_PAIR
+    return select(Backward(case.op, True), TYPICAL["sm_90a"]).kernel
 
 
 class Call:
@@ -121,11 +121,16 @@ def sizes(head_dim: int, head_dim_v: int, kernel: Any = None) -> tuple[Any, Case
     return kernel or fitting(case), case, head_dim % 24 == 0
 
 
-SIZES = [(d, d) for d in (8, 16, 40, 56, 64, 72, 96, 112, 120, 128, 136, 192, 200, 248, 256)]
-UNEQUAL = [(128, 64), (64, 128), (8, 128), (96, 72), (192, 128), (128, 192), (256, 8), (8, 256)]
+SIZES = [(d, d) for d in (8, 16, 40, 56, 64, 72, 96, 112, 120, 128, 136, 144, 160, 192, 200, 248, 256)]
+UNEQUAL = [(128, 64), (64, 128), (8, 128), (96, 72), (192, 128), (128, 192), (136, 184), (168, 136), (256, 8), (8, 256)]
 
 
-@listed(sizes(*each, kernel) for kernel in (None, ATTN_BWD_MMA) for each in SIZES + UNEQUAL)
+@listed(
+    sizes(*each, kernel)
+    for kernel in (None, ATTN_BWD_PAIR, ATTN_BWD_MMA)
+    for each in SIZES + UNEQUAL
+    if kernel is not ATTN_BWD_PAIR or 128 < max(each) < 200
+)
 def test_head_dims(kernel: Any, case: Case, dlse: bool) -> None:
     check(case, kernel, dlse)
 
@@ -312,6 +317,21 @@ PERSISTENT = [
     (ATTN_BWD_PAIR, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),
     (ATTN_BWD, Case("bf16", heads=4, kv_heads=2, head_dim=128, head_dim_v=128, causal=True, lengths=PACKED[2], sinks=True), True),
     (ATTN_BWD, Case("bf16", 1, 2500, 2500, 4, 2, 128, 128), True),  # dq is made a step later
+    (ATTN_BWD, Case("bf16", 2, 900, 1500, 6, 3, 160, 160, causal=True, sinks=True), True),
+    (ATTN_BWD, Case("fp16", heads=4, kv_heads=2, head_dim=192, head_dim_v=128, lengths=PACKED[2]), False),
+    (ATTN_BWD, Case("bf16", 1, 2048, 2048, 2, 2, 128, 128, causal=True), True),  # parts of query tiles
+    (ATTN_BWD, Case("fp16", 1, 5000, 5000, 2, 2, 96, 96), False),
+    (
+        ATTN_BWD,
+        Case("bf16", heads=4, kv_heads=4, head_dim=128, head_dim_v=128, lengths=((1024, 1024),) * 15 + ((1030, 1030),)),
+        True,
+    ),
+    (
+        ATTN_BWD,
+        Case("bf16", heads=4, kv_heads=4, head_dim=128, head_dim_v=128, lengths=((130, 130),) * 90),
+        False,
+    ),  # side by side
+    (ATTN_BWD, Case("bf16", 64, 151, 1961, 8, 8, 128, 128), False),
 ]
 REPEATED = [
     *PERSISTENT,
@@ -321,7 +341,7 @@ REPEATED = [
     (ATTN_BWD_MMA, Case("bf16", heads=4, kv_heads=2, head_dim=128, causal=True, lengths=PACKED[2], sinks=True), True),
     (ATTN_BWD_SIMT, Case("fp32", 2, 300, 400, 4, 2, 40, 40, causal=True, sinks=True), True),
 ]
-OF_EACH = [REPEATED[1], REPEATED[2], REPEATED[4], REPEATED[5], REPEATED[9]]  # every kernel, and dq a step later
+OF_EACH = [*(PERSISTENT[i] for i in (1, 2, 4, 5, 7, 10)), REPEATED[-5], REPEATED[-1]]  # every kernel, and ways of attn_bwd
 
 
 @listed(REPEATED)
@@ -463,7 +483,7 @@ def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
 ORDERS: list[dict[str, Any]] = [  # of works, which change no sum
     {"walk": "by_heads", **order} for order in ({"bundle": 1}, {"bundle": 3}, {"heads_together": 3, "direction": "Ascending"})
 ]
-CUT: list[dict[str, Any]] = [{"query_parts": 2}, {"query_parts": 5}, {"walk": "rotated"}]
+CUT: list[dict[str, Any]] = [{"query_parts": 2}, {"query_parts": 5}, {"walk": "rotated", "query_parts": 1}]
 
 
 @listed(
@@ -562,20 +582,63 @@ def test_steps_apart_have_the_same_bits(kernel: Any, case: Case, dlse: bool) -> 
             assert equal(call.run(kernel, config=config), wanted)
 
 
-@listed(
-    (ATTN_BWD, Case("bf16", head_dim=size, head_dim_v=size_v, heads=4, kv_heads=2, causal=causal, **lengths), causal)
-    for size, size_v in ((160, 160), (192, 128), (192, 192), (136, 184), (176, 136))
-    for causal in (False, True)
-    for lengths in ({"batch": 2, "q_len": 500, "kv_len": 700}, {"lengths": PACKED[2]})
-)
-def test_wide_heads_in_one_kernel(kernel: Any, case: Case, dlse: bool) -> None:
-    call, configs = Call(case, dlse), [wide_config_of(case.op)]
-    if configs[0].dv_consumers:
-        configs.append(dataclasses.replace(configs[0], values="in_smem", q_stages=1, do_stages=1))
-    for config in configs:
-        found = call.run(kernel, config=config)
-        call.check(found)
-        assert all(equal(call.run(kernel, config=config), found) for _ in range(3))
+MEDIUM: dict[str, Any] = {"batch": 2, "q_len": 500, "kv_len": 700, "heads": 4, "kv_heads": 2}
+WIDE_KINDS: list[tuple[dict[str, Any], bool]] = [  # and whether one kernel computes it
+    (MEDIUM, True),
+    (MEDIUM | {"causal": True, "layout": "padded"}, True),
+    (MEDIUM | {"window": (100, 70), "dtype": "fp16", "scale": -0.1}, True),
+    (MEDIUM | {"causal": True, "window": (200, None), "sinks": True}, True),
+    (MEDIUM | {"causal": True, "q_offset": 300, "kv_offset": 40}, True),
+    ({"heads": 6, "kv_heads": 2, "lengths": PACKED[2], "causal": True, "sinks": True}, True),
+    ({"heads": 4, "kv_heads": 4, "lengths": PACKED[3], "dtype": "fp16"}, True),
+    (MEDIUM | {"causal": True, "softcap": 5.0}, False),
+    (MEDIUM | {"dropout": 0.3, "causal": True}, False),
+    (MEDIUM | {"causal": True, "lens": ((500, 129), (333, 700))}, False),
+    ({"heads": 4, "kv_heads": 2, "lengths": PACKED[2], "window": (100, 0)}, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "is_one"), WIDE_KINDS, ids=str)
+@pytest.mark.parametrize("size", [(144, 144), (160, 160), (192, 128), (128, 192), (136, 184)], ids=str)
+def test_wide_heads(size: tuple[int, int], kind: dict[str, Any], is_one: bool) -> None:
+    """The kernel that is chosen is right, and has the same bits each time."""
+    call = Call(Case(head_dim=size[0], head_dim_v=size[1], **kind))
+    chosen = rawattn.explain_backward(**call.given, **call.options).selection.kernel
+    assert not ATTN_BWD.runs_on(context.device(0)) or chosen is (ATTN_BWD if is_one else ATTN_BWD_PAIR)
+    found = call.run()
+    call.check(found)
+    assert all(equal(call.run(), found) for _ in range(5))
+
+
+@listed((ATTN_BWD, Case("bf16", head_dim=168, head_dim_v=size, causal=size == 136, **MEDIUM), True) for size in (136, 152))
+def test_one_place_of_q(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    found = call.run(kernel)
+    call.check(found)
+    assert all(equal(call.run(kernel), found) for _ in range(5))
+
+
+FEW: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a case, and what is chosen on an H200
+    ({"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 2, "kv_heads": 2, "causal": True}, {"query_parts": 2}),
+    ({"batch": 1, "q_len": 3000, "kv_len": 3000, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True}, {"query_parts": 3}),
+    ({"batch": 1, "q_len": 1500, "kv_len": 1500, "heads": 2, "kv_heads": 2, "dtype": "fp16"}, {"query_parts": 2}),
+    ({"heads": 4, "kv_heads": 4, "lengths": ((1024, 1024),) * 15 + ((1030, 1030),)}, {"walk": "rotated", "bundle": 0}),
+    ({"heads": 4, "kv_heads": 4, "lengths": ((130, 130),) * 90, "sinks": True}, {"walk": "by_heads", "bundle": 2}),
+    ({"heads": 8, "kv_heads": 2, "lengths": ((130, 130),) * 90}, {"bundle": 0}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "wanted"), FEW, ids=str)
+@pytest.mark.parametrize("size", [80, 128])
+def test_works_that_are_chosen(size: int, kind: dict[str, Any], wanted: dict[str, Any]) -> None:
+    call = Call(Case(head_dim=size, head_dim_v=size, **kind))
+    config = rawattn.explain_backward(**call.given, **call.options, kernel="attn_bwd").selection.config
+    resolved = ATTN_BWD.resolved(Backward(call.case.op, True), config, context.device(0))
+    assert context.device(0).sm_count != 132 or {name: getattr(resolved, name) for name in wanted} == wanted
+    found = call.run(ATTN_BWD)
+    call.check(found)
+    assert all(equal(call.run(ATTN_BWD), found) for _ in range(10))
 
 
 LONG = [

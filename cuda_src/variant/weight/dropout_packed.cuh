@@ -5,7 +5,6 @@
 
 struct PackedDropout : Dropout {
     using Dropout::Dropout;
-    static constexpr bool changes_nothing = true;  // but what is packed, and gradients
 
     template <int q_blocks, int kv_blocks>
     __device__ KeptPacked<q_blocks> kept(i32 q, i32 kv) const {

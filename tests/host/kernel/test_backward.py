@@ -54,18 +54,14 @@ class Case:
     order: str = "at_once"
     parts: int = 1  # of the query heads of a key head
     walk: str = ""
-    in_smem: bool = False  # V, where registers have room for it
     sums: int = 1  # of each tile of dq
     query_parts: int = 1  # of the query tiles of a key tile
     bundle: int = 0
-    more: tuple[tuple[str, Any], ...] = ()  # fields of the configuration of attn_bwd
     lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)  # q_lens and kv_lens; NaN is behind them
 
 
 SEED = -(5 << 40) + 11
-IN_SMEM: dict[str, Any] = {"values": "in_smem", "q_stages": 1, "do_stages": 1}  # V
-WIDE = ("dp_later", "dk_first")  # orders of wide heads in attn_bwd.cu
-THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq", "attn_bwd_dv")  # wgmma, and blocks that wait for each other
+THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -131,32 +127,20 @@ HOPPER |= {
 SIMT |= {
     "alibi, packed": Case((8, 9), {"element": FP64, "score": Alibi(1.0), "kv_offset": 7}, PACKED[:4], varlen=True),
 }
-PACKED_WEIGHTS, THREE = (("dropped", "packed"),), (("consumers", 3), ("producer_registers", 32), ("consumer_registers", 160))
 HOPPER |= {  # weights dropped as they are packed
-    "64, dropped packed": Case(
-        (64, 64), {"mask": Causal(), "dropout": 0.3}, ((150, 260),), dlse=True, more=PACKED_WEIGHTS + THREE
-    ),
-    "128, dropped packed, later": Case((128, 128), {"dropout": 0.7}, ((200, 150),), order="step_later", more=PACKED_WEIGHTS),
-    "128, dropped packed, varlen": Case((128, 120), {"dropout": 0.5}, PACKED, varlen=True, store="final", more=PACKED_WEIGHTS),
+    "64, dropout": Case((64, 64), {"mask": Causal(), "dropout": 0.3}, ((150, 260),), dlse=True),
+    "128, dropout": Case((128, 128), {"dropout": 0.7}, ((200, 150),)),
 }
 HOPPER |= {  # wide heads in one kernel
     "160, one kernel": Case(
         (160, 160), {"mask": Causal(), "scale": -0.2}, ((200, 300),) * 2, (4, 2), order="dp_later", dlse=True
     ),
     "192 and 128, one kernel": Case((192, 128), {}, ((150, 300),), (1, 1), order="dp_later", grid=3),
+    "168 and 136, one kernel, one stage": Case((168, 136), {}, ((150, 300),), (2, 1), order="dp_later", grid=3),
     "136 and 184, one kernel, packed": Case(
         (136, 184), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dp_later", grid=3, sinks=True
     ),
-    "192, dv apart": Case((192, 192), {"mask": Causal()}, ((150, 300),) * 2, (4, 2), order="dk_first", in_smem=True, dlse=True),
-    "192, dv apart, full": Case((192, 192), {"scale": -0.2}, ((200, 450),), (1, 1), order="dk_first", in_smem=True, grid=3),
-    "192, V in registers": Case((192, 192), {}, ((200, 450),), (2, 1), order="dk_first", grid=3),
-    "176 and 192, V in registers, packed": Case(
-        (176, 192), {"mask": Causal()}, PACKED, varlen=True, order="dk_first", grid=3, sinks=True
-    ),
-    "192, V in registers, rotated": Case((192, 192), {}, ((450, 700),), (1, 1), order="dk_first", grid=6, walk="rotated"),
-    "176 and 192, dv apart, packed": Case(
-        (176, 192), {"mask": Window(90, 70)}, PACKED, varlen=True, order="dk_first", in_smem=True, grid=3, sinks=True, parts=2
-    ),
+    "144 and 176, one kernel, rotated": Case((144, 176), {}, ((450, 700),), (1, 1), order="dp_later", grid=6, walk="rotated"),
     "128 and 192, one kernel, parts": Case((128, 192), {"mask": Causal()}, ((70, 200),) * 2, (2, 1), order="dp_later", parts=2),
 }
 HOPPER |= {  # works of a part of the query heads of a key head
@@ -407,7 +391,7 @@ class Call:
         return None
 
     def program(self) -> Program:
-        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order not in WIDE else ATTN_BWD
+        case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order != "dp_later" else ATTN_BWD
         if case.mma:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
@@ -419,13 +403,11 @@ class Call:
         found: Any = kernel.candidates(self.op, TYPICAL["sm_90a"])[0]
         if kernel is ATTN_BWD:
             found = attn_bwd.config_of(self.op.forward, case.store)
-            apart = case.order == "dp_later" and not case.varlen
-            steps = "apart" if apart else found.steps if case.order == "at_once" else "together"
+            steps = "together" if case.order == "step_later" else found.steps
             found = dataclasses.replace(found, steps=steps, dq_sums=case.sums)
             found = dataclasses.replace(found, dq_chains=case.chains, order=case.order, walk=case.walk)
             found = dataclasses.replace(found, query_parts=case.query_parts, bundle=case.bundle)
-            found = dataclasses.replace(found, **IN_SMEM if case.in_smem else {})
-        found = dataclasses.replace(found, direction=case.direction, parts=case.parts, **dict(case.more))
+        found = dataclasses.replace(found, direction=case.direction, parts=case.parts)
         assert kernel is not ATTN_BWD or ATTN_BWD.legal(found, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
         device, is_of_grid = TYPICAL["sm_90a"], case.walk == "rotated" or case.query_parts > 1 or case.bundle
         device = dataclasses.replace(device, sm_count=case.grid) if is_of_grid else device
@@ -450,7 +432,7 @@ CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout", "64, sums", "64, dropped packed", "128, dropped packed, later", "160, one kernel", "192, V in registers",
+    "simt, dropout", "64, sums", "64, dropout", "128, dropout", "160, one kernel",
 )  # fmt: skip
 
 
@@ -478,7 +460,7 @@ def test_sequences_side_by_side_have_the_same_bits(tmp_path: pathlib.Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["64, dropout, offsets", "64, dropped packed", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"]
+    "name", ["64, dropout, offsets", "64, dropout", "192 and 128, dropout", "mma, 64, dropout", "simt, dropout"]
 )
 def test_pairs_that_are_dropped(name: str, tmp_path: pathlib.Path) -> None:
     """They are those of the definition, one by one: weights are equal, and a row of dO has a power of two in one column."""
