@@ -178,7 +178,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         common = (
-            *pools(op, config, 128),
+            *pools(op, config),
             Field("q", "StridedTensor", View("q")),
             *SHARED,
             Field("heads_per_kv", "i32"),

@@ -22,7 +22,7 @@ from ..variant.element import BF16
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.score import QuinticSoftcap, Softcap
-from ..variant.walk import IntervalWalk, KeptWalk, ListWalk, lists
+from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import combine, few_rows, tiling
 from .base import ForwardKernel
 from .program import Program
@@ -31,8 +31,6 @@ from .tiling import kept_keys, tiles
 
 FILE = "attn_fwd.cu"
 SMALL_SPILL = 16  # bytes of a thread: what was measured
-_KEEPS_KEYS = False  # of short sequences, in the rings: until an H200 has timed it (perf/notes/attn_fwd.md)
-MOST_RUN = 1024  # query tiles that a block may take over the same keys
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
@@ -57,9 +55,6 @@ class AttnFwdConfig:
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
     ctas_per_sm: int = dataclasses.field(default=1, metadata={"is_fixed": True})  # blocks that share a multiprocessor
-    l2_bytes: int = dataclasses.field(default=256, metadata={"is_fixed": True})  # that TMA asks L2 to fetch at once
-    # Query tiles that a block takes one after the other, over keys that stay in its rings; 1: keys are loaded for each tile.
-    run: int = dataclasses.field(default=1, metadata={"is_fixed": True})
     unshifted: bool = dataclasses.field(default=False, metadata={"is_fixed": True})  # by exp(logit), under a cap
 
     @property
@@ -130,7 +125,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    for name in ("pack_gqa", "kv_splits", "l2_bytes", "run", "unshifted"):
+    for name in ("pack_gqa", "kv_splits", "unshifted"):
         del constants[name]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
@@ -190,21 +185,6 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
-def run_reasons(op: Forward, config: AttnFwdConfig, device: Device) -> list[str]:
-    """The reasons why keys do not stay in the rings so. A block numbers one run more than there are, in an int32."""
-    if config.run == 1:
-        return []
-    others = op.varlen or op.q_lens or op.kv_lens or op.score.is_function or op.mask.is_function or lists(op.mask) or op.invariant
-    if not 1 <= config.run <= MOST_RUN or others or config.kv_splits != 1 or config.pack_gqa:
-        needs = "1 for sequences of several lengths, functions, masks with holes, splits and tiles that heads share"
-        return [f"run is {config.run}; it must be from 1 to {MOST_RUN}, and {needs}"]
-    works = tiles(op, config.tile_q) + (device.sm_count * config.ctas_per_sm + 2) * config.run
-    if works >= 1 << 31:
-        return [f"run is {config.run}; it counts up to {(1 << 31) - 1} works, and here are {works}"]
-    held = config.stages * config.tile_kv
-    return [f"run is {config.run}; it must be 1 for more keys than rings hold, {held}"] * (op.kv_len > held)
-
-
 def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     """The reason why logits are not weighed without a reference."""
     score = op.spec.placed_score
@@ -218,7 +198,7 @@ def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
     each. What has few rows gets the same configuration in any batch. Of wide heads under a built-in mask four tiles are short,
     too: of two tiles of 192 rows the second would be one warpgroup's."""
-    wide = 64 < op.widest <= 128 and (_KEEPS_KEYS or not isinstance(op.mask, Full))
+    wide = 64 < op.widest <= 128 and not isinstance(op.mask, Full)
     most = 256 if wide and op.q_len > 192 and not ATTN_FWD.is_tried(op) else 128
     fits = 32 < op.q_len <= most and op.kv_len <= most and not (op.varlen or op.invariant)
     return fits and (tiling.is_few(op) or tiles(op, 64) >= 2048)
@@ -228,7 +208,7 @@ def short_configs(op: Forward) -> list[AttnFwdConfig]:
     """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); wide heads of more than 64
     rows have none but those under a mask."""
     if op.q_len > 128:
-        return [AttnFwdConfig(128, 128, 2, 2, run=2) if _KEEPS_KEYS else AttnFwdConfig(128, 64, 5, 2)]
+        return [AttnFwdConfig(128, 64, 5, 2)]
     if op.widest <= 64:
         return [AttnFwdConfig(64, 64, 4, 1, ctas_per_sm=3) if op.q_len <= 64 else AttnFwdConfig(128, 48, 6, 2, ctas_per_sm=2)]
     return [AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2)] * (op.widest <= 128 and op.q_len <= 64)
@@ -266,16 +246,9 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        reasons = (
-            split_reasons(op, config)
-            + sharing_reasons(op, config)
-            + run_reasons(op, config, device)
-            + unshifted_reasons(op, config)
-        )
+        reasons = split_reasons(op, config) + sharing_reasons(op, config) + unshifted_reasons(op, config)
         if reasons := reasons + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
-        if config.l2_bytes not in (64, 128, 256):
-            return f"l2_bytes is {config.l2_bytes}; it must be 64, 128 or 256"
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
@@ -388,8 +361,6 @@ class AttnFwd(ForwardKernel):
         changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         if config.pack_gqa:
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
-        if config.run != 1:
-            changed |= {"Walk": KeptWalk(), "Scheduler": scheduler.LptScheduler(runs=True)}
         if config.unshifted:
             changed |= {"Score": QuinticSoftcap(op.score.values["softcap"]), "Softmax": softmax.Unshifted()}
         if config.kv_splits != 1:
@@ -411,9 +382,9 @@ class AttnFwd(ForwardKernel):
     def fields(self, op: Forward, config: AttnFwdConfig) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
-        tensors = [Field(name, ctype, fill(name, box_rows, l2_bytes=config.l2_bytes)) for name, box_rows in boxes.items()]
+        tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
         if config.pack_gqa:
-            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv, config.l2_bytes))
+            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
@@ -421,7 +392,6 @@ class AttnFwd(ForwardKernel):
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         values = tiling.values(packed(op, config), config.tile_q, device)
-        values |= {"run": config.run} if config.run != 1 else {}
         values |= QuinticSoftcap(op.score.values["softcap"]).values if config.unshifted else {}
         return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
@@ -430,8 +400,6 @@ class AttnFwd(ForwardKernel):
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
         found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count * config.ctas_per_sm)
-        if config.run != 1:  # the tiles of a head follow each other
-            found = found._replace(group=1, multiprocessors=1, last_tiles=0, most_last=0)
         return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
     def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:
