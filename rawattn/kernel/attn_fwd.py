@@ -21,7 +21,6 @@ from ..variant.ahead import ahead_by_tiles, bytes_in_smem
 from ..variant.element import BF16
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
-from ..variant.score import QuinticSoftcap, Softcap
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import combine, few_rows, tiling
 from .base import ForwardKernel
@@ -55,7 +54,6 @@ class AttnFwdConfig:
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
     ctas_per_sm: int = dataclasses.field(default=1, metadata={"is_fixed": True})  # blocks that share a multiprocessor
-    unshifted: bool = dataclasses.field(default=False, metadata={"is_fixed": True})  # by exp(logit), under a cap
 
     @property
     def consumers(self) -> int:
@@ -125,8 +123,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    for name in ("pack_gqa", "kv_splits", "unshifted"):
-        del constants[name]
+    del constants["pack_gqa"], constants["kv_splits"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -185,13 +182,11 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
-def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
-    """The reason why logits are not weighed without a reference."""
-    score = op.spec.placed_score
-    is_capped = type(score) is Softcap and score.cap >= QuinticSoftcap.least_cap
-    is_served = is_capped and op.element == BF16 and not op.spec.data_independent
-    needs = "a softcap of 1 or more, bf16 and time that may depend on the data, and no pack_gqa"
-    return [f"unshifted is True; it needs {needs}"] * (config.unshifted and (config.pack_gqa or not is_served))
+def unshifted(op: Forward, config: AttnFwdConfig) -> Option | None:
+    """The score for weights without a reference, None where they have one: they may be as far from 1 as bf16 allows, and time
+    depends on data. Splits, tiles that heads share and blocks that share a multiprocessor were not timed so."""
+    is_timed = not config.pack_gqa and config.kv_splits == config.ctas_per_sm == 1
+    return op.spec.placed_score.unshifted if is_timed and op.element == BF16 and not op.spec.data_independent else None
 
 
 def is_short(op: Forward) -> bool:
@@ -246,8 +241,7 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        reasons = split_reasons(op, config) + sharing_reasons(op, config) + unshifted_reasons(op, config)
-        if reasons := reasons + tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) + sharing_reasons(op, config) + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
@@ -361,8 +355,8 @@ class AttnFwd(ForwardKernel):
         changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         if config.pack_gqa:
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
-        if config.unshifted:
-            changed |= {"Score": QuinticSoftcap(op.score.values["softcap"]), "Softmax": softmax.Unshifted()}
+        if score := unshifted(op, config):
+            changed |= {"Score": score, "Softmax": softmax.Unshifted()}
         if config.kv_splits != 1:
             changed |= few_rows.options(changed.get("Mask", op.mask))
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
@@ -392,7 +386,8 @@ class AttnFwd(ForwardKernel):
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         values = tiling.values(packed(op, config), config.tile_q, device)
-        values |= QuinticSoftcap(op.score.values["softcap"]).values if config.unshifted else {}
+        if score := unshifted(op, config):
+            values |= score.values
         return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
     def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:

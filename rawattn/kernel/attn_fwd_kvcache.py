@@ -72,8 +72,8 @@ class AttnFwdKVCache(OverCache):
             return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         if config.pack_gqa:
             return "pack_gqa is True; over caches heads share tiles wherever they can"
-        if config.ctas_per_sm != 1 or config.unshifted:
-            return f"ctas_per_sm is {config.ctas_per_sm} and unshifted {config.unshifted}; they must be 1 and False over caches"
+        if config.ctas_per_sm != 1:
+            return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:

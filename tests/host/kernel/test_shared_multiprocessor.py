@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
     "take 80 registers of a thread; above 72": (AttnFwdConfig(128, 64, ctas_per_sm=2), SHORT),
     "3 blocks need .* bytes of shared memory": (AttnFwdConfig(64, 64, 4, 2, ctas_per_sm=3), SHORT),
     "2; it must be 1 for functions and masks with holes": (TWO, replace(SHORT, mask=Dilated(3))),
-    "2 and unshifted False; they must be 1 and False over caches": (TWO, Decode(page=16, q_len=64).operation),
+    "2; it must be 1 over caches": (TWO, Decode(page=16, q_len=64).operation),
 }
 
 
