@@ -320,7 +320,7 @@ class AttnBwd(BackwardKernel):
             )
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
-    def prefers(self, op: Backward) -> bool:
+    def prefers(self, op: Backward, device: Device) -> bool:
         """Not heads above 128 columns, which no GPU has run so."""
         return op.forward.widest <= WIDEST
 

@@ -106,7 +106,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
-    def prefers(self, op: AttentionKVCache) -> bool:
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
         return is_wide(op)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:

@@ -18,7 +18,7 @@ from ..operation.base import queries_in_steps
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
-from ..variant.element import BF16
+from ..variant.element import BF16, FP32
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.walk import IntervalWalk, ListWalk, lists
@@ -225,7 +225,11 @@ class AttnFwd(ForwardKernel):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
-    def prefers(self, op: Forward) -> bool:
+    def meant_for(self, op: Forward, device: Device) -> bool:
+        """Says whether it is made for the operation: not for float32, which attn_fwd_mma computes by tensor cores."""
+        return self.runs_on(device) and op.element != FP32
+
+    def prefers(self, op: Forward, device: Device) -> bool:
         serves_few = few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
         many = not tiling.is_few(op) or (serves_few and op.layout.tma_unsupported is None)
         return op.invariant or many  # else attn_fwd_mma has more blocks, and shares tiles among heads
