@@ -37,7 +37,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
-_IDLE = 0.25  # of the time of a block, were all its warpgroups without rows: less overlaps then; guessed
+_IDLE = 0.5  # of the time of a block, were all its warpgroups without rows: less overlaps then
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
@@ -108,10 +108,11 @@ def accumulators(config: AttnFwdConfig, op: Forward) -> int:
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
-    """The time in which ``workers`` end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
+    """The time in which ``workers`` end ``count`` works, taken one by one, the last tiles of queries first, of which the very
+    last may have few rows; ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
-    works = np.sort(np.resize(work, count))[::-1].tolist()
+    works = work[::-1][np.arange(count) * len(work) // count].tolist()
     busy = works[:workers]  # the first of each
     heapq.heapify(busy)
     for seconds in works[workers:]:
@@ -200,10 +201,9 @@ def is_short(op: Forward) -> bool:
 
 
 def short_configs(op: Forward) -> list[AttnFwdConfig]:
-    """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); wide heads of more than 64
-    rows have none but those under a mask."""
-    if op.q_len > 128:
-        return [AttnFwdConfig(128, 64, 5, 2)]
+    """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls")."""
+    if op.q_len > 64 and 64 < op.widest <= 128:
+        return [AttnFwdConfig(128, 64, 5, 2)] * (not ATTN_FWD.is_tried(op))
     if op.widest <= 64:
         return [AttnFwdConfig(64, 64, 4, 1, ctas_per_sm=3) if op.q_len <= 64 else AttnFwdConfig(128, 48, 6, 2, ctas_per_sm=2)]
     return [AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2)] * (op.widest <= 128 and op.q_len <= 64)

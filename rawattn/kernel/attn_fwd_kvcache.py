@@ -78,12 +78,13 @@ class AttnFwdKVCache(OverCache):
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
         """Those over tensors, one block on a multiprocessor each. Keys of few rows are not split: the number of splits would
-        follow from the batch, or scratch from the bound of lengths."""
+        follow from the batch, or scratch from the bound of lengths. Splits of tiles of 192 rows were not timed here."""
         forward = forward_of(op)
         configs = [dataclasses.replace(config, pack_gqa=False) for config in ATTN_FWD.candidates_of_one(forward, device)]
         if tiling.is_few(forward):
             configs = [dataclasses.replace(config, kv_splits=1) for config in configs]
-        return [config for config in dict.fromkeys(configs) if self.legal(config, op, device) is None]
+        configs = [config for config in dict.fromkeys(configs) if config.kv_splits == 1 or config.tile_q <= 128]
+        return [config for config in configs if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):

@@ -42,6 +42,8 @@ TABLE = {
     **{(arch, "bf16", 64, "unaligned"): None for arch in AMPERE_ON},
     **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
     **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
+    **{(arch, "fp32", 64, arrays): "attn_fwd_mma"
+       for arch in ("sm_80", "sm_90a", "sm_100", "sm_103", "sm_110") for arrays in ("any", "expanded rows")},
     **{(arch, name, size, arrays): "attn_fwd_simt"
        for arch in TYPICAL for name in ("bf16", "fp32") for size in (1, 20, 300, 512) for arrays in ARRAYS},
 }  # fmt: skip
