@@ -53,7 +53,7 @@ class Cpu:
         """Says whether this kernel computes on the device."""
         return self.runs_on(device)
 
-    def prefers(self, op: Any) -> bool:
+    def prefers(self, op: Any, device: Device) -> bool:
         """True: nothing goes before it on the CPU."""
         return True
 

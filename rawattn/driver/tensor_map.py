@@ -35,7 +35,7 @@ def _encoded_at(encoded: Callable[[int], bytes], pointer: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], l2_bytes: int = 256
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], l2_bytes: int = 128
 ) -> Callable[[int], bytes]:
     """A function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16

@@ -302,7 +302,7 @@ class AttnBwd(BackwardKernel):
             )
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
-    def prefers(self, op: Backward) -> bool:
+    def prefers(self, op: Backward, device: Device) -> bool:
         """Not heads above 128 columns which nobody has timed here, with a q of up to 64, or one place of Q in shared memory; nor
         where what loads spills much, as for sequences that use a part of their rows, and packed ones under other masks than a
         causal one."""

@@ -164,7 +164,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
             reasons.append(f"{sizes} need more shared memory than the {room}")
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
-    def prefers(self, op: AttentionKVCache) -> bool:
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
         return not is_wide(op)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:

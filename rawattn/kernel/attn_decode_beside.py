@@ -66,7 +66,7 @@ class Beside(OverCache):
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         return reasons(op, device) or super().supports(op, device)
 
-    def prefers(self, op: AttentionKVCache) -> bool:
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
         return op.spec.invariant
 
     def options(self, op: AttentionKVCache, config: Any) -> dict[str, Option]:

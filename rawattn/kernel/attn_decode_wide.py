@@ -108,7 +108,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
-    def prefers(self, op: AttentionKVCache) -> bool:
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
         return is_wide(op)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
@@ -176,7 +176,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         common = (
-            *pools(op, config, 128),
+            *pools(op, config),
             Field("q", "StridedTensor", View("q")),
             *SHARED,
             Field("heads_per_kv", "i32"),

@@ -18,11 +18,10 @@ from ..operation.base import queries_in_steps
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.ahead import ahead_by_tiles, bytes_in_smem
-from ..variant.element import BF16
+from ..variant.element import BF16, FP32
 from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
-from ..variant.score import QuinticSoftcap, Softcap
-from ..variant.walk import IntervalWalk, KeptWalk, ListWalk, lists
+from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import combine, few_rows, tiling
 from .base import ForwardKernel
 from .program import Program
@@ -31,8 +30,6 @@ from .tiling import kept_keys, tiles
 
 FILE = "attn_fwd.cu"
 SMALL_SPILL = 16  # bytes of a thread: what was measured
-_KEEPS_KEYS = False  # of short sequences, in the rings: until an H200 has timed it (perf/notes/attn_fwd.md)
-MOST_RUN = 1024  # query tiles that a block may take over the same keys
 # Clocks of a multiprocessor, fitted to timings on an H200 (perf/notes/attn_fwd.md).
 _CLOCK = 1.755e9  # per second
 _LAUNCH = 1.9e-6  # seconds
@@ -40,7 +37,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
-_IDLE = 0.25  # of the time of a block, were all its warpgroups without rows: less overlaps then; guessed
+_IDLE = 0.5  # of the time of a block, were all its warpgroups without rows: less overlaps then
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
@@ -57,10 +54,6 @@ class AttnFwdConfig:
     pack_gqa: bool = dataclasses.field(default=False, metadata={"is_fixed": True})
     kv_splits: int = dataclasses.field(default=1, metadata={"is_fixed": True})
     ctas_per_sm: int = dataclasses.field(default=1, metadata={"is_fixed": True})  # blocks that share a multiprocessor
-    l2_bytes: int = dataclasses.field(default=256, metadata={"is_fixed": True})  # that TMA asks L2 to fetch at once
-    # Query tiles that a block takes one after the other, over keys that stay in its rings; 1: keys are loaded for each tile.
-    run: int = dataclasses.field(default=1, metadata={"is_fixed": True})
-    unshifted: bool = dataclasses.field(default=False, metadata={"is_fixed": True})  # by exp(logit), under a cap
 
     @property
     def consumers(self) -> int:
@@ -115,10 +108,11 @@ def accumulators(config: AttnFwdConfig, op: Forward) -> int:
 
 
 def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
-    """The time in which ``workers`` end ``count`` works, taken one by one, the longest first; ``work`` samples their times."""
+    """The time in which ``workers`` end ``count`` works, taken one by one, the last tiles of queries first, of which the very
+    last may have few rows; ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
-    works = np.sort(np.resize(work, count))[::-1].tolist()
+    works = work[::-1][np.arange(count) * len(work) // count].tolist()
     busy = works[:workers]  # the first of each
     heapq.heapify(busy)
     for seconds in works[workers:]:
@@ -130,8 +124,7 @@ def rendered(op: Forward, config: AttnFwdConfig, arch: str, fields: Fields, opti
     """The source of a configuration with these ``fields`` and ``options``."""
     producer, consumer = registers(config, op)
     constants = {**dataclasses.asdict(config), "consumers": config.consumers, "producer_registers": producer}
-    for name in ("pack_gqa", "kv_splits", "l2_bytes", "run", "unshifted"):
-        del constants[name]
+    del constants["pack_gqa"], constants["kv_splits"]
     constants |= {"consumer_registers": consumer, "m_tiles_per_warp": 1}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     products = [
@@ -190,45 +183,27 @@ def sharing_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
     return [f"ctas_per_sm is {count}; tile_kv and head_dim_v must be up to {widest} then, and are up to {most}"] * (most > widest)
 
 
-def run_reasons(op: Forward, config: AttnFwdConfig, device: Device) -> list[str]:
-    """The reasons why keys do not stay in the rings so. A block numbers one run more than there are, in an int32."""
-    if config.run == 1:
-        return []
-    others = op.varlen or op.q_lens or op.kv_lens or op.score.is_function or op.mask.is_function or lists(op.mask) or op.invariant
-    if not 1 <= config.run <= MOST_RUN or others or config.kv_splits != 1 or config.pack_gqa:
-        needs = "1 for sequences of several lengths, functions, masks with holes, splits and tiles that heads share"
-        return [f"run is {config.run}; it must be from 1 to {MOST_RUN}, and {needs}"]
-    works = tiles(op, config.tile_q) + (device.sm_count * config.ctas_per_sm + 2) * config.run
-    if works >= 1 << 31:
-        return [f"run is {config.run}; it counts up to {(1 << 31) - 1} works, and here are {works}"]
-    held = config.stages * config.tile_kv
-    return [f"run is {config.run}; it must be 1 for more keys than rings hold, {held}"] * (op.kv_len > held)
-
-
-def unshifted_reasons(op: Forward, config: AttnFwdConfig) -> list[str]:
-    """The reason why logits are not weighed without a reference."""
-    score = op.spec.placed_score
-    is_capped = type(score) is Softcap and score.cap >= QuinticSoftcap.least_cap
-    is_served = is_capped and op.element == BF16 and not op.spec.data_independent
-    needs = "a softcap of 1 or more, bf16 and time that may depend on the data, and no pack_gqa"
-    return [f"unshifted is True; it needs {needs}"] * (config.unshifted and (config.pack_gqa or not is_served))
+def unshifted(op: Forward, config: AttnFwdConfig) -> Option | None:
+    """The score for weights without a reference, None where they have one: they may be as far from 1 as bf16 allows, and time
+    depends on data. Splits, tiles that heads share and blocks that share a multiprocessor were not timed so."""
+    is_timed = not config.pack_gqa and config.kv_splits == config.ctas_per_sm == 1
+    return op.spec.placed_score.unshifted if is_timed and op.element == BF16 and not op.spec.data_independent else None
 
 
 def is_short(op: Forward) -> bool:
     """Says whether sequences are one or two tiles of 64 rows, and so many that blocks which share a multiprocessor have several
     each. What has few rows gets the same configuration in any batch. Of wide heads under a built-in mask four tiles are short,
     too: of two tiles of 192 rows the second would be one warpgroup's."""
-    wide = 64 < op.widest <= 128 and (_KEEPS_KEYS or not isinstance(op.mask, Full))
+    wide = 64 < op.widest <= 128 and not isinstance(op.mask, Full)
     most = 256 if wide and op.q_len > 192 and not ATTN_FWD.is_tried(op) else 128
     fits = 32 < op.q_len <= most and op.kv_len <= most and not (op.varlen or op.invariant)
     return fits and (tiling.is_few(op) or tiles(op, 64) >= 2048)
 
 
 def short_configs(op: Forward) -> list[AttnFwdConfig]:
-    """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls"); wide heads of more than 64
-    rows have none but those under a mask."""
-    if op.q_len > 128:
-        return [AttnFwdConfig(128, 128, 2, 2, run=2) if _KEEPS_KEYS else AttnFwdConfig(128, 64, 5, 2)]
+    """The configuration that was fastest for them on an H200 (perf/notes/attn_fwd.md, "Short calls")."""
+    if op.q_len > 64 and 64 < op.widest <= 128:
+        return [AttnFwdConfig(128, 64, 5, 2)] * (not ATTN_FWD.is_tried(op))
     if op.widest <= 64:
         return [AttnFwdConfig(64, 64, 4, 1, ctas_per_sm=3) if op.q_len <= 64 else AttnFwdConfig(128, 48, 6, 2, ctas_per_sm=2)]
     return [AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2)] * (op.widest <= 128 and op.q_len <= 64)
@@ -250,7 +225,11 @@ class AttnFwd(ForwardKernel):
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
-    def prefers(self, op: Forward) -> bool:
+    def meant_for(self, op: Forward, device: Device) -> bool:
+        """Says whether it is made for the operation: not for float32, which attn_fwd_mma computes by tensor cores."""
+        return self.runs_on(device) and op.element != FP32
+
+    def prefers(self, op: Forward, device: Device) -> bool:
         serves_few = few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
         many = not tiling.is_few(op) or (serves_few and op.layout.tma_unsupported is None)
         return op.invariant or many  # else attn_fwd_mma has more blocks, and shares tiles among heads
@@ -266,16 +245,8 @@ class AttnFwd(ForwardKernel):
     def legal(self, config: AttnFwdConfig, op: Forward, device: Device) -> str | None:
         if config.tile_q not in (64, 128, 192, 256):
             return f"tile_q is {config.tile_q}; it must be 64, 128, 192 or 256"
-        reasons = (
-            split_reasons(op, config)
-            + sharing_reasons(op, config)
-            + run_reasons(op, config, device)
-            + unshifted_reasons(op, config)
-        )
-        if reasons := reasons + tiling.too_many_tiles(op, config.tile_q):
+        if reasons := split_reasons(op, config) + sharing_reasons(op, config) + tiling.too_many_tiles(op, config.tile_q):
             return reasons[0]
-        if config.l2_bytes not in (64, 128, 256):
-            return f"l2_bytes is {config.l2_bytes}; it must be 64, 128 or 256"
         if config.tile_kv % 16 or not 32 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 32 to 256"
         if config.stages < 2 or config.q_stages not in (1, 2):
@@ -388,10 +359,8 @@ class AttnFwd(ForwardKernel):
         changed: dict[str, Option] = {"Rows": rows.DenseSpan()} if _is_cut(op) else {}
         if config.pack_gqa:
             changed = tiling.packed_options(op, rows.TmaPackGqa(_is_cut(op)))
-        if config.run != 1:
-            changed |= {"Walk": KeptWalk(), "Scheduler": scheduler.LptScheduler(runs=True)}
-        if config.unshifted:
-            changed |= {"Score": QuinticSoftcap(op.score.values["softcap"]), "Softmax": softmax.Unshifted()}
+        if score := unshifted(op, config):
+            changed |= {"Score": score, "Softmax": softmax.Unshifted()}
         if config.kv_splits != 1:
             changed |= few_rows.options(changed.get("Mask", op.mask))
             op = dataclasses.replace(op, sinks=False)  # which join where the splits are folded
@@ -411,9 +380,9 @@ class AttnFwd(ForwardKernel):
     def fields(self, op: Forward, config: AttnFwdConfig) -> Fields:
         boxes = {"q": config.tile_q, "k": config.tile_kv, "v": config.tile_kv}
         ctype, fill = ("TmaPageRows", PageRows) if _is_cut(op) else ("TmaTensor", TensorMap)
-        tensors = [Field(name, ctype, fill(name, box_rows, l2_bytes=config.l2_bytes)) for name, box_rows in boxes.items()]
+        tensors = [Field(name, ctype, fill(name, box_rows)) for name, box_rows in boxes.items()]
         if config.pack_gqa:
-            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv, config.l2_bytes))
+            tensors[0] = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdConfig, arch: str) -> Source:
@@ -421,8 +390,8 @@ class AttnFwd(ForwardKernel):
 
     def values(self, op: Forward, config: AttnFwdConfig, device: Device) -> dict[str, float]:
         values = tiling.values(packed(op, config), config.tile_q, device)
-        values |= {"run": config.run} if config.run != 1 else {}
-        values |= QuinticSoftcap(op.score.values["softcap"]).values if config.unshifted else {}
+        if score := unshifted(op, config):
+            values |= score.values
         return values | {"q_len": op.q_len, "pack_gqa_heads": op.heads_per_kv} if config.pack_gqa else values
 
     def rendered_kind(self, op: Forward, config: AttnFwdConfig) -> tuple[Any, ...]:
@@ -430,8 +399,6 @@ class AttnFwd(ForwardKernel):
 
     def tiles(self, op: Forward, config: AttnFwdConfig, device: Device) -> tiling.QueryTiles:
         found = super().tiles(packed(op, config), config, device)._replace(most_blocks=device.sm_count * config.ctas_per_sm)
-        if config.run != 1:  # the tiles of a head follow each other
-            found = found._replace(group=1, multiprocessors=1, last_tiles=0, most_last=0)
         return found._replace(rows_each=op.heads_per_kv) if config.pack_gqa else found
 
     def lower(self, op: Forward, config: AttnFwdConfig, device: Device) -> Program:

@@ -35,12 +35,12 @@ def kv_kind(op: AttentionKVCache, config: Any) -> type[kv.PagedPanelsKv]:
     return kv.PagedBoxesKv if has_panels and paging.has_small_pages(op, config.tile_kv) else kv.PagedPanelsKv
 
 
-def pools(op: AttentionKVCache, config: Any, l2_bytes: int = 256) -> list[Field]:
-    """The fields of keys and values, of which L2 fetches pieces of ``l2_bytes``."""
+def pools(op: AttentionKVCache, config: Any) -> list[Field]:
+    """The fields of keys and values."""
     if kv_kind(op, config) is kv.PagedBoxesKv:
         boxes = [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
         return [*boxes, Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
-    return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config), l2_bytes)) for name in "kv"]
+    return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config))) for name in "kv"]
 
 
 def is_plain(op: Any) -> bool:
@@ -72,22 +72,19 @@ class AttnFwdKVCache(OverCache):
             return f"{tiles}; it spills where the mask is neither causal nor full for all keys of all sequences"
         if config.pack_gqa:
             return "pack_gqa is True; over caches heads share tiles wherever they can"
-        if config.ctas_per_sm != 1 or config.unshifted:
-            return f"ctas_per_sm is {config.ctas_per_sm} and unshifted {config.unshifted}; they must be 1 and False over caches"
-        if config.run != 1:
-            return f"run is {config.run}; it must be 1 over caches"
-        if config.l2_bytes != 256 and not isinstance(op, Forward) and kv_kind(op, config) is kv.PagedBoxesKv:
-            return f"l2_bytes is {config.l2_bytes}; it must be 256 over small pages, each of which is a box"
+        if config.ctas_per_sm != 1:
+            return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
         """Those over tensors, one block on a multiprocessor each. Keys of few rows are not split: the number of splits would
-        follow from the batch, or scratch from the bound of lengths."""
+        follow from the batch, or scratch from the bound of lengths. Splits of tiles of 192 rows were not timed here."""
         forward = forward_of(op)
         configs = [dataclasses.replace(config, pack_gqa=False) for config in ATTN_FWD.candidates_of_one(forward, device)]
         if tiling.is_few(forward):
             configs = [dataclasses.replace(config, kv_splits=1) for config in configs]
-        return [config for config in dict.fromkeys(configs) if self.legal(config, op, device) is None]
+        configs = [config for config in dict.fromkeys(configs) if config.kv_splits == 1 or config.tile_q <= 128]
+        return [config for config in configs if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdConfig, op: Any, device: Device) -> float:
         if isinstance(op, Forward):
@@ -135,10 +132,10 @@ class AttnFwdKVCache(OverCache):
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:
-        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q, l2_bytes=config.l2_bytes))
+        q = Field("q", "TmaTensor", TensorMap("q", config.tile_q))
         if self.packs(op, config):
-            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv, config.l2_bytes))
-        return tuple(dict.fromkeys(tiling.fields([q, *pools(op, config, config.l2_bytes)], self.options(op, config))))
+            q = Field("q", "TmaHeads", PackedHeads("q", config.tile_q, op.heads_per_kv))
+        return tuple(dict.fromkeys(tiling.fields([q, *pools(op, config)], self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: AttnFwdConfig, arch: str) -> Source:
         return rendered(over_tensors(op), config, arch, self.fields(op, config), self.options(op, config))

@@ -16,6 +16,7 @@ from ..variant.element import BF16, FP16, FP32
 from ..variant.field import Field, Fields, View
 from ..variant.gradients import Blocks16, Blocks32
 from ..variant.mask import And, Causal, Full, SplitMask, Window
+from ..variant.score import Softcap
 from ..variant.walk import lists
 from . import combine, tiling
 from .base import ForwardKernel
@@ -103,6 +104,18 @@ def register_limit(config: AttnFwdMmaConfig, device: Device) -> int:
     return min(255, 65536 // (config.threads * config.ctas_per_sm) // 8 * 8) - wanted[config.m_tiles_per_warp - 1]
 
 
+_PAIRS, _SINGLE = (64, 32), (64, 32, 128)  # keys of a tile where a warp computes two tiles of 16 rows, and one
+FORMS = tuple((m, q, n) for m, q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)) for n in (_PAIRS if m == 2 else _SINGLE))
+
+
+def forms_of_fp32(op: Forward, device: Device) -> list[tuple[int, int, int]]:
+    """The same of fp32, the fastest on an H200 first (perf/notes/attn_fwd_simt.md). A warp with two tiles has no registers left
+    for more than a causal mask, and elsewhere it spills."""
+    is_plain = isinstance(op.mask, (Full, Causal)) and op.has_plain_score and not op.sinks
+    has_two = is_plain and device.capability == 90 and not tiling.is_few(op)
+    return [*[(2, 128, 32)] * has_two, (1, 64, 64), (1, 64, 32)] if op.widest <= 64 else [(1, 64, 32)]
+
+
 def _stretch(warps: float) -> float:
     """The factor by which the four schedulers, each with its own tensor core, take longer than with evenly spread warps."""
     return float(np.ceil(warps / 4) * 4 / warps)
@@ -124,11 +137,22 @@ class AttnFwdMma(ForwardKernel):
     def runs_on(self, device: Device) -> bool:
         return device.capability >= 80
 
+    def prefers(self, op: Forward, device: Device) -> bool:
+        """Says whether it comes first: of fp32 where three products of tf32 take less time than one by FFMA, which are 256 FLOP a
+        clock, and 128 of sm_80."""
+        return op.element != FP32 or tiling.mma_flops(device) // 6 > 256 or device.capability == 80
+
+    def asks_for_copies(self, op: Forward) -> bool:
+        """Says no for fp32: attn_fwd_simt takes such arrays, as it did before."""
+        return op.element != FP32
+
     def supports(self, op: Forward, device: Device) -> list[str]:
         widest = 128 if op.element == FP32 else 256
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op, widest, (BF16, FP16, FP32))
-        if op.element == FP32 and (op.spec.dropout or op.constant_time):
-            reasons.append("it takes fp32 without dropout and constant_time")
+        if op.element == FP32 and (
+            op.spec.dropout or op.constant_time or isinstance(op.score, Softcap)
+        ):  # whose polynomial errs by 1e-6
+            reasons.append("it takes fp32 without dropout, softcap and constant_time")
         reasons += tiling.too_many_tiles(op, 32) + tiling.function_reasons(op)
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
@@ -168,27 +192,18 @@ class AttnFwdMma(ForwardKernel):
             return shapes
         return tuple(tiling.with_mask(shape, And(Causal(), Window())) for shape in shapes)
 
-    def prefers(self, op: Forward) -> bool:
-        return not self.is_untimed(op)
-
-    def is_untimed(self, op: Forward) -> bool:
-        return op.element == FP32
-
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
         """The configurations with as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in
-        registers nothing, or as much as fits."""
-        steps, configs, split = columns(op)[0] // 16, [], tiling.is_few(op)
-        for m_tiles_per_warp, tile_q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)):
-            for tile_kv in (64, 32) if m_tiles_per_warp == 2 else (64, 32, 128):
-                bare = [
-                    AttnFwdMmaConfig(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)
-                ]
-                fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
-                for config in fitting:
-                    room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
-                    kept = min(steps, room // 2 * 2) * (op.element != FP32)
-                    configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
-        return configs
+        registers nothing, or as much as fits; of fp32 one."""
+        steps, configs, split, is_fp32 = columns(op)[0] // 16, [], tiling.is_few(op), op.element == FP32
+        for m_tiles_per_warp, tile_q, tile_kv in forms_of_fp32(op, device) if is_fp32 else FORMS:
+            bare = [AttnFwdMmaConfig(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)]
+            fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
+            for config in fitting:
+                room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
+                kept = min(steps, room // 2 * 2)
+                configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
+        return configs[:1] if is_fp32 else configs
 
     def cost(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)

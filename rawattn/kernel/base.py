@@ -59,13 +59,9 @@ class Kernel(abc.ABC, Generic[Op]):
         worth a warning."""
         return self.runs_on(device)
 
-    def prefers(self, op: Op) -> bool:
+    def prefers(self, op: Op, device: Device) -> bool:
         """Says whether the kernel comes first for an operation that it supports; where not, another kernel goes before it."""
         return True
-
-    def is_untimed(self, op: Op) -> bool:
-        """Says whether the kernel stands behind a slow one only until somebody has timed it."""
-        return False
 
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:

@@ -15,13 +15,11 @@ from . import tiling
 
 MOST = 64  # splits of a tile of queries
 SPARSE_TILES = 264  # of 64 rows, up to which keys may be split: two for each multiprocessor
-TIMED_ONLY = True  # until an H200 has timed the others: what the notes' experiments on tiles of 192 rows and on uneven waves name
 UNEVEN_TILES = 6 * SPARSE_TILES  # up to which the keys of long sequences may be split where the last wave would be short
-UNEVEN_KEYS = 8192  # of such a sequence at least
+UNEVEN_QUERIES, UNEVEN_KEYS = 256, 8192  # of such a sequence at least
 MOST_SCRATCH = 128 << 20  # bytes of what splits leave to be folded
 SHARED_ROWS = 16  # of a key head, above which tiles of 64 rows read keys faster than attn_fwd_mma's of 32
 SPLIT_KEYS = 1024  # of a split of few rows at least: the fold moves an eighth of their bytes
-LONG_KEYS = 14337  # and more, of which that many rows and fewer are faster in tiles of 64 rows, too; all that round up to 16384
 _NUMBERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 # Fitted to timings on an H200 (perf/notes/attn_fwd.md, "Few rows over many keys").
 _READ = 4.4e12  # bytes a second, from memory
@@ -57,9 +55,7 @@ def may_be_own(op: Forward) -> bool:
 def are_few(op: Forward) -> bool:
     """Says whether all rows of a key head are one tile, over keys worth splitting. Their splits follow from the sequence alone,
     as in every kernel for few rows."""
-    is_long = op.kv_len >= LONG_KEYS and op.heads_per_kv > 1 and op.widest <= WIDEST
-    fills = op.q_len * op.heads_per_kv > SHARED_ROWS or is_long
-    is_tile = tiling.is_few(op) and fills and op.kv_len >= SPLIT_KEYS
+    is_tile = tiling.is_few(op) and op.q_len * op.heads_per_kv > SHARED_ROWS and op.kv_len >= SPLIT_KEYS
     return is_tile and may_split(op) and (op.heads_per_kv == 1 or may_share(op))
 
 
@@ -75,23 +71,21 @@ def count_tiles(op: Forward) -> int:
 
 def are_sparse(op: Forward) -> bool:
     """Says whether tiles of queries are so few that splits of keys may be worth it."""
-    tiles = count_tiles(op)
-    are_filled = op.heads_per_kv == 1 or op.q_len >= 64 or may_share(op)
-    may = tiles <= SPARSE_TILES and op.kv_len >= SPLIT_KEYS and may_split(op) and are_filled
+    may = count_tiles(op) <= SPARSE_TILES and op.kv_len >= SPLIT_KEYS and may_split(op)
     return are_few(op) or (may and not tiling.is_few(op))
 
 
 def are_uneven(op: Forward) -> bool:
     """Says whether tiles of 128 rows and more are a few waves, over keys so long that it may be worth to split them rather than
     leave multiprocessors idle in the last one."""
-    fits = SPARSE_TILES < count_tiles(op) <= UNEVEN_TILES and op.q_len >= 512 and op.kv_len >= UNEVEN_KEYS
-    return fits and may_split(op) and 64 * (TIMED_ONLY and not isinstance(op.mask, Full)) < op.widest <= WIDEST
+    fits = SPARSE_TILES < count_tiles(op) <= UNEVEN_TILES and op.q_len >= UNEVEN_QUERIES and op.kv_len >= UNEVEN_KEYS
+    return fits and may_split(op) and op.widest <= WIDEST
 
 
 def splits_of(op: Forward, config: Any) -> tuple[int, ...]:
     """The numbers of splits that a configuration may have for uneven waves: as many as the sizes suggest in tiles of 128 and 256
     rows, one in those of 192."""
-    large = {(256, 64): (0,)} | ({} if TIMED_ONLY else {(192, 128): (1,)}) if op.widest <= 64 else {(192, 64): (1,)}
+    large = {(256, 64): (0,), (192, 128): (1,)} if op.widest <= 64 else {(192, 64): (1,)}
     return ({(128, 128): (0,)} | large).get((config.tile_q, config.tile_kv), ())
 
 
@@ -106,7 +100,7 @@ def uneven_shapes(op: Forward) -> tuple[Forward, ...]:
 
 def most_rows(op: Forward) -> int:
     """The rows of a tile at most."""
-    return 64 if are_few(op) else 128 if TIMED_ONLY else 192
+    return 64 if are_few(op) else 192
 
 
 def tuning_shapes(op: Forward, shares: bool) -> tuple[Forward, ...]:
@@ -118,10 +112,11 @@ def tuning_shapes(op: Forward, shares: bool) -> tuple[Forward, ...]:
     plain = dataclasses.replace(plain, spec=plain.spec.at(op.spec.offsets and (0, 0)))
     sizes = range(1, most_rows(op) // 64 + 1)
     shared = [(max(1, 64 * n // each), 8) for n in sizes if shares or may_share(op)]
-    own = [(64 * n, max(1, min(8, SPARSE_TILES // 2 // each))) for n in sizes if not (shares or (n == 1 and shared))]
+    own = [(64 * n, max(1, min(8, SPARSE_TILES // 3 // each))) for n in sizes if not (shares or (n == 1 and shared))]
     return tuple(
         dataclasses.replace(plain, batch=1, q_len=n, kv_len=16384, heads=h * each, kv_heads=h, total_q=n, total_kv=16384)
         for n, h in dict.fromkeys(shared + own)
+        if -(-n * each // 64) * h <= SPARSE_TILES
     )
 
 

@@ -105,37 +105,22 @@ def _name_config(kernel: Any) -> str:
     return f"{kernel.config_type.__module__}.{kernel.config_type.__name__}"
 
 
-def _say_refusal(kernel: Any, device: Device, reason: str) -> str:
-    return f"{kernel.name}, which is made for {device.name}, does not: {reason}"
-
-
-def _say_untimed(kernels: list[Any], op: Any, device: Device) -> Iterator[str]:
-    """What there is to say of kernels that are asked last, since nobody has timed them."""
-    for kernel in kernels:
-        if not kernel.prefers(op) and kernel.is_untimed(op) and kernel.meant_for(op, device):
-            reason = "; ".join(kernel.supports(op, device))
-            may = f"kernel={kernel.name!r} may be faster, and was not timed"
-            yield _say_refusal(kernel, device, reason) if reason else may
-
-
 def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     kernels = KERNELS_OF[type(op)]
-    places = {k: place + 1.5 * (not k.prefers(op)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
+    places = {k: place + 1.5 * (not k.prefers(op, device)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
     ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)
         if not reasons:
             best, why, others = _configure(candidate, op, device, config)
-            behind = ordered[ordered.index(candidate) + 1 :] if kernel is None else []
-            slow = "; ".join([*([slow] if slow else []), *_say_untimed(behind, op, device)])
             slow = slow and f"{candidate.name} computes this, slowly; {slow}"
-            return Selection(candidate, best, why, tuple(refusals), slow or None, others)
+            return Selection(candidate, best, why, tuple(refusals), slow, others)
         reason = "; ".join(reasons)
         refusals.append((candidate.name, reason))
         if candidate.meant_for(op, device):
-            slow = slow or _say_refusal(candidate, device, reason)
+            slow = slow or f"{candidate.name}, which is made for {device.name}, does not: {reason}"
             lies_wrong = not candidate.supports(dataclasses.replace(op, layout=PLAIN), device)
             if kernel is None and lies_wrong and candidate.asks_for_copies(op):
                 slower = [repr(k.name) for k in ordered if not k.supports(op, device)]

@@ -58,6 +58,11 @@ class Pairwise:
         """Of a score: its derivative by s, ``score.Score``."""
         return None
 
+    @property
+    def unshifted(self) -> Any:
+        """Of a score: the option that computes the same for the softmax ``Unshifted``; None where there is none."""
+        return None
+
     def of_lengths(self, q_len: int, kv_len: int) -> Any:
         """The score of a sequence of these lengths."""
         return self

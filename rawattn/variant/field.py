@@ -65,7 +65,7 @@ class TensorMap:
     box_rows: int
     axes: PairAxes | None = None
     rows_of: str = ""
-    l2_bytes: int = 256
+    l2_bytes: int = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PageRows:
 
     operand: str
     box_rows: int
-    l2_bytes: int = 256
+    l2_bytes: int = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +114,6 @@ class PackedHeads:
     operand: str
     box_rows: int
     heads: int
-    l2_bytes: int = 256
 
 
 class Violations(NamedTuple):

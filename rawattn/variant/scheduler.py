@@ -13,25 +13,21 @@ from .field import Counter, Field, Fields, Violations
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys; with ``runs`` a block
-    takes ``run`` tiles one after the other."""
+    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys."""
 
     persistent: bool = True
     split: bool = False
-    runs: bool = False
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
         numbers = "DynamicPersistent" if self.persistent else "SingleTile"
-        wrapper = "Split" if self.split else "Runs" if self.runs else ""
-        return f"{self.cuda_name}<{f'{wrapper}<{numbers}>' if wrapper else numbers}>"
+        return f"{self.cuda_name}<{f'Split<{numbers}>' if self.split else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
         numbers = f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh"
-        wrappers = [f"variant/scheduler/{name}.cuh" for name in ("split", "runs") if getattr(self, name)]
-        return (numbers, *wrappers, self.source)
+        return (numbers, *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
 
     @property
     def fields(self) -> Fields:
@@ -41,7 +37,7 @@ class LptScheduler(Option):
     def numbers(self) -> Fields:
         """The fields from which the numbers of the works are drawn."""
         counter = (Field("counter", "i32*", Counter()),) if self.persistent else ()
-        return (*counter, *(Field(name, "i32") for name, has in (("splits", self.split), ("run", self.runs)) if has))
+        return (*counter, Field("splits", "i32")) if self.split else counter
 
 
 class LptVarlenScheduler(LptScheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -89,6 +90,17 @@ class Softcap(Score):
         """This score, in the same time for every value."""
         return ConstantTimeSoftcap(self.cap)
 
+    @property
+    def unshifted(self) -> QuinticSoftcap | None:
+        """This score for caps with which most rows begin early to do without a reference, and then take more logits than here."""
+        is_fast = type(self) is Softcap and QuinticSoftcap.least_cap <= self.cap <= QuinticSoftcap.most_cap
+        return QuinticSoftcap(self.cap) if is_fast else None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Returns what a compiled kernel depends on: which of both it is made for, besides."""
+        return (*super().kind, self.unshifted is not None)
+
 
 class ConstantTimeSoftcap(Softcap):
     """Softcap by exponentials for every logit."""
@@ -102,7 +114,8 @@ class QuinticSoftcap(Softcap):
 
     type: ClassVar[str] = "QuinticSoftcap"
     source: ClassVar[str] = "variant/score/quintic_softcap.cuh"
-    least_cap: ClassVar[float] = 1.0
+    least_cap: ClassVar[float] = 20.0
+    most_cap: ClassVar[float] = 80.0
     coefficients: ClassVar[tuple[float, ...]] = (0.99999923, -0.33315523, 0.12720917)  # of x, x^3 and x^5
     reach: ClassVar[float] = 0.28  # up to which they are tanh(x) within 7.8e-7 of it
 
@@ -116,13 +129,13 @@ class QuinticSoftcap(Softcap):
 
     @property
     def values(self) -> dict[str, float]:
-        return super().values | {"softcap_least": self.least}
+        return super().values | {"softcap_least": self.least(self.cap)}
 
-    @property
-    def least(self) -> float:
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def least(cls, cap: float) -> float:
         """The sum of weights, exp(logit), that a row must have for each key, so that weights of logits below the reach err by
-        2^-18 of its sum at most, and o by 2^-18 of the largest |v|: the largest error of such a weight, times 2^18. The error
-        is largest within 4 caps where the cap is ``least_cap`` or more."""
-        x = np.linspace(self.reach, 4.0, 1 << 14)
-        logit = self.cap * x * sum(a * x ** (2 * i) for i, a in enumerate(self.coefficients))
-        return min(FLOAT32_MAX, float(abs(np.exp(-logit) - np.exp(-self.cap * np.tanh(x))).max()) * 2.0**18)
+        2^-18 of its sum at most, and o by 2^-18 of the largest |v|: the largest error of such a weight, times 2^18."""
+        x = np.linspace(cls.reach, 4.0, 1 << 14)
+        logit = cap * x * sum(a * x ** (2 * i) for i, a in enumerate(cls.coefficients))
+        return float(abs(np.exp(-logit) - np.exp(-cap * np.tanh(x))).max()) * 2.0**18

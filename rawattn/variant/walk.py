@@ -23,12 +23,6 @@ class IntervalWalk(Option):
     source: ClassVar[str] = "variant/walk/interval.cuh"
 
 
-class KeptWalk(IntervalWalk):
-    """Key tiles of attn_fwd, side by side, that stay in shared memory while works of a key head follow each other."""
-
-    source: ClassVar[str] = "variant/walk/kept.cuh"
-
-
 class PagedWalk(IntervalWalk):
     """Key tiles of attn_fwd in pages (``PagedPanelsKv``), side by side, of which each lane loads a part."""
 

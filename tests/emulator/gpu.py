@@ -57,7 +57,7 @@ class _Counters:
         return self._zeros.ctypes.data
 
 
-def _tensor_maps(dtype: str, sizes: Any, strides: Any, box: Any, l2_bytes: int = 256) -> Any:
+def _tensor_maps(dtype: str, sizes: Any, strides: Any, box: Any, l2_bytes: int = 128) -> Any:
     """Makes maps of 4 or of 5 dimensions, as ``threads.hpp`` reads them. The driver refuses one of nothing."""
     assert 0 not in sizes
     words = [*strides, *sizes[:2], box[1], *[0] * 9] if len(sizes) == 4 else [*strides, *sizes, *box, DTYPES[dtype].itemsize]

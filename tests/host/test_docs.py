@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rawattn.kernel.attn_fwd import ATTN_FWD
-from rawattn.kernel.few_rows import LONG_KEYS, MOST_SCRATCH, SHARED_ROWS, SPARSE_TILES, SPLIT_KEYS, UNEVEN_KEYS, UNEVEN_TILES
+from rawattn.kernel.few_rows import MOST_SCRATCH, SHARED_ROWS, SPARSE_TILES, SPLIT_KEYS, UNEVEN_KEYS, UNEVEN_QUERIES, UNEVEN_TILES
 from rawattn.operation.base import FEW_QUERIES
 from rawattn.serving.violations import VIOLATIONS
 
@@ -132,7 +132,7 @@ def test_kinds_of_sizes() -> None:
     """The page on deployment says from which sizes on there are other kernels, that on memory what they leave."""
     text = (DOCS / "deploy.md").read_text()
     short = (64, 128, 193, 256)
-    for number in (FEW_QUERIES, SHARED_ROWS, SPLIT_KEYS, LONG_KEYS, SPARSE_TILES, UNEVEN_TILES, UNEVEN_KEYS, *short):
+    for number in (FEW_QUERIES, SHARED_ROWS, SPLIT_KEYS, SPARSE_TILES, UNEVEN_TILES, UNEVEN_QUERIES, UNEVEN_KEYS, *short):
         assert re.search(rf"\b{number}\b", text), number
     assert f"up to {MOST_SCRATCH >> 20} MB" in (DOCS / "memory.md").read_text()
 

@@ -15,6 +15,7 @@ from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.kernel.base import Kernel
+from rawattn.runtime.select import select
 from rawattn.testing import LAYOUTS, Case, expect
 from rawattn.variant.element import ELEMENTS
 from tests.calls import attend, check
@@ -30,7 +31,7 @@ MISALIGNED = [Case("fp16", 2, 100, 90, 4, 2, 37, 37, causal=True), Case("fp32", 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test with this kernel, but where another is held against it."""
-    if metafunc.function is not test_kernels_against_each_other:
+    if metafunc.function not in (test_kernels_against_each_other, test_fp32_on_tensor_cores):
         metafunc.parametrize("kernel", [ATTN_FWD_SIMT], ids=label)
 
 
@@ -57,6 +58,25 @@ def test_formats_and_sizes(case: Case, kernel: Kernel) -> None:
 def test_long_dot_products(case: Case, kernel: Kernel) -> None:
     """Their rounding grows with the head size, and so does what is allowed: no more than the order of the sums can make."""
     check(case, kernel=kernel)
+
+
+FP32_KINDS: list[dict[str, Any]] = [
+    {}, {"causal": True}, {"window": (60, 20)}, {"scale": -0.3}, {"scale": 4.0, "causal": True}, {"sinks": True, "causal": True},
+    {"lens": ((130, 400), (70, 333))}, {"lengths": ((300, 300), (1, 500), (0, 40), (129, 129))},
+    {"heads": 4, "kv_heads": 4, "q_len": 1},
+    {"q_len": 3, "kv_len": 5000}, {"batch": 9, "q_len": 512, "kv_len": 512, "causal": True}, {"q_offset": 30, "kv_offset": 9},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (40, 64), (64, 64), (72, 24), (96, 96), (128, 128)])
+@pytest.mark.parametrize("kind", FP32_KINDS, ids=str)
+def test_fp32_on_tensor_cores(kind: dict[str, Any], head_dim: int, head_dim_v: int) -> None:
+    """Within the same bounds, in all configurations that an H200 gets."""
+    sizes = {"batch": 2, "q_len": 130, "kv_len": 400, "heads": 8, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    case = Case("fp32", **sizes | kind)
+    assert select(case.op, TYPICAL["sm_90a"]).kernel is ATTN_FWD_MMA
+    check(case, kernel=ATTN_FWD_MMA)
+    check(case)
 
 
 @pytest.mark.parametrize("offset", [1, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -50,16 +49,6 @@ def test_attn_fwd_against_the_reference(kind: str, config: AttnFwdConfig, q_len:
     """With heads that share tiles, and without."""
     sizes = {"batch": 2, "q_len": q_len, "kv_len": kv_len, "heads": 8, "kv_heads": 2, "head_dim": 64, "head_dim_v": 64}
     check(Case(**{**sizes, **KINDS[kind]}), kernel=ATTN_FWD, config=config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", [AttnFwdConfig(128, 128, 2, 2, run=2), AttnFwdConfig(128, 64, 4, 2, run=7)])
-@pytest.mark.parametrize("q_len, kv_len", [(256, 256), (200, 129), (700, 77)])
-def test_keys_stay_in_the_rings(kind: str, config: AttnFwdConfig, q_len: int, kv_len: int) -> None:
-    """Of heads that follow each other, too; over more works than multiprocessors."""
-    sizes = {"batch": 40, "q_len": q_len, "kv_len": kv_len, "heads": 8, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
-    check(Case(**{**sizes, **KINDS[kind]}), kernel=ATTN_FWD, config=dataclasses.replace(config, l2_bytes=128))
 
 
 @pytest.mark.gpu

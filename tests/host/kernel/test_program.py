@@ -19,6 +19,7 @@ from rawattn.kernel import attn_fwd, attn_fwd_mma, attn_fwd_simt, render, tiling
 from rawattn.kernel.attn_fwd import ATTN_FWD
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from rawattn.kernel.backward import loads
 from rawattn.kernel.program import Buffer, Launch, Program, offsets
 from rawattn.kernel.tiling import MOST_TILES
 from rawattn.operation.operand import Layout
@@ -86,8 +87,9 @@ def test_addresses_in_a_field() -> None:
 
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an empty pool nothing is read: its map is another array's, and no page lies in it."""
-    monkeypatch.setattr("rawattn.driver.tensor_map.tensor_maps", lambda *args: lambda pointer: repr(args).encode())
+    """Of an empty pool nothing is read: its map is another array's, and no page lies in it. L2 is asked for 128 bytes at a time,
+    for 64 of pages whose keys are read once, and for 256 by gradients."""
+    monkeypatch.setattr("rawattn.driver.tensor_map.tensor_maps", lambda *args: lambda pointer: args[-1])
     q = Array("numpy", CPU, "bf16", (1, 9, 4, 64), (2304, 256, 64, 1), 64, None)
     pool = Array("numpy", CPU, "bf16", (7, 16, 2, 64), (4096, 128, 64, 1), 128, None)
     none = pool._replace(shape=(0, 16, 2, 64))
@@ -100,8 +102,10 @@ def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         (PackedHeads("q", 64, 4), pool, "q", (4, 0)),
         (TensorMap("k", 64), pool, "k", (1, 1)),
     ):
-        found, _, more = tensor_map_of(fill, {"q": q, "k": k})
+        found, made, more = tensor_map_of(fill, {"q": q, "k": k})
+        assert made(0) == (64 if isinstance(fill, PagePool) else 128)
         assert (found, struct.unpack(f"<{len(more) // 4}i", more)) == (name, rest)
+    assert tensor_map_of(loads(OP, 64, 64)[0].fill, {"q": q})[1](0) == 256
 
 
 def test_scratch() -> None:

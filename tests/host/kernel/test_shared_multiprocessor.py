@@ -11,21 +11,22 @@ import pytest
 import rawattn
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig, smem_bytes
+from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig, is_short, smem_bytes
 from rawattn.runtime.select import select
 from rawattn.testing import expect
 from rawattn.variant.element import BF16
-from rawattn.variant.mask import And, Causal, Window
+from rawattn.variant.mask import And, Causal, Full, Window
 from rawattn.variant.score import Softcap
 from tests.decode import Decode
 from tests.emulator.gpu import stand_in
 from tests.operations import forward, replace
-from tests.options import Dilated
+from tests.options import Alibi, Dilated
 
 PACKED = {"varlen": True, "total_q": 32768, "total_kv": 32768, "mask": And(Causal(), Window(100)), "score": Softcap(30.0)}
 H200, SHORT = TYPICAL["sm_90a"], forward(BF16, 256, 128, 128, 12, 12, 64, 64)
 THREE, TWO = AttnFwdConfig(64, 64, 3, 2, ctas_per_sm=3), AttnFwdConfig(64, 128, 3, 2, ctas_per_sm=2)
 WIDE = AttnFwdConfig(128, 48, 4, 2, ctas_per_sm=2)
+FOUR = forward(BF16, 128, 256, 256, 16, 16, 128, 128, mask=Causal())
 
 
 @pytest.mark.parametrize("form", [(THREE, True, False), (TWO, True, True), (WIDE, True, False), (WIDE, False, True)], ids=str)
@@ -54,6 +55,20 @@ def test_blocks(config: AttnFwdConfig, size: int) -> None:
     assert config.ctas_per_sm * (smem_bytes(config, op) + 1024) <= 228 << 10
 
 
+def test_four_tiles_are_short_under_a_mask() -> None:
+    """Of wide heads, where they have two of 128 rows; others than those keep what they had."""
+
+    def chosen(**changes: Any) -> tuple[int, int]:
+        config = select(replace(FOUR, **changes), H200).config
+        return config.tile_q, config.tile_kv
+
+    assert chosen() == (128, 64) and chosen(mask=Full()) == (128, 128)
+    assert chosen(q_len=384, kv_len=384) == chosen(q_len=192, kv_len=192) == (192, 64)
+    assert chosen(head_dim=64, head_dim_v=64) == (256, 64)
+    for options in ({"mask": Dilated(3)}, {"score": Alibi(0.5)}):
+        assert not is_short(replace(FOUR, **options)), "not measured"
+
+
 REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
     "0; it must be 1, or 2 or 3 where tile_q is 64": (AttnFwdConfig(64, 64, ctas_per_sm=0), SHORT),
     "3; it must be 1, or 2 or 3 where": (AttnFwdConfig(128, 32, ctas_per_sm=3), SHORT),
@@ -61,7 +76,7 @@ REFUSED: dict[str, tuple[AttnFwdConfig, Any]] = {
     "take 80 registers of a thread; above 72": (AttnFwdConfig(128, 64, ctas_per_sm=2), SHORT),
     "3 blocks need .* bytes of shared memory": (AttnFwdConfig(64, 64, 4, 2, ctas_per_sm=3), SHORT),
     "2; it must be 1 for functions and masks with holes": (TWO, replace(SHORT, mask=Dilated(3))),
-    "2 and unshifted False; they must be 1 and False over caches": (TWO, Decode(page=16, q_len=64).operation),
+    "2; it must be 1 over caches": (TWO, Decode(page=16, q_len=64).operation),
 }
 
 

@@ -42,6 +42,8 @@ TABLE = {
     **{(arch, "bf16", 64, "unaligned"): None for arch in AMPERE_ON},
     **{("sm_75", name, 64, arrays): "attn_fwd_simt" for name in ELEMENTS for arrays in ARRAYS},
     **{(arch, name, 64, arrays): "attn_fwd_simt" for arch in TYPICAL for name in ("fp32", "fp64") for arrays in ARRAYS},
+    **{(arch, "fp32", 64, arrays): "attn_fwd_mma"
+       for arch in ("sm_80", "sm_90a", "sm_100", "sm_103", "sm_110") for arrays in ("any", "expanded rows")},
     **{(arch, name, size, arrays): "attn_fwd_simt"
        for arch in TYPICAL for name in ("bf16", "fp32") for size in (1, 20, 300, 512) for arrays in ARRAYS},
 }  # fmt: skip
@@ -66,17 +68,12 @@ def test_table(arch: str) -> None:
 
 
 def test_a_fall_that_costs_speed_is_said() -> None:
-    for arch, changes in (("sm_90a", {"element": FP32}), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
+    dropped = {"element": FP32, "dropout": 0.1}
+    for arch, changes in (("sm_90a", dropped), ("sm_80", dropped), ("sm_89", {"head_dim": 300}), ("sm_80", {"head_dim_v": 20})):
         slow = chosen(replace(OP, **changes), TYPICAL[arch]).slow
         assert slow is not None and "attn_fwd_simt computes this, slowly" in slow and TYPICAL[arch].name in slow
-    fp32 = replace(OP, element=FP32)
-    assert "it takes bf16 and fp16, not fp32; kernel='attn_fwd_mma' may" in str(chosen(fp32, TYPICAL["sm_90a"]).slow)
-    for arch in AMPERE_ON:
-        said = "attn_fwd_simt computes this, slowly; kernel='attn_fwd_mma' may be faster, and was not timed"
-        assert chosen(fp32, TYPICAL[arch]).slow == said
-        assert "attn_fwd_mma, which is made for" in str(chosen(replace(fp32, dropout=0.1), TYPICAL[arch]).slow)
-        assert chosen(fp32, TYPICAL[arch], "attn_fwd_simt").slow is None
-    assert chosen(replace(OP, element=FP32), TYPICAL["sm_75"]).slow is None, "there is no better one"
+    for arch in ("sm_75", "sm_89", "sm_120"):
+        assert chosen(replace(OP, **dropped), TYPICAL[arch]).slow is None, "there is no better one"
     for arch in TYPICAL:
         assert chosen(OP, TYPICAL[arch]).slow is None
 
@@ -150,7 +147,8 @@ def test_constant_time() -> None:
         config = kernel.config_type()
         found, plain = kernel.options(op, config), kernel.options(replace(op, constant_time=False), config)
         assert (found["Softmax"].cuda_type, found["Score"].cuda_type) == ("ConstantTime", "ConstantTimeSoftcap")
-        assert (plain["Softmax"].cuda_type, plain["Score"].cuda_type) == ("SpeculativeMax", "Softcap")
+        wanted = ("Unshifted", "QuinticSoftcap") if kernel is ATTN_FWD else ("SpeculativeMax", "Softcap")
+        assert (plain["Softmax"].cuda_type, plain["Score"].cuda_type) == wanted
     with pytest.raises(UnsupportedError, match="constant_time is for GPUs"):
         select.select(op, this_cpu())
 

@@ -21,8 +21,7 @@ from tests.operations import forward
 
 DEVICE = TYPICAL["sm_90a"]
 TILE_Q = 128
-FIELDS = (Field("heads", "i32"), *rows.Varlen().fields, *scheduler.LptScheduler(split=True, runs=True).fields)
-RUN = 4
+FIELDS = (Field("heads", "i32"), *rows.Varlen().fields, *scheduler.LptScheduler(split=True).fields)
 TEXT = """\
 #include <memory>
 #include <vector>
@@ -32,7 +31,6 @@ struct Args { FIELDS };
 using Rows = Varlen;
 #include "variant/scheduler/dynamic_persistent.cuh"
 #include "variant/scheduler/split.cuh"
-#include "variant/scheduler/runs.cuh"
 #include "variant/scheduler/lpt.cuh"
 #include "variant/scheduler/lpt_varlen.cuh"
 #include "variant/scheduler/two_ended.cuh"
@@ -62,9 +60,6 @@ extern "C" i32 dense(const Args* args, i32 blocks, const i32* order, i32 turns, 
 }
 extern "C" i32 dense_split(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     return run<LptScheduler<Split<DynamicPersistent>>>(*args, blocks, order, turns, found, most);
-}
-extern "C" i32 dense_runs(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
-    return run<LptScheduler<Runs<DynamicPersistent>>>(*args, blocks, order, turns, found, most);
 }
 extern "C" i32 packed_split(const Args* args, i32 blocks, const i32* order, i32 turns, WorkTile* found, i32 most) {
     return run<LptVarlenScheduler<Split<DynamicPersistent>>>(*args, blocks, order, turns, found, most);
@@ -108,12 +103,7 @@ def drawn(
     over and over, or in a random one. ``wrong`` stands in the place of cu_seqlens that say these lengths."""
     ctypes.c_int.in_dll(cuda, "tile_q").value = TILE_Q
     counter, starts = np.zeros(4, np.int32), np.cumsum([0, *lengths], dtype=np.int32)
-    values = {
-        **ATTN_FWD.values(op, attn_fwd.AttnFwdConfig(TILE_Q), DEVICE),
-        "counter": counter.ctypes.data,
-        "splits": splits,
-        "run": RUN,
-    }
+    values = {**ATTN_FWD.values(op, attn_fwd.AttnFwdConfig(TILE_Q), DEVICE), "counter": counter.ctypes.data, "splits": splits}
     starts, said = starts if wrong is None else np.array(wrong, np.int32), np.zeros(1, np.uint32)
     values |= {"cu_seqlens_q": starts.ctypes.data, "cu_seqlens_kv": starts.ctypes.data, "violations": said.ctypes.data}
     layout = render.layout(FIELDS)
@@ -144,17 +134,7 @@ def check(cuda: ctypes.CDLL, op: Forward, lengths: Sequence[int], name: str | No
 @pytest.mark.parametrize("heads", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_equal_lengths(cuda: ctypes.CDLL, heads: int, kv_len: int) -> None:
     for batch, q_len in itertools.product((1, 7), (1, 128, 700)):
-        for name in (None, "dense_runs"):
-            check(cuda, forward(BF16, batch, q_len, kv_len, heads, 1, 128, 128), [q_len] * batch, name)
-
-
-def test_runs(cuda: ctypes.CDLL) -> None:
-    """Two blocks in turn: each takes the tiles of its own run before it draws another."""
-    op = forward(BF16, 1, 128 * RUN, 1 << 20, 3, 3, 128, 128)
-    found = drawn(cuda, op, [128 * RUN], 2, 3 * RUN + 1, 0, "dense_runs", order=(0, 1))
-    in_order = drawn(cuda, op, [128 * RUN], 1, 3 * RUN + 1, 0)
-    assert found[0 : 2 * RUN : 2] == in_order[:RUN] and found[1 : 2 * RUN : 2] == in_order[RUN : 2 * RUN]
-    assert found[2 * RUN :] == in_order[2 * RUN :]
+        check(cuda, forward(BF16, batch, q_len, kv_len, heads, 1, 128, 128), [q_len] * batch)
 
 
 LENGTHS = {
