@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 33015,
     "perf": 6240,
     "cuda_src": 14579,
-    "tests": 45375,
+    "tests": 45378,
 }
 FUNCTION_LINES = 60
 
