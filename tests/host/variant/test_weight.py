@@ -15,6 +15,7 @@ from rawattn.compile import compiler
 from rawattn.cpu.forward import CpuConfig
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError, UnsupportedError
+from rawattn.kernel.attn_bwd import SMALL_SPILL
 from rawattn.operation import AttentionKVCache, from_json
 from rawattn.operation.spec import Spec
 from rawattn.runtime.select import select
@@ -224,8 +225,9 @@ def test_operation() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
-def test_nothing_spills(head_dim: int) -> None:
-    """The Hopper kernels of a causal operation, in all configurations that its kind may get."""
+def test_little_spills(head_dim: int) -> None:
+    """The Hopper kernels of a causal operation, in all configurations that its kind may get: gradients alone spill some words
+    (perf/notes/attn_bwd.md)."""
     own, device = {"mask": Causal(), "dropout": 0.1}, TYPICAL["sm_90a"]
     dims = head_dim, head_dim
     for op in (forward(BF16, 4, 2048, 2048, 8, 8, *dims, **own), backward(dims, **own)):
@@ -234,7 +236,8 @@ def test_nothing_spills(head_dim: int) -> None:
         for config in (selection.config, *selection.compiled_with):
             (main,) = (x for x in selection.kernel.lower(op, config, device).launches if x.entry == selection.kernel.name)
             binary = compiler.compile(main.source)
-            assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+            most = 0 if selection.kernel.name == "attn_fwd" else 16 if head_dim == 128 else SMALL_SPILL
+            assert binary.spill_bytes <= most and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
 
 
 def test_caches_refuse() -> None:
