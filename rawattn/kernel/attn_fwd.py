@@ -37,7 +37,7 @@ _OVERLAP = {1: 9.0, 2: 1.3, 3: 1.62, 4: 1.85}  # of products and exponentials, b
 _STEP = 30.0  # what else a step of one takes from the others
 _STEP_OF_LIST = 40.0  # ... and where its tile was read from a list; guessed
 _ALONE, _ALONE_PER_KEY = 150.0, 3.7  # what a step takes one warpgroup besides its products, whatever the others do
-_IDLE = 0.5  # of the time of a block, were all its warpgroups without rows: less overlaps then
+_IDLE = 0.25  # of the time of a block, were all its warpgroups without rows: less overlaps then; guessed
 _WORK, _WORK_PER_COLUMN = 2660.0, 7.75  # first and last step of a query tile, and its store
 
 
@@ -107,15 +107,15 @@ def accumulators(config: AttnFwdConfig, op: Forward) -> int:
     return config.tile_kv // 2 + config.tile_kv // 4 + op.head_dim_v // 2 + score + weight
 
 
-def makespan(work: npt.NDArray[np.float64], count: int, workers: int) -> float:
-    """The time in which ``workers`` end ``count`` works, taken one by one, the last tiles of queries first, of which the very
-    last may have few rows; ``work`` samples their times."""
+def makespan(work: npt.NDArray[np.float64], count: int, workers: int, drawn: bool = False) -> float:
+    """The time in which ``workers`` end ``count`` works, taken one by one, the longest first, or as they are ``drawn``: the last
+    tiles of queries first, of which the very last may have few rows. ``work`` samples their times."""
     if count > 8 * workers:
         return float(work.mean()) * (count / workers + 0.5)
-    works = work[::-1][np.arange(count) * len(work) // count].tolist()
-    busy = works[:workers]  # the first of each
+    works = work[::-1][np.arange(count) * len(work) // count] if drawn else np.sort(np.resize(work, count))[::-1]
+    busy = works[:workers].tolist()  # the first of each
     heapq.heapify(busy)
-    for seconds in works[workers:]:
+    for seconds in works[workers:].tolist():
         heapq.heapreplace(busy, busy[0] + seconds)
     return max(busy, default=0.0)
 
@@ -350,7 +350,8 @@ class AttnFwd(ForwardKernel):
         strips = np.maximum(-(-end // config.tile_kv) - begin // config.tile_kv, 0)  # key tiles
         strips = -(-strips // splits)
         work = np.maximum(strips.sum(1) * strip, strips.max(1) * alone) + _WORK + _WORK_PER_COLUMN * op.head_dim_v
-        return makespan(work, tiles(op, config.tile_q, rows_each) * splits, device.sm_count) / _CLOCK + _LAUNCH
+        count = tiles(op, config.tile_q, rows_each) * splits
+        return makespan(work, count, device.sm_count, splits > 1) / _CLOCK + _LAUNCH  # fitted so for whole keys
 
     def options(self, op: Forward, config: AttnFwdConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
@@ -429,9 +430,9 @@ def _of_splits(config: AttnFwdConfig, op: Forward, device: Device, rows_each: in
     waves = tiles(op, config.tile_q, rows_each) / device.sm_count
 
     def seconds(n: int) -> float:
-        computed = ATTN_FWD.seconds(config, op, device, rows_each, n) * (1 + _IDLE * idle)
-        again = 1.0
-        if op.widest <= few_rows.WIDEST and few_rows.are_sparse(op):
+        is_fitted, again = op.widest <= few_rows.WIDEST and few_rows.are_sparse(op), 1.0
+        computed = ATTN_FWD.seconds(config, op, device, rows_each, n) * (1 + (few_rows.IDLE if is_fitted else _IDLE) * idle)
+        if is_fitted:
             computed *= few_rows.PAIR if config.consumers == 2 and op.widest > 80 else 1
             again = few_rows.readings(read, q_tiles, op.heads_per_kv // rows_each, waves * n if n > 1 else 1, device)
         return few_rows.overlap(computed, read * again) + few_rows.fold_seconds(op, n)

@@ -27,6 +27,7 @@ _READ = 4.4e12  # bytes a second, from memory
 _FOLD, _FOLD_OF_WIDE = (4e-6, 4e12), (3e-6, 5e12)
 _AGAIN, _SHARED = 0.5, 0.25  # of a reading what the next one takes; the power of the tiles that read the same keys at once
 PAIR = 0.9  # of the time that AttnFwd.seconds has for two warpgroups above head_dim 80, where there are few rows
+IDLE = 0.5  # of the time of a block, were all its warpgroups without rows
 SHARING = 1.04  # ... that tiles which heads share take from 128 queries on: 1.00 to 1.06 of it
 WIDEST = 128  # of head_dim and head_dim_v, up to which that was measured
 

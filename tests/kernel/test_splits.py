@@ -8,6 +8,7 @@ import pytest
 
 import rawattn
 from rawattn.driver import context
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel import tiling
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
@@ -49,6 +50,36 @@ def test_attn_fwd_against_the_reference(kind: str, config: AttnFwdConfig, q_len:
     """With heads that share tiles, and without."""
     sizes = {"batch": 2, "q_len": q_len, "kv_len": kv_len, "heads": 8, "kv_heads": 2, "head_dim": 64, "head_dim_v": 64}
     check(Case(**{**sizes, **KINDS[kind]}), kernel=ATTN_FWD, config=config)
+
+
+CHOSEN = [  # batch, queries, keys, heads, key heads, head_dim: rows of a tile that an H200 gets
+    ((1, 48, 16384, 32, 8, 128), 192),  # heads share tiles
+    ((1, 192, 4096, 16, 16, 64), 192),
+    ((1, 192, 4096, 24, 8, 128), 192),
+    ((1, 48, 8192, 6, 2, 64), 64),  # groups that divide no tile
+    ((1, 48, 8192, 6, 2, 128), 64),
+    ((64, 96, 96, 16, 16, 128), 128),
+    ((64, 100, 77, 16, 4, 96), 128),
+    ((32, 250, 250, 16, 16, 128), 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes, tile_q", CHOSEN, ids=str)
+@pytest.mark.parametrize("more", [{}, {"softcap": 30.0}, {"sinks": True}], ids=str)
+def test_attn_fwd_in_what_is_chosen(sizes: tuple[int, ...], tile_q: int, more: dict[str, Any]) -> None:
+    names = ("batch", "q_len", "kv_len", "heads", "kv_heads", "head_dim")
+    case = Case(**dict(zip(names, sizes, strict=True)), head_dim_v=sizes[-1], causal=True, **more)
+    config = select(case.op, TYPICAL["sm_90a"], "attn_fwd").config
+    assert config.tile_q == tile_q
+    check(case, kernel=ATTN_FWD, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"window": (200, 9)}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("config", [AttnFwdConfig(192, 128, 5, 2), AttnFwdConfig(256, 64, 8, 2, kv_splits=0)], ids=str)
+def test_attn_fwd_in_uneven_waves(config: AttnFwdConfig, more: dict[str, Any]) -> None:
+    check(Case(batch=2, q_len=700, kv_len=3000, heads=2, kv_heads=1, **more), kernel=ATTN_FWD, config=config)
 
 
 @pytest.mark.gpu
