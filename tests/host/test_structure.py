@@ -17,12 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 33005,
+    "rawattn": 32880,
     "perf": 6240,
-    "rawattn": 33005,
-    "perf": 6240,
-    "cuda_src": 14109,
-    "tests": 45428,
+    "cuda_src": 14040,
+    "tests": 45260,
 }
 FUNCTION_LINES = 60
 
