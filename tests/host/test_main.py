@@ -199,7 +199,7 @@ def test_choose_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--arch", "sm_90a", *SMALL, "--softcap", "30"]) == 0
     out = capsys.readouterr().out
-    assert "namespace cfg {" in out and "constexpr int head_dim = 64;" in out and "using Score = Softcap;" in out
+    assert "namespace cfg {" in out and "constexpr int head_dim = 64;" in out and "using Score = QuinticSoftcap;" in out
     assert "struct Args {" in out and "--gpu-architecture=sm_90a" in out
     assert re.search(r"^ +\d+ lines  attn_fwd\.cu$", out, re.MULTILINE) and "struct Softcap" not in out
     assert re.search(r"^compiled in [\d.]+ s by NVRTC [\d.]+; \d+ registers, \d+ bytes spilled$", out, re.MULTILINE)

@@ -569,10 +569,13 @@ def square(head_dim: int = 64, head_dim_v: int | None = None, **changes: Any) ->
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("device", TYPICAL.values(), ids=TYPICAL)
 def test_constant_time_on_gpus(dtype: str, device: Device) -> None:
-    """The same kernel in the same configuration, but for what time depends on."""
+    """The same kernel in the same configuration, but for what time depends on; in fp32 attn_fwd_simt."""
     plain = square(dtype=dtype)
     steady = replace(plain, constant_time=True)
     first, second = select.select(plain, device), select.select(steady, device)
+    if dtype == "fp32":
+        assert second.kernel.name == "attn_fwd_simt"
+        first = select.select(plain, device, "attn_fwd_simt")
     assert (first.kernel, first.config) == (second.kernel, second.config)
     found, usual = (kernel.options(op, config) for kernel, config, op in ((*second[:2], steady), (*first[:2], plain)))
     assert (found["Softmax"], usual["Softmax"]) in ((ConstantTime(), SpeculativeMax()), (Plain(), Plain()))

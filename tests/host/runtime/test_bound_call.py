@@ -675,7 +675,7 @@ def test_a_slow_kernel_is_told_of_where_it_is_called() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             forget()
-            run(**{name: x.float() for name, x in tensors().items()})
+            run(**{name: x.float() for name, x in tensors().items()}, softcap=5.0)
         assert [(each.category, each.filename) for each in caught] == [(SlowKernelWarning, __file__)]
 
 
