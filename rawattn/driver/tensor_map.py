@@ -9,6 +9,8 @@ from typing import Any
 
 from .context import check, library
 
+L2_BYTES = 128  # by which L2 fetches from memory; in 256 short forwards take 3 to 8 % longer (perf/notes/attn_fwd.md)
+
 
 @functools.lru_cache(maxsize=256)
 def _make_constants(dtype: str, box: tuple[int, ...], l2_bytes: int) -> tuple[Any, tuple[Any, ...]]:
@@ -35,7 +37,7 @@ def _encoded_at(encoded: Callable[[int], bytes], pointer: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def tensor_maps(
-    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], l2_bytes: int = 128
+    dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], l2_bytes: int = L2_BYTES
 ) -> Callable[[int], bytes]:
     """A function that gives the 128 bytes which describe a tensor at an address to TMA: sizes (elements, fastest first),
     strides (bytes, of all dimensions but the first) and the box that one copy brings, swizzled over its columns: 64, 32 or 16

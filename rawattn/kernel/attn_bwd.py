@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from ..compile.compiler import Source
@@ -32,6 +33,7 @@ SMEM = 232448  # bytes of a block
 WIDEST_HEAD, WIDEST_PAIR = 192, 320  # of q or v alone, and of both, where dP has the registers of S
 LONGEST = 32768  # rows of a tuning shape
 FINAL_KEYS = (2176, 1088)  # of a query on average, up to which the last contributor finishes dq; head sizes above 64, up to 64
+LARGE_WORK = 1.37  # time of a key tile of 192 over one of 128, at head_dim 64
 SMALL_SPILL = 96  # bytes of a thread, stored and loaded: what was measured
 STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for it
     "ordered": (gradients.DqOrdered(), gradients.ClearTurns()),
@@ -303,13 +305,12 @@ class AttnBwd(BackwardKernel):
         return reasons + backward.reasons(op, 64, 128, places=2) + tiling.reasons(self.layout_reason(op.layout))
 
     def prefers(self, op: Backward, device: Device) -> bool:
-        """Not heads above 128 columns which nobody has timed here, with a q of up to 64, or one place of Q in shared memory; nor
-        where what loads spills much, as for sequences that use a part of their rows, and packed ones under other masks than a
-        causal one."""
+        """Not heads above 128 columns which nobody has timed here, with one place of Q in shared memory; nor where what loads
+        spills much, as for sequences that use a part of their rows, and packed ones under other masks than a causal one."""
         forward = op.forward
         if forward.widest <= WIDEST:
             return True
-        is_timed = forward.head_dim > WIDEST // 2 and wide_config_of(forward).q_stages > 1
+        is_timed = wide_config_of(forward).q_stages > 1
         masks = (Full, Causal) if forward.varlen else (Full, Causal, Window, And)
         return is_timed and isinstance(forward.mask, masks) and not any(forward.lens)
 
@@ -411,9 +412,12 @@ class AttnBwd(BackwardKernel):
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
-        work, and 128 else (perf/notes/attn_bwd.md)."""
-        few = backward.kv_tiles(op, 128) <= device.sm_count
-        return 1.0 if config.consumers == (2 if few else 3) or not small_configs_of(op) else 1.02
+        work, and 128 else; without a mask those that end later, whose blocks are in whole waves (perf/notes/attn_bwd.md)."""
+        waves = [backward.kv_tiles(op, tile_kv) / device.sm_count for tile_kv in (128, 192)]
+        is_small = waves[0] <= 1
+        if isinstance(op.mask, Full):
+            is_small = math.ceil(waves[0]) < LARGE_WORK * math.ceil(waves[1])
+        return 1.0 if config.consumers == (2 if is_small else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
         """Those of all works that lengths may ask for."""

@@ -159,8 +159,8 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
     """The configuration in which packed sequences without a mask are side by side; where they are alike or one has most of all
-    pairs they go round if a block has few works, and else come one after the other. So do works of several query heads, and those
-    of wide heads, of which nothing was timed (perf/notes/attn_bwd.md)."""
+    pairs, and heads have more than 64 columns, they go round if a block has few works, and else come one after the other. So do
+    works of several query heads, and those of wide heads, of which nothing was timed (perf/notes/attn_bwd.md)."""
     forward, (after, beside) = op.forward, (dataclasses.replace(config, bundle=n) for n in (0, BUNDLE))
     is_served = not is_asked and forward.heads_per_kv <= config.parts and forward.widest <= COLUMNS_OF_PARTS[-1]
     if not is_served or _refuse_together(beside, forward) is not None:
@@ -168,7 +168,7 @@ def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: in
     others = (forward.total_q - forward.q_len) / max(1, forward.batch - 1)
     is_long = others >= 0.9 * forward.q_len or forward.q_len**2 >= 4 * (forward.batch - 1) * others**2
     is_known = forward.batch == 1 or forward.q_len < forward.total_q
-    if not (is_long and is_known and forward.kv_len >= 8 * config.tile_kv):
+    if not (is_long and is_known and forward.kv_len >= 8 * config.tile_kv and forward.widest in COLUMNS_OF_PARTS):
         return beside
     rotated = dataclasses.replace(after, walk="rotated")
     has_few = forward.total_kv * forward.kv_heads * config.parts <= MOST_WAVES * config.tile_kv * blocks

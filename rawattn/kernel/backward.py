@@ -125,12 +125,11 @@ def rendered(
 
 
 def loads(op: Forward, tile_q: int, tile_kv: int) -> Fields:
-    """The fields of what TMA loads, in tiles of these rows, and asks L2 for in 256 bytes, as nobody has timed 128 here. A map of
-    dense sequences knows one end for all of them."""
+    """The fields of what TMA loads, in tiles of these rows. A map of dense sequences knows one end for all of them."""
     boxes = {"q": tile_q, "k": tile_kv, "v": tile_kv, "do": tile_q}
     is_cut = any(op.lens) and not op.varlen
     ctype, fill = ("TmaPageRows", PageRows) if is_cut else ("TmaTensor", TensorMap)
-    return tuple(Field("d_o" if name == "do" else name, ctype, fill(name, rows, l2_bytes=256)) for name, rows in boxes.items())
+    return tuple(Field("d_o" if name == "do" else name, ctype, fill(name, rows)) for name, rows in boxes.items())
 
 
 # ---- values and launches

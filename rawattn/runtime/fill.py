@@ -42,7 +42,7 @@ def tensor_map_of(fill: Any, operands: Mapping[str, Array]) -> tuple[str, Callab
         rows = tma.SWIZZLE_ROWS if isinstance(fill, field.PageBoxes) else 1
         flat = other._replace(shape=(1, rows, 1, other.shape[-1]), strides=(0, other.shape[-1], 0, 1))
         array = flat if isinstance(fill, (field.PageRows, field.PageBoxes)) else other
-    size, l2_bytes = KV_ELEMENTS[array.dtype].itemsize, getattr(fill, "l2_bytes", 128)
+    size, l2_bytes = KV_ELEMENTS[array.dtype].itemsize, tensor_map.L2_BYTES
     shape: Any
     if isinstance(fill, field.TensorMap):
         lies = array.shape, array.strides

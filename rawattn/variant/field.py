@@ -59,13 +59,12 @@ class View:
 class TensorMap:
     """A TmaTensor of an operand, whose box has ``box_rows`` rows of 64 columns. ``axes`` are those of an array that a score
     captured, or of its gradient: its rows are of queries, its columns of keys. ``rows_of`` is the operand with as many rows as
-    there are queries, where no others may be read. ``l2_bytes`` are fetched at once from memory to L2, of 64, 128 and 256."""
+    there are queries, where no others may be read."""
 
     operand: str
     box_rows: int
     axes: PairAxes | None = None
     rows_of: str = ""
-    l2_bytes: int = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,11 +92,10 @@ class PagePool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageRows:
-    """A TmaPageRows of a pool of pages, whose boxes have ``box_rows`` rows of 64 columns. ``l2_bytes``: as of a TensorMap."""
+    """A TmaPageRows of a pool of pages, whose boxes have ``box_rows`` rows of 64 columns."""
 
     operand: str
     box_rows: int
-    l2_bytes: int = 128
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

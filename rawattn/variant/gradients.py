@@ -288,7 +288,7 @@ class DsStored(DsKept):
 
     @property
     def fields(self) -> Fields:
-        return (Field("ds", "TmaTensorOnce", TensorMap(f"d{self.operand}", self.box_rows, self.axes, l2_bytes=256)),)
+        return (Field("ds", "TmaTensorOnce", TensorMap(f"d{self.operand}", self.box_rows, self.axes)),)
 
 
 class DsStoredFilled(DsStored):
@@ -325,7 +325,7 @@ class TmaElements(Option):
     @property
     def fields(self) -> Fields:
         ctype = "TmaTensorOnce" if self.once else "TmaTensor"
-        return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q", 256)),)
+        return (Field("elements", ctype, TensorMap(self.operand, self.box_rows, self.axes, "q")),)
 
 
 # ---- DqRows, DkvRows, Blocks, Unused: numbers of 16 and of 32 bits, and rows that are in no tile

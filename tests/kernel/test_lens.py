@@ -25,6 +25,7 @@ CASES = [
     Case(batch=4, q_len=3, kv_len=700, heads=8, kv_heads=2, causal=True),  # heads of a key head share tiles elsewhere
     Case(batch=4, q_len=64, kv_len=3000, heads=1, kv_heads=1, head_dim=128, head_dim_v=128),  # keys are split elsewhere
     Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2, causal=True, softcap=5.0),
+    Case(batch=4, q_len=200, kv_len=333, heads=4, kv_heads=2, softcap=50.0),  # weights have no reference
     Case(lengths=((70, 200), (1, 5), (129, 129), (64, 40)), heads=2, kv_heads=2, causal=True),
 ]
 WHICH = [("q_lens", "kv_lens"), ("kv_lens",), ("q_lens",)]
