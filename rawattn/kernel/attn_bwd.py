@@ -412,11 +412,12 @@ class AttnBwd(BackwardKernel):
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
-        work, and 128 else; without a mask those that end later, whose blocks are in whole waves (perf/notes/attn_bwd.md)."""
-        waves = [backward.kv_tiles(op, tile_kv) / device.sm_count for tile_kv in (128, 192)]
-        is_small = waves[0] <= 1
+        work, and 128 else; of works that are alike, or half as long on average, those that end first (perf/notes/attn_bwd.md)."""
+        small, large = (backward.kv_tiles(op, tile_kv) / device.sm_count for tile_kv in (128, 192))
         if isinstance(op.mask, Full):
-            is_small = math.ceil(waves[0]) < LARGE_WORK * math.ceil(waves[1])
+            is_small = math.ceil(small) < LARGE_WORK * math.ceil(large)
+        else:
+            is_small = max(1, small / 2) < LARGE_WORK * max(1, large / 2) if isinstance(op.mask, Causal) else small <= 1
         return 1.0 if config.consumers == (2 if is_small else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:

@@ -323,6 +323,23 @@ def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> Non
         select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"query_parts": 2, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "mask", "consumers"),
+    [
+        (16384, 2, Full(), 2),  # 889 us in tiles of 192 keys, 640 of 128
+        (16384, 4, Full(), 2),  # 1383, 1255
+        (5000, 4, Full(), 3),
+        (16384, 32, Full(), 3),
+        (16384, 2, Causal(), 2),
+        (16384, 4, Causal(), 3),
+    ],
+    ids=str,
+)
+def test_keys_of_a_tile_where_heads_are_few(length: int, heads: int, mask: Any, consumers: int) -> None:
+    """Works that end first, in whole waves of blocks without a mask."""
+    assert select(backward(1, length, (heads, heads), mask, 64), H200).config.consumers == consumers
+
+
 def test_no_turns_no_steps_together() -> None:
     op = backward(1, 4096, (32, 8), Causal(), deterministic=False)
     assert (chosen(op, "attn_bwd"), chosen(op, "attn_bwd_mma")) == ("1t", "1")  # the first adds in turns all the same
