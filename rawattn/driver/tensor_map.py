@@ -9,7 +9,7 @@ from typing import Any
 
 from .context import check, library
 
-L2_BYTES = 128  # by which L2 fetches from memory; in 256 short forwards take 3 to 8 % longer (perf/notes/attn_fwd.md)
+L2_BYTES = 128  # by which L2 fetches from memory; in 256 short forwards take up to 8 % longer (perf/notes/attn_fwd.md)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 32880,
     "perf": 6240,
     "cuda_src": 14040,
-    "tests": 45260,
+    "tests": 45320,
 }
 FUNCTION_LINES = 60
 

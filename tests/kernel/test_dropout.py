@@ -72,6 +72,10 @@ def test_backward(shape: str, head_dim: int, kernel: Any) -> None:
     case = case_of(shape, head_dim)
     if not kernels((kernel,), Backward(case.op, True)):
         pytest.skip(f"{kernel} does not compute this here")
+    check_backward(case, kernel)
+
+
+def check_backward(case: Case, kernel: Any) -> None:
     inputs, (do, dlse) = case.inputs("torch", "cuda"), case.output_gradients("torch", "cuda")
     o, lse = attend(case, *inputs)
     options = {**case.options, "sinks": case.sink_logits("torch", "cuda") if case.sinks else None}
@@ -79,6 +83,14 @@ def test_backward(shape: str, head_dim: int, kernel: Any) -> None:
     with poisoned_memory():
         found = rawattn.attention_backward(do, *inputs[:3], o, lse, dlse=dlse, **starts, **options, kernel=kernel.name)
     expect_backward(do, *inputs, dlse=dlse, **case.options).check(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward_in_fp16(shape: str, head_dim: int) -> None:
+    """Weights below 2^-25 are 0 once they are packed, which is when they are dropped."""
+    check_backward(case_of(shape, head_dim, "fp16"), ATTN_BWD)
 
 
 @pytest.mark.parametrize("shape", ["causal", "packed", "offsets", "few queries", "packed heads"])

@@ -184,6 +184,14 @@ def test_against_the_reference(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", BY_TMA)
+def test_few_rows_by_tma_against_the_reference(name: str) -> None:
+    """By mma.sync, in numbers of rows that another kernel takes by default for one or two key heads, too."""
+    check(BY_TMA[name], attend(BY_TMA[name], kernel="attn_decode"))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*BY_TMA, *TENS])
 def test_tens_of_rows_against_the_reference(name: str) -> None:
     """By wgmma, few rows too."""

@@ -9,7 +9,7 @@ import pytest
 import rawattn
 from rawattn.driver import context
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import tiling
+from rawattn.kernel import few_rows, tiling
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.runtime.select import select
@@ -58,6 +58,8 @@ CHOSEN = [  # batch, queries, keys, heads, key heads, head_dim: rows of a tile t
     ((1, 192, 4096, 24, 8, 128), 192),
     ((1, 48, 8192, 6, 2, 64), 64),  # groups that divide no tile
     ((1, 48, 8192, 6, 2, 128), 64),
+    ((1, 16, 8192, 28, 4, 64), 64),
+    ((1, 24, 8192, 40, 8, 128), 64),
     ((64, 96, 96, 16, 16, 128), 128),
     ((64, 100, 77, 16, 4, 96), 128),
     ((32, 250, 250, 16, 16, 128), 128),
@@ -80,6 +82,17 @@ def test_attn_fwd_in_what_is_chosen(sizes: tuple[int, ...], tile_q: int, more: d
 @pytest.mark.parametrize("config", [AttnFwdConfig(192, 128, 5, 2), AttnFwdConfig(256, 64, 8, 2, kv_splits=0)], ids=str)
 def test_attn_fwd_in_uneven_waves(config: AttnFwdConfig, more: dict[str, Any]) -> None:
     check(Case(batch=2, q_len=700, kv_len=3000, heads=2, kv_heads=1, **more), kernel=ATTN_FWD, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("q_len, kv_len, heads", [(600, 8200, 32), (1000, 8200, 20)])
+def test_attn_fwd_in_uneven_waves_as_chosen(q_len: int, kv_len: int, heads: int, head_dim: int, causal: bool) -> None:
+    """Whole tiles of 192 rows, or splits, whichever ends first."""
+    case = Case("bf16", 1, q_len, kv_len, heads, heads, head_dim, head_dim, causal=causal)
+    assert few_rows.are_uneven(case.op)
+    check(case, kernel=ATTN_FWD, config=select(case.op, TYPICAL["sm_90a"], "attn_fwd").config)
 
 
 @pytest.mark.gpu

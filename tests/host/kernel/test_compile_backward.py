@@ -183,6 +183,8 @@ def test_dq_a_step_later() -> None:
 
 WIDE: list[tuple[tuple[int, int], dict[str, Any], int]] = [  # bytes that may be spilled
     ((160, 160), {}, 24),
+    ((64, 192), {}, 24),
+    ((64, 192), {"varlen": True, "mask": Causal()}, 96),
     ((144, 176), {"mask": Causal()}, 60),
     ((192, 128), {"mask": Window(64, 64)}, 80),
     ((152, 152), {"mask": And(Causal(), Window(100))}, 96),
@@ -213,7 +215,6 @@ def test_wide_heads_in_one_kernel(size: tuple[int, int], kinds: dict[str, Any], 
     [
         ((192, 192), {}),
         ((168, 136), {}),  # one place of Q
-        ((64, 192), {}),
         ((160, 160), {"dropout": 0.1}),
         ((160, 160), {"score": Softcap(2.0)}),
         ((160, 160), {"mask": option("documents_causal")}),

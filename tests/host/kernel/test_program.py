@@ -88,7 +88,7 @@ def test_addresses_in_a_field() -> None:
 
 def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an empty pool nothing is read: its map is another array's, and no page lies in it. L2 is asked for 128 bytes at a time,
-    for 64 of pages whose keys are read once, and for 256 by gradients."""
+    and for 64 of pages whose keys are read once."""
     monkeypatch.setattr("rawattn.driver.tensor_map.tensor_maps", lambda *args: lambda pointer: args[-1])
     q = Array("numpy", CPU, "bf16", (1, 9, 4, 64), (2304, 256, 64, 1), 64, None)
     pool = Array("numpy", CPU, "bf16", (7, 16, 2, 64), (4096, 128, 64, 1), 128, None)
@@ -105,7 +105,7 @@ def test_what_follows_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
         found, made, more = tensor_map_of(fill, {"q": q, "k": k})
         assert made(0) == (64 if isinstance(fill, PagePool) else 128)
         assert (found, struct.unpack(f"<{len(more) // 4}i", more)) == (name, rest)
-    assert tensor_map_of(loads(OP, 64, 64)[0].fill, {"q": q})[1](0) == 256
+    assert tensor_map_of(loads(OP, 64, 64)[0].fill, {"q": q})[1](0) == 128
 
 
 def test_scratch() -> None:
