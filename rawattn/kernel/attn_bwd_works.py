@@ -69,6 +69,7 @@ def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
         or config.parts > 1
         or config.dq_sums > 1
         or config.walk not in ("", "rotated")
+        or config.heads_together
         or op.forward.spec.dropout
     )
     most = min(-(-op.forward.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op.forward, config.tile_kv)))
@@ -148,7 +149,7 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
         added = SUM + parts * heads * forward.kv_len * columns * PART_NUMBER if parts > 1 else 0
         return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP * at_once / tiles) + added
 
-    expected = {parts: expect_rounds(parts) for parts in range(1, MOST_QUERY_PARTS + 1)}
+    expected = {parts: expect_rounds(parts) for parts in range(1, min(MOST_QUERY_PARTS, _part_tiles(forward, config, 1)) + 1)}
     if not isinstance(forward.mask, Full):  # works of one part are shared out as blocks end, the longest first
         expected = {parts: CAUSAL_PARTS * us for parts, us in expected.items()}
         longest, steps = _part_tiles(forward, config, 1), heads * forward.pairs / (config.tile_q * config.tile_kv)

@@ -304,6 +304,7 @@ def test_query_parts(length: int, heads: int, mask: Any, times: str) -> None:
     (backward(1, 2048, (1, 1), Window(300, 300)), {}),
     (backward(1, 2048, (1, 1), Causal()), {"walk": "by_heads"}),
     (backward(1, 2048, (1, 1), Causal()), {"query_parts": 1}),
+    (backward(1, 2048, (1, 1), Full()), {"heads_together": 1}),
     (backward(1, 0, (1, 1), Full(), kv_len=2048), {}),
 ], ids=str)  # fmt: skip
 def test_query_tiles_that_stay_together(op: Backward, changes: dict[str, Any]) -> None:
@@ -315,7 +316,11 @@ def test_query_tiles_that_stay_together(op: Backward, changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "changes, mask", [({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({}, Window(9, 0)), ({"query_parts": 6}, Full())],
+    "changes, mask",
+    [
+        ({"walk": "by_heads"}, Full()), ({"parts": 2}, Full()), ({"heads_together": 1}, Full()), ({}, Window(9, 0)),
+        ({"query_parts": 6}, Full()),
+    ],
     ids=str,
 )  # fmt: skip
 def test_query_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
