@@ -72,9 +72,7 @@ class AttnBwdConfig:
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
     heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
-    bundle: int = (
-        -1
-    )  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest, or in rounds
+    bundle: int = -1  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest
     query_parts: int = 0  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none

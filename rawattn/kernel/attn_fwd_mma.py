@@ -149,9 +149,8 @@ class AttnFwdMma(ForwardKernel):
     def supports(self, op: Forward, device: Device) -> list[str]:
         widest = 128 if op.element == FP32 else 256
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op, widest, (BF16, FP16, FP32))
-        if op.element == FP32 and (
-            op.spec.dropout or op.constant_time or isinstance(op.score, Softcap)
-        ):  # whose polynomial errs by 1e-6
+        has_polynomial = isinstance(op.score, Softcap)  # which errs by 1e-6
+        if op.element == FP32 and (op.spec.dropout or op.constant_time or has_polynomial):
             reasons.append("it takes fp32 without dropout, softcap and constant_time")
         reasons += tiling.too_many_tiles(op, 32) + tiling.function_reasons(op)
         return reasons + tiling.reasons(self.layout_reason(op.layout))

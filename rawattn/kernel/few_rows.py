@@ -145,8 +145,9 @@ def read_seconds(op: Any, kv_len: int) -> float:
 
 
 def readings(read: float, q_tiles: int, heads: int, waves: float, device: Device) -> float:
-    """How often as long as ``read`` it takes to read keys for works of so many ``waves``. What does not fit L2 is read again
-    for the tiles that come later, and by tiles that read it at once, those of ``heads`` that share a key head, not quite once."""
+    """Returns how often as long as ``read`` it takes to read keys for works of so many ``waves``. What does not fit L2 is read
+    again for the tiles that come later, and by tiles that read it at once, those of ``heads`` that share a key head, not quite
+    once."""
     if read * _READ <= device.l2_bytes:
         return 1.0
     return float((1 + _AGAIN * (min(max(1.0, waves), q_tiles) - 1)) * (q_tiles * heads) ** _SHARED)

@@ -224,8 +224,8 @@ def test_wide_heads_in_one_kernel(size: tuple[int, int], kinds: dict[str, Any], 
     ids=str,
 )
 def test_wide_heads_in_a_pair_of_kernels(size: tuple[int, int], kinds: dict[str, Any]) -> None:
-    """What the one kernel cannot compute, what loads spills much for, and what nobody has timed. What it can is there where it is
-    asked for."""
+    """The pair computes what the one kernel cannot, what it spills much for, and what nobody has timed. Where the one is asked
+    for, it computes what it can."""
     op = backward(size, **kinds)
     assert select(op, TYPICAL["sm_90a"]).kernel is ATTN_BWD_PAIR
     if not ATTN_BWD.supports(op, TYPICAL["sm_90a"]):

@@ -74,7 +74,7 @@ def test_nothing_spills(arch: str, size: int) -> None:
 
 
 def test_when_it_runs() -> None:
-    """Where tensor cores are faster than FFMA is, unless only attn_fwd_simt computes a call; that is said."""
+    """It runs where tensor cores are faster than FFMA. Where only attn_fwd_simt computes a call, a warning says so."""
     for arch, device in TYPICAL.items():
         found = select(SQUARE, device)
         has_fast_products = arch in ("sm_80", "sm_90a", "sm_100", "sm_103", "sm_110")

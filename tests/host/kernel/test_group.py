@@ -222,7 +222,7 @@ MEASURED_PACKS = [
 
 @pytest.mark.parametrize("heads, name, after, bundles, rounds", MEASURED_PACKS)
 def test_where_packed_sequences_are_taken(heads: int, name: str, after: float, bundles: float, rounds: float) -> None:
-    """What is chosen is within 2 % of the fastest, and its kernel is among those that are compiled beforehand."""
+    """The choice is within 2 % of the fastest, and its kernel is among those that are compiled beforehand."""
     op = backward(heads=(heads, heads), mask=Full(), varlen=True, **PACKS[name])
     config = select(op, H200, "attn_bwd").config
     found = ATTN_BWD.resolved(op, config, H200)

@@ -58,7 +58,7 @@ LARGE = {  # cap, shifts of the first keys and of the others, factor of the firs
 
 @pytest.mark.parametrize("kind", LARGE)
 def test_large_values(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keys below the reach lose is a part of the largest value, however light they are; sums stay finite."""
+    """Keys below the reach lose a part of the largest value at most, however light they are, and sums stay finite."""
     torch, (cap, shift, others, factor, error) = pytest.importorskip("torch"), LARGE[kind]
     stand_in(monkeypatch, tmp_path, sm_count=1)
     rng = np.random.default_rng(0)
