@@ -25,6 +25,8 @@ FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 512  # of a split: a state of 64 rows is an eighth of these at head_dim 128
 MOST_SPLITS = 32
 MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
+FOLDS: dict[str, Option] = {"chain": scheduler.ChainFold(), "tree": scheduler.TreeFold()}  # in which order splits are folded
+TREE_LEVELS = 5  # of up to MOST_SPLITS
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 
@@ -36,6 +38,8 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
+    fold: str = "chain"  # of FOLDS
+    kept_levels: int = 1  # of a tree, whose states lie in shared memory
 
     @property
     def consumers(self) -> int:
@@ -52,7 +56,8 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
     """Shared memory of a block, at most."""
     rows = config.stages * config.tile_kv
     tiles = 128 * (config.q_stages * config.tile_q * panels(op.head_dim) + rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    return tiles + 4 * config.tile_q * op.head_dim_v + 16 * (config.q_stages + 2 * config.stages) + 1024  # ... and totals
+    sums = config.kept_levels * config.tile_q * (4 * op.head_dim_v + 8 * (config.fold == "tree"))  # with maxima and sums by quads
+    return tiles + sums + 16 * (config.q_stages + 2 * config.stages) + 1024
 
 
 def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
@@ -85,8 +90,9 @@ def state_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
 
 
 def partials_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig, grid: int) -> int:
-    """Bytes of the states at all borders between blocks."""
-    return max(1, grid - 1) * slots(op) * state_bytes(op, config)
+    """Bytes of the states at all borders between blocks, and of those that blocks of a tree keep there for themselves."""
+    kept = grid * (TREE_LEVELS - config.kept_levels) if config.fold == "tree" else 0
+    return (max(1, grid - 1) * slots(op) + kept) * state_bytes(op, config)
 
 
 SHARED = (  # with the launch that folds
@@ -139,6 +145,9 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
+        if config.fold not in FOLDS or not 1 <= config.kept_levels <= (TREE_LEVELS if config.fold == "tree" else 1):
+            kept = f"kept_levels {config.kept_levels}"
+            return f"fold is {config.fold!r} and {kept}; they must be of {[*FOLDS]}, and 1, or up to {TREE_LEVELS} of a tree"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -171,6 +180,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
+            "SplitFold": FOLDS[config.fold],
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
@@ -187,7 +197,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def constants(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, int]:
         """The compile-time numbers."""
         producer, consumer = registers(config)
-        constants = {**dataclasses.asdict(config), "consumers": config.consumers, "m_tiles_per_warp": 1}
+        numbers = {name: value for name, value in dataclasses.asdict(config).items() if name != "fold"}
+        constants = {**numbers, "consumers": config.consumers, "m_tiles_per_warp": 1}
         constants |= {"producer_registers": producer, "consumer_registers": consumer, "head_dim": op.head_dim}
         return constants | {"head_dim_v": op.head_dim_v, "most_blocks": MOST_BLOCKS}
 

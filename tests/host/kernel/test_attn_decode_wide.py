@@ -34,6 +34,7 @@ from tests.host.kernel import test_attn_fwd_kvcache as many
 HOPPER = TYPICAL["sm_90a"]
 AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # words on either side of the states of splits, all a NaN of their own
 ONE, TWO = AttnDecodeWideConfig(64, 64, 3, 2), AttnDecodeWideConfig(128, 64, 2, 1)
+TREES = tuple(dataclasses.replace(config, fold="tree", kept_levels=n) for config, n in ((ONE, 1), (TWO, 1), (ONE, 2)))
 LENGTHS = ((8, 2500), (8, 0), (8, 65), (8, 1), (8, 1100))
 SAME = Cached(LENGTHS, page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=32, head_dim_v=32, whole=True, ragged=False)
 RAGGED = dataclasses.replace(SAME, ragged=True, lengths=((31, 2300), (0, 7), (3, 2200), (17, 40), (1, 0), (5, 3)))
@@ -60,7 +61,8 @@ class Runner:
             slots, strips, borders = numbers
             if not folds and slots > 1 and borders:
                 return  # the fold comes, too
-            words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
+            own = main.grid * (attn_decode_wide.TREE_LEVELS - config.kept_levels) if config.fold == "tree" else 0
+            words = (max(1, borders) * slots + own) * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
             def some(blocks: Any, which: Any = main, **pointers: int) -> None:
@@ -144,6 +146,31 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
     same(run(case, TWO, 3), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
+
+
+@pytest.mark.parametrize("window", [None, (2100, 0)], ids=["all", "window"])
+def test_bits_of_a_tree_follow_from_the_sequence(window: Any, run: Runner) -> None:
+    """Where works are cut, which levels lie in shared memory, and how many rows a work has makes no difference; a window leaves a
+    tree without its first splits."""
+    case = of(SAME, lengths=((8, 4500), (8, 7), (8, 2300)), page_size=64, window=window)
+    wanted = run.check(case, TREES[0], 1, split=128)
+    for grid in (2, 3, 5, 11, 40):
+        same(run.check(case, TREES[0], grid, split=128), wanted)
+    same(run(case, TREES[0], 7, order=lambda n: range(n)[::-1], split=128), wanted)
+    for config, grid in ((TREES[1], 1), (TREES[1], 6), (TREES[2], 2), (of(ONE, fold="tree", kept_levels=4), 3)):
+        same(run.check(case, config, grid, split=128), wanted)
+    alone = of(case, lengths=case.lengths[:1])
+    o, lse, _ = run(alone, TREES[0], 13, split=128)
+    assert o.equal(wanted[0][:1]) and lse.equal(wanted[1][:1])
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5, 7, 8, 12, 16, 31])
+def test_a_tree_leaves_few_states(splits: int, run: Runner) -> None:
+    """An aligned share is one node. Of the sums of few rows each is that of the definition, wherever a sequence ends."""
+    case = of(SAME, lengths=((2, 64 * splits - 5),), page_size=64, heads=2, kv_heads=1)
+    wanted = run.check(case, TREES[0], 1, split=64)
+    for grid in (2, 3, 4, 6):
+        same(run.check(case, TREES[grid % 3], grid, split=64), wanted)
 
 
 def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:

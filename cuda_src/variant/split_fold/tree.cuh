@@ -1,0 +1,174 @@
+#pragma once
+// Splits are folded as a binary tree: those numbered 2n and 2n + 1, then such pairs, and so on; who has no neighbour goes up alone. A
+// block leaves a state for each of the largest nodes all of whose splits it has, at the place of the node's first split: one for an
+// aligned share of any size, where a chain leaves one for each split.
+#include "ptx/cp_async.cuh"
+#include "variant/split_fold/states.cuh"
+
+constexpr int tree_levels = 5;  // 32 splits
+
+// Splits [first, last), which are a node of the tree, and above how many levels.
+struct Node {
+    i32 first, last, level;
+
+    // The node above, of a work with splits [begin, end).
+    __device__ Node parent(i32 begin, i32 end) const {
+        const i32 each = 2 << level, from = first & -each;
+        return {max(begin, from), min(end, from + each), level + 1};
+    }
+};
+
+struct TreeFold : StatesOfSplits {
+    // Nodes that await those on their right, by level: each thread's own columns, and maxima and sums by quad. Those of more levels are in
+    // global memory, where no other block looks.
+    struct Board {
+        float4 o[cfg::kept_levels][blocks][fold_threads], stats[cfg::kept_levels][fold_threads / 4];
+    };
+    Board& board;
+
+    template <class Run> __device__ static i32 owned(const Run& run) { return run.splits.begin; }
+    template <class Run> __device__ static i32 splits(const Run& run) { return run.splits.end; }
+
+    __device__ float4* behind(i32 level) const {
+        const i64 slot = i64(max(1, args.borders)) * args.slots + i64(blockIdx.x) * (tree_levels - cfg::kept_levels) + level - cfg::kept_levels;
+        return reinterpret_cast<float4*>(args.partials) + (slot * args.strips + strip) * (blocks * 32 + 8);
+    }
+    __device__ void push(i32 level, const MaxSum& found, const Columns& x) const {
+        if (level >= cfg::kept_levels) return put(behind(level), found, x);
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) board.o[level][i][thread()] = four(x, i);
+        if (thread() % 4 == 0) board.stats[level][thread() / 4] = found.max_sum();
+    }
+    // Folds the node that awaits this one with it.
+    template <u32 stride>
+    __device__ void fold(const float4* from, const float4& stats, MaxSum& found, Columns& x) const {
+        MaxSum before;
+        before.set(stats);
+        const Factors by = before.factors(found, scale_log2);
+        before.fold(found, by), found = before;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) {
+            float4 sum = from[i * stride];
+            ::fold(sum, four(x, i), by);
+            put_four(x, i, sum);
+        }
+    }
+    __device__ void pop(i32 level, MaxSum& found, Columns& x) const {
+        if (level >= cfg::kept_levels) {
+            const float4* const from = behind(level);
+            fold<32>(from + thread() % 32, from[blocks * 32 + thread() % 32 / 4], found, x);
+        } else fold<fold_threads>(&board.o[level][0][thread()], board.stats[level][thread() / 4], found, x);
+    }
+
+    template <class Run> __device__ void take(const Run& run, i32 split, bool has_rows, MaxSum& found, Columns& x) const {
+        if (!has_rows) return;
+        const i32 end = run.splits.end, has = run.split, has_end = run.split_end;
+        Node node{split, split + 1, 0};
+        __syncwarp();
+#pragma unroll 1
+        while (node.first > begin || node.last < end) {
+            const Node up = node.parent(begin, end);
+            if (up.first < has || up.last > has_end) return leave(node.first, found, x);
+            if (up.last > node.last) return push(node.level, found, x);
+            if (up.first < node.first) {
+                __syncwarp();  // others of the quad have left maxima and sums
+                pop(node.level, found, x);
+            }
+            node = up;
+        }
+    }
+    template <class Run> __device__ void end(const Run&, const MaxSum&, const Columns&) const {}
+
+    // How a warp of attn_decode_fold.cu folds some columns, blocks of the fragment from `block` on, of states that blocks have left.
+    static constexpr int states = 16;  // brought at once
+    template <int columns> struct Room {
+        struct { float4 o[columns][32], stats[8]; } state[states];
+        struct { float4 o[columns][32], stats[32]; } waiting[tree_levels];  // each lane's own
+    };
+    // At which splits of the work that is cut at a border shares begin: a bit for each.
+    __device__ static u32 cuts_of(const Args& args, const Left& left, i32 border) {
+        u32 cuts = 0;
+        const i32 work = left.end.work;
+#pragma unroll 1
+        for (bool all = true; all; border += 32) {
+            const i32 at = border + i32(threadIdx.x) % 32;
+            const Share share = args.left[min(at, args.borders)].end;
+            const bool inside = at <= args.borders && share.batch == left.batch && share.work == work && u32(share.split) < 32;
+            u32 own = inside ? 1u << share.split : 0;
+#pragma unroll
+            for (i32 d = 1; d < 32; d *= 2) own |= __shfl_xor_sync(0xffffffffu, own, d);
+            cuts |= own, all = __all_sync(0xffffffffu, inside);
+        }
+        return cuts;
+    }
+    // The largest node from a split on that is whole in a share.
+    __device__ static Node node_from(i32 split, i32 begin, i32 end, u32 cuts) {
+        Node node{split, split + 1, 0};
+#pragma unroll 1
+        while (node.level < tree_levels) {
+            const Node up = node.parent(begin, end);
+            const u32 inside = (up.last < 32 ? (1u << up.last) - 1 : 0xffffffffu) & ~((2u << split) - 1);
+            if (up.first < split || cuts & inside) break;
+            node = up;
+        }
+        return node;
+    }
+    template <int columns, class Meanwhile>
+    __device__ static void fold_states(const Args& args, Room<columns>& room, const Left& left, i32 border, i32 strip, i32 block, float scale_log2,
+                                       MaxSum& found, float (&sum)[4 * columns], Meanwhile meanwhile) {
+        const i32 lane = threadIdx.x % 32, begin = max(0, left.owned), end = max(begin + 1, min(left.splits, 32));
+        const u32 cuts = cuts_of(args, left, border);
+        i32 upto = begin;  // whose states have been asked for
+#pragma unroll 1
+        for (i32 at = begin; at < end;) {
+            __syncwarp();
+#pragma unroll 1
+            for (i32 i = 0; i < states && upto < end; ++i) {
+                const float4* const from = state_at(args, border, upto, strip);
+                if (lane % 4 == 0) ptx::cp_async(ptx::smem_address(&room.state[i].stats[lane / 4]), from + blocks * 32 + lane / 4);
+#pragma unroll
+                for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&room.state[i].o[c][lane]), from + (block + c) * 32 + lane);
+                upto = node_from(upto, begin, end, cuts).last;
+            }
+            ptx::cp_async_commit();
+            if (at == begin) meanwhile();
+            ptx::cp_async_wait<0>();
+            __syncwarp();
+#pragma unroll 1
+            for (i32 i = 0; at < upto; ++i) {
+                Node node = node_from(at, begin, end, cuts);
+                at = node.last;
+                found.set(room.state[i].stats[lane / 4]);
+#pragma unroll
+                for (int c = 0; c < columns; ++c) {
+                    const float4 x = room.state[i].o[c][lane];
+                    sum[4 * c] = x.x, sum[4 * c + 1] = x.y, sum[4 * c + 2] = x.z, sum[4 * c + 3] = x.w;
+                }
+#pragma unroll 1
+                while (node.level < tree_levels && (node.first > begin || node.last < end)) {
+                    auto& waiting = room.waiting[node.level];
+                    const Node up = node.parent(begin, end);
+                    if (up.last > node.last) {
+#pragma unroll
+                        for (int c = 0; c < columns; ++c) waiting.o[c][lane] = make_float4(sum[4 * c], sum[4 * c + 1], sum[4 * c + 2], sum[4 * c + 3]);
+                        waiting.stats[lane] = found.max_sum();
+                        break;
+                    }
+                    if (up.first < node.first) {
+                        MaxSum before;
+                        before.set(waiting.stats[lane]);
+                        const Factors by = before.factors(found, scale_log2);
+                        before.fold(found, by), found = before;
+#pragma unroll
+                        for (int c = 0; c < columns; ++c) {
+                            float4 x = waiting.o[c][lane];
+                            ::fold(x, make_float4(sum[4 * c], sum[4 * c + 1], sum[4 * c + 2], sum[4 * c + 3]), by);
+                            sum[4 * c] = x.x, sum[4 * c + 1] = x.y, sum[4 * c + 2] = x.z, sum[4 * c + 3] = x.w;
+                        }
+                    }
+                    node = up;
+                }
+            }
+        }
+    }
+};
