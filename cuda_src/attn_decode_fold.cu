@@ -51,12 +51,16 @@ __device__ void fold(const Args& args, SplitFold::Room<columns>& room, i32 borde
     const Left& left = args.left[border];
     if (strip * 16 >= left.rows) return;
     const WorkTile work{left.batch, left.head, left.q_begin, 0};
+    const i32 lane = threadIdx.x % 32;
+    const SplitFold::Pieces pieces(args, left, border);
     const Rows rows(args, work.batch);
     const float scale_log2 = Score(args, rows, work).scale_log2;
-    StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + i32(threadIdx.x) % 32 / 4, {}};
+    StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + lane / 4, {}};
     MaxSum found;
     float sum[4 * columns];
-    SplitFold::fold_states<columns>(args, room, left, border, strip, block, scale_log2, found, sum, [&] { store.find(); });
+#pragma unroll
+    for (float& x : sum) x = -0.f;  // to which -0 may be added
+    SplitFold::fold_states<columns>(args, room, pieces, border, strip, block, lane, scale_log2, found, sum, [&] { store.find(); });
     store_strip(store, args, rows, work, store.first, found, sum, scale_log2);
 }
 

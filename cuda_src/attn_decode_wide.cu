@@ -248,12 +248,23 @@ struct Consumer {
     }
 
     __device__ i32 strip() const { return index * 4 + lane / 32; }  // this warp's
+    __device__ void leave(float4* to, const MaxSum& found) const {
+        const u32 own = lane % 32;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) to[i * 32 + own] = four(o, i);
+        if (own % 4 == 0) to[blocks * 32 + own / 4] = found.max_sum();
+    }
+    __device__ void leave(i32 border, i32 place, const MaxSum& found) const {
+        leave(state_at(args, border, min(place, args.slots - 1), strip()), found);
+    }
+
     __device__ void attend(const Work& work, const i32& border) {
         const SplitRun& run = work.run;
+        const i32 begin = run.splits.begin;
         const bool has_rows = strip() * 16 < work.rows;
         const Own own(args, run, run.q_begin + strip() * 16 + lane % 32 / 4);
         MaxSum found;
-        SplitFold splits{{args, border, strip(), run.splits.begin, own.score.scale_log2}, smem.total};
+        SplitFold fold{smem.total};
         smem.q_full[q.stage].wait(q.parity);
         i32 split = uniform(run.split);
         const i32 split_end = uniform(run.split_end);
@@ -264,14 +275,14 @@ struct Consumer {
             attend_split(own, softmax, {uniform(tiles.begin), uniform(tiles.full_begin), uniform(tiles.full_end), uniform(tiles.end)});
 #pragma unroll
             for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
-            splits.take(run, split, has_rows, found, o);
+            fold.take(*this, run, begin, split, border, has_rows, found, own.score.scale_log2);
         } while (++split < split_end);
         __syncwarp();
         release(smem.q_empty[q.stage]);
         q.advance();
         if (!has_rows) return;
         if (run.is_whole()) store_strip(Store(args, own.rows, run), args, own.rows, run, own.row, found, o, own.score.scale_log2);
-        else splits.end(run, found, o);
+        else SplitFold::end(*this, run, begin, border, found);
     }
 };
 

@@ -3,7 +3,7 @@
 // block leaves a state for each of the largest nodes all of whose splits it has, at the place of the node's first split: one for an
 // aligned share of any size, where a chain leaves one for each split.
 #include "ptx/cp_async.cuh"
-#include "variant/split_fold/states.cuh"
+#include "tile/cut_work.cuh"
 
 constexpr int tree_levels = 5;  // 32 splits
 
@@ -18,30 +18,33 @@ struct Node {
     }
 };
 
-struct TreeFold : StatesOfSplits {
+struct TreeFold {
     // Nodes that await those on their right, by level: each thread's own columns, and maxima and sums by quad. Those of more levels are in
     // global memory, where no other block looks.
+    static constexpr u32 threads = 128 * cfg::consumers;
     struct Board {
-        float4 o[cfg::kept_levels][blocks][fold_threads], stats[cfg::kept_levels][fold_threads / 4];
+        float4 o[cfg::kept_levels][blocks][threads], stats[cfg::kept_levels][threads / 4];
     };
     Board& board;
 
     template <class Run> __device__ static i32 owned(const Run& run) { return run.splits.begin; }
     template <class Run> __device__ static i32 splits(const Run& run) { return run.splits.end; }
 
-    __device__ float4* behind(i32 level) const {
+    __device__ static u32 thread() { return threadIdx.x - 128; }
+    __device__ static float4* behind(const Args& args, i32 level, i32 strip) {
         const i64 slot = i64(max(1, args.borders)) * args.slots + i64(blockIdx.x) * (tree_levels - cfg::kept_levels) + level - cfg::kept_levels;
         return reinterpret_cast<float4*>(args.partials) + (slot * args.strips + strip) * (blocks * 32 + 8);
     }
-    __device__ void push(i32 level, const MaxSum& found, const Columns& x) const {
-        if (level >= cfg::kept_levels) return put(behind(level), found, x);
+    template <class Consumer>
+    __device__ void push(const Consumer& of, i32 level, const MaxSum& found) const {
+        if (level >= cfg::kept_levels) return of.leave(behind(of.args, level, of.strip()), found);
 #pragma unroll
-        for (int i = 0; i < blocks; ++i) board.o[level][i][thread()] = four(x, i);
+        for (int i = 0; i < blocks; ++i) board.o[level][i][thread()] = four(of.o, i);
         if (thread() % 4 == 0) board.stats[level][thread() / 4] = found.max_sum();
     }
     // Folds the node that awaits this one with it.
     template <u32 stride>
-    __device__ void fold(const float4* from, const float4& stats, MaxSum& found, Columns& x) const {
+    __device__ static void fold(const float4* from, const float4& stats, MaxSum& found, Columns& x, float scale_log2) {
         MaxSum before;
         before.set(stats);
         const Factors by = before.factors(found, scale_log2);
@@ -50,17 +53,20 @@ struct TreeFold : StatesOfSplits {
         for (int i = 0; i < blocks; ++i) {
             float4 sum = from[i * stride];
             ::fold(sum, four(x, i), by);
-            put_four(x, i, sum);
+            x[4 * i] = sum.x, x[4 * i + 1] = sum.y, x[4 * i + 2] = sum.z, x[4 * i + 3] = sum.w;
         }
     }
-    __device__ void pop(i32 level, MaxSum& found, Columns& x) const {
+    template <class Consumer>
+    __device__ void pop(Consumer& of, i32 level, MaxSum& found, float scale_log2) const {
         if (level >= cfg::kept_levels) {
-            const float4* const from = behind(level);
-            fold<32>(from + thread() % 32, from[blocks * 32 + thread() % 32 / 4], found, x);
-        } else fold<fold_threads>(&board.o[level][0][thread()], board.stats[level][thread() / 4], found, x);
+            const float4* const from = behind(of.args, level, of.strip());
+            fold<32>(from + thread() % 32, from[blocks * 32 + thread() % 32 / 4], found, of.o, scale_log2);
+        } else fold<threads>(&board.o[level][0][thread()], board.stats[level][thread() / 4], found, of.o, scale_log2);
     }
 
-    template <class Run> __device__ void take(const Run& run, i32 split, bool has_rows, MaxSum& found, Columns& x) const {
+    // A warpgroup has found a split of its run, of a work whose splits begin at `begin`.
+    template <class Consumer, class Run>
+    __device__ void take(Consumer& of, const Run& run, i32 begin, i32 split, const i32& border, bool has_rows, MaxSum& found, float scale_log2) {
         if (!has_rows) return;
         const i32 end = run.splits.end, has = run.split, has_end = run.split_end;
         Node node{split, split + 1, 0};
@@ -68,18 +74,19 @@ struct TreeFold : StatesOfSplits {
 #pragma unroll 1
         while (node.first > begin || node.last < end) {
             const Node up = node.parent(begin, end);
-            if (up.first < has || up.last > has_end) return leave(node.first, found, x);
-            if (up.last > node.last) return push(node.level, found, x);
+            if (up.first < has || up.last > has_end) return of.leave(border, node.first, found);
+            if (up.last > node.last) return push(of, node.level, found);
             if (up.first < node.first) {
                 __syncwarp();  // others of the quad have left maxima and sums
-                pop(node.level, found, x);
+                pop(of, node.level, found, scale_log2);
             }
             node = up;
         }
     }
-    template <class Run> __device__ void end(const Run&, const MaxSum&, const Columns&) const {}
+    template <class Consumer, class Run>
+    __device__ static void end(const Consumer&, const Run&, i32, const i32&, const MaxSum&) {}
 
-    // How a warp of attn_decode_fold.cu folds some columns, blocks of the fragment from `block` on, of states that blocks have left.
+    // How a warp of attn_decode_fold.cu folds some columns, blocks of the fragment from `block` on, of the states of a work that is cut.
     static constexpr int states = 16;  // brought at once
     template <int columns> struct Room {
         struct { float4 o[columns][32], stats[8]; } state[states];
@@ -113,11 +120,18 @@ struct TreeFold : StatesOfSplits {
         }
         return node;
     }
+    struct Pieces {
+        const i32 begin, end;  // the work's splits; others where lengths were torn
+        const u32 cuts;
+        __device__ Pieces(const Args& args, const Left& left, i32 border)
+            : begin(max(0, left.owned)), end(max(begin + 1, min(left.splits, 32))), cuts(cuts_of(args, left, border)) {}
+    };
+    // `meanwhile` is called while states are on their way.
     template <int columns, class Meanwhile>
-    __device__ static void fold_states(const Args& args, Room<columns>& room, const Left& left, i32 border, i32 strip, i32 block, float scale_log2,
+    __device__ static void fold_states(const Args& args, Room<columns>& room, const Pieces& pieces, i32 border, i32 strip, i32 block, i32 lane, float scale_log2,
                                        MaxSum& found, float (&sum)[4 * columns], Meanwhile meanwhile) {
-        const i32 lane = threadIdx.x % 32, begin = max(0, left.owned), end = max(begin + 1, min(left.splits, 32));
-        const u32 cuts = cuts_of(args, left, border);
+        const i32 begin = pieces.begin, end = pieces.end;
+        const u32 cuts = pieces.cuts;
         i32 upto = begin;  // whose states have been asked for
 #pragma unroll 1
         for (i32 at = begin; at < end;) {
