@@ -20,3 +20,11 @@ struct TmaPageRows {
         load(to, full, at.index, row, at.length - row, column, head);
     }
 };
+
+// The same, whose elements are read once: L2 keeps others rather than them.
+struct TmaPageRowsOnce : TmaPageRows {
+    __device__ void load(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column, i32 head) const {
+        constexpr i32 bound = 1 << 30;
+        ptx::tma_load_evict_first(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
+    }
+};

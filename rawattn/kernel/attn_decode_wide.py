@@ -40,6 +40,7 @@ class AttnDecodeWideConfig:
     q_stages: int = 1
     fold: str = "chain"  # of FOLDS
     kept_levels: int = 1  # of a tree, whose states lie in shared memory
+    once: bool = False  # whether L2 gives keys and values away before what blocks leave
 
     @property
     def consumers(self) -> int:
@@ -148,6 +149,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         if config.fold not in FOLDS or not 1 <= config.kept_levels <= (TREE_LEVELS if config.fold == "tree" else 1):
             kept = f"kept_levels {config.kept_levels}"
             return f"fold is {config.fold!r} and {kept}; they must be of {[*FOLDS]}, and 1, or up to {TREE_LEVELS} of a tree"
+        if config.once and kv_kind(op, config) is kv.PagedBoxesKv:
+            return "once is True; it needs pages of 64 keys or more here"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
@@ -185,8 +188,9 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
+        keys = pools(op, config)
         common = (
-            *pools(op, config),
+            *([each._replace(ctype="TmaPageRowsOnce") for each in keys] if config.once else keys),
             Field("q", "StridedTensor", View("q")),
             *SHARED,
             Field("heads_per_kv", "i32"),
@@ -197,7 +201,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def constants(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, int]:
         """The compile-time numbers."""
         producer, consumer = registers(config)
-        numbers = {name: value for name, value in dataclasses.asdict(config).items() if name != "fold"}
+        numbers = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("fold", "once")}
         constants = {**numbers, "consumers": config.consumers, "m_tiles_per_warp": 1}
         constants |= {"producer_registers": producer, "consumer_registers": consumer, "head_dim": op.head_dim}
         return constants | {"head_dim_v": op.head_dim_v, "most_blocks": MOST_BLOCKS}

@@ -123,6 +123,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "causal for some": (of(RAGGED, causal=(0, 1, 1, 0, 1, 0), window=(None, 1)), ONE, 5),
     "window in one tile": (of(SAME, window=(5, 0), sinks=True), ONE, 5),
 }
+CASES |= {
+    "tree": (of(SAME, form="dense", page_size=2501, window=(1700, 0)), of(TREES[0], once=True), 6),
+    "tree, ragged, two warpgroups": (of(RAGGED, page_size=64, sinks=True, softcap=5.0), TREES[1], 7),
+}
 SLOW = ("pages of 8", "small pages of 192 and 128", "columns 192", "causal for some", "end to end")
 
 
@@ -332,6 +336,15 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
             assert binary.spill_bytes == 0 and not binary.advisories, (name, source.name)
 
 
+@pytest.mark.parametrize("config", [of(TREES[0], stages=5), of(TREES[2], stages=4, q_stages=1), of(TREES[1], stages=4)], ids=str)
+def test_trees_spill_nothing(config: AttnDecodeWideConfig) -> None:
+    op = op_of(config.tile_q // 4, page=0)
+    for config_of in (config, of(config, once=True)):
+        for source in (ATTN_DECODE_WIDE.render(op, config_of, "sm_90a"), ATTN_DECODE_WIDE.render_fold(op, config_of, "sm_90a")[0]):
+            binary = compiler.compile(source)
+            assert binary.spill_bytes == 0 and not binary.advisories, source.name
+
+
 def test_configurations() -> None:
     """As much of the ring as fits; 128 rows at once where there are more than 64, but of wide heads."""
     for op, wanted in (
@@ -346,15 +359,20 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
+        ({"fold": "row"}, "fold is 'row'"),
+        ({"kept_levels": 2}, "kept_levels 2"),
+        ({"fold": "tree", "kept_levels": 6}, "kept_levels 6"),
+        ({"once": True}, "once is True"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
 
 
+@pytest.mark.parametrize("tree", [{}, {"fold": "tree", "stages": 3}], ids=["chain", "tree"])
 @pytest.mark.parametrize("op", [op_of(8, 80), op_of(32, 192, 128)], ids=["80", "192 and 128"])
-def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) -> None:
+def test_smem_of_configurations(op: AttentionKVCache, tree: dict[str, Any], tmp_path: pathlib.Path) -> None:
     """The host expects the bytes that the kernel says, or a little more."""
-    config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
+    config = of(ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], **tree)
     source = ATTN_DECODE_WIDE.render(op, config, "sm_90a")
     facts = ctypes.c_uint32.in_dll(emulator.library(source, tmp_path), "facts")
     assert 0 <= attn_decode_wide.smem_bytes(op, config) - facts.value < 1024
