@@ -275,8 +275,8 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         full.complete(map.box_rows * 128);
     });
 }
-inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
-    tma_load(to, map, full, c0, c1, c2, c3);
+inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
+    tma_load(to, map, full, c0, c1, c2, c3, c4);
 }
 inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
     check_box(c0);
@@ -419,7 +419,7 @@ struct {name} {{
 }};
 """
 FROM_SMEM = """\
-const auto read = [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
+const auto read = [=](u32 row, u32 k) {{ return {a_by_rows} ? HostProduct::read(a, 0, k, HostProduct::row_of(row)) : HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
         HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
@@ -436,7 +436,7 @@ struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
 RENDERED = re.compile(
     r"struct (\w+) \{\n    static constexpr int accumulators = (\d+);\n    static constexpr float sign = (-?1)\.f;\n"
     r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{"
-    r".*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
+    r".*?, (-?1), 1(?:, ([01]))?, ([01]); \}\".*?\n\};\n",
     re.DOTALL,
 )
 LAUNCH = r"""
@@ -501,9 +501,10 @@ STUBS = {
 
 def product(found: re.Match[str]) -> str:
     """A rendered product in C++."""
-    name, accumulators, sign, kind, factor, by_rows = found.groups()
+    name, accumulators, sign, kind, factor, a_by_rows, by_rows = found.groups()
     assert sign == factor
-    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(by_rows="true" if by_rows == "1" else "false")
+    flags = {"by_rows": "true" if by_rows == "1" else "false", "a_by_rows": "true" if a_by_rows == "1" else "false"}
+    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(**flags)
     return STRUCT.format(name=name, accumulators=accumulators, sign=sign, kind=kind, body=body)
 
 

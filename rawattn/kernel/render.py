@@ -73,17 +73,19 @@ TENSORS = {  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
-def wgmma(name: str, element: Element, n: int, *, a_in_registers: bool, b_by_rows: bool, negate: bool = False) -> str:
+def wgmma(
+    name: str, element: Element, n: int, *, a_in_registers: bool, b_by_rows: bool, a_by_rows: bool = False, negate: bool = False
+) -> str:
     """A struct with one matrix product of a warpgroup, 64 x n x 16 with float32 sums: d (+)= a b, or d (-)= a b where ``negate``.
 
-    ``a`` comes from shared memory or registers, ``b`` from shared memory, its contraction along the columns of a tile or along
+    ``a`` comes from shared memory or registers, ``b`` from shared memory, their contraction along the columns of a tile or along
     its rows. https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
     """
     sums = n // 2
     a_words = 4 if a_in_registers else 1
     a_operand = "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}" if a_in_registers else f"%{sums}"
     a_inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if a_in_registers else '"l"(a)'
-    flags = f"{-1 if negate else 1}, 1{'' if a_in_registers else ', 0'}, {int(b_by_rows)}"
+    flags = f"{-1 if negate else 1}, 1{'' if a_in_registers else f', {int(a_by_rows)}'}, {int(b_by_rows)}"
     b, add = sums + a_words, sums + a_words + 1
     return f"""\
 struct {name} {{

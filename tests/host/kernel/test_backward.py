@@ -17,6 +17,7 @@ from perf.lib.altered import patched_bwd_mma
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
+from rawattn.kernel.attn_bwd_columns import ATTN_BWD_COLUMNS, AttnBwdColumnsConfig
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, AttnBwdMmaConfig
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -61,7 +62,7 @@ class Case:
 
 
 SEED = -(5 << 40) + 11
-THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
+THREADED = ("attn_bwd", "attn_bwd_columns", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -142,6 +143,15 @@ HOPPER |= {  # wide heads in one kernel
     ),
     "144 and 176, one kernel, rotated": Case((144, 176), {}, ((450, 700),), (1, 1), order="dp_later", grid=6, walk="rotated"),
     "128 and 192, one kernel, parts": Case((128, 192), {"mask": Causal()}, ((70, 200),) * 2, (2, 1), order="dp_later", parts=2),
+}
+HOPPER |= {  # wide heads whose columns warpgroups share out
+    "192, columns": Case((192, 192), {"mask": Causal(), "scale": -0.2}, ((200, 300),) * 2, (4, 2), order="columns", dlse=True),
+    "136 and 184, columns, packed": Case(
+        (136, 184), {"mask": Window(90, 70)}, PACKED, varlen=True, order="columns", grid=3, sinks=True
+    ),
+    "192, columns, rotated": Case((192, 192), {}, ((450, 700),), (1, 1), order="columns", grid=8, walk="rotated"),
+    "192, columns, lens": Case((192, 160), {"mask": Causal()}, ((150, 200),) * 2, order="columns", lens=((150, 3), (129, 70))),
+    "192, columns, sums": Case((192, 192), {}, ((70, 700),), (1, 1), order="columns", grid=4, sums=2),
 }
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
@@ -392,6 +402,12 @@ class Call:
 
     def program(self) -> Program:
         case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order != "dp_later" else ATTN_BWD
+        if case.order == "columns":
+            of_case = {"store": case.store, "direction": case.direction, "walk": case.walk, "dq_sums": case.sums}
+            columns = AttnBwdColumnsConfig(**of_case, bundle=case.bundle)
+            assert ATTN_BWD_COLUMNS.legal(columns, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
+            device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid)
+            return ATTN_BWD_COLUMNS.lower(self.op, columns, device)
         if case.mma:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
