@@ -419,7 +419,10 @@ struct {name} {{
 }};
 """
 FROM_SMEM = """\
-const auto read = [=](u32 row, u32 k) {{ return {a_by_rows} ? HostProduct::read(a, 0, k, HostProduct::row_of(row)) : HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
+const auto read = [=](u32 row, u32 k) {{
+            const u32 m = HostProduct::row_of(row);
+            return {a_by_rows} ? HostProduct::read(a, 0, k, m) : HostProduct::read(a, 0, m, k);
+        }};
         HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};

@@ -477,7 +477,7 @@ class AttnBwd(BackwardKernel):
 def render(
     file: str, op: Forward, config: AttnBwdConfig, arch: str, products: list[str], own: dict[str, Option]
 ) -> tuple[Source, Fields]:
-    """The source and the fields of a kernel that keeps keys stationary and adds to dq; ``own`` are the options that it has besides."""
+    """The source and the fields of a kernel that keeps keys stationary and adds to dq; ``own`` are its other options."""
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     parts = numbers.pop("parts") * numbers.pop("query_parts")
     del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]

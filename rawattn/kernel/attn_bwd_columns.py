@@ -1,4 +1,4 @@
-"""attn_bwd_columns.cu: the gradients of attention on Hopper for head sizes from 136 to 192, whose columns warpgroups share out."""
+"""attn_bwd_columns.cu: the gradients of attention on Hopper for heads of 136 to 192 columns, which warpgroups share out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class AttnBwdColumns(AttnBwd):
         forward = op.forward
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(forward, attn_bwd.WIDEST_HEAD)
         if min(forward.head_dim, forward.head_dim_v) <= NARROWEST:
-            reasons.append(f"head_dim and head_dim_v are {forward.head_dim} and {forward.head_dim_v}; it takes both above {NARROWEST}")
+            reasons.append(
+                f"head_dim and head_dim_v are {forward.head_dim} and {forward.head_dim_v}; it takes both above {NARROWEST}"
+            )
         if not attn_bwd.is_plain(forward):
             reasons.append("it takes no list of tiles, and weights and scores that nothing changes")
         return reasons + backward.reasons(op, 64, 96, places=2) + tiling.reasons(self.layout_reason(op.layout))

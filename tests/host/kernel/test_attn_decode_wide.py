@@ -340,7 +340,10 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
 def test_trees_spill_nothing(config: AttnDecodeWideConfig) -> None:
     op = op_of(config.tile_q // 4, page=0)
     for config_of in (config, of(config, once=True)):
-        for source in (ATTN_DECODE_WIDE.render(op, config_of, "sm_90a"), ATTN_DECODE_WIDE.render_fold(op, config_of, "sm_90a")[0]):
+        for source in (
+            ATTN_DECODE_WIDE.render(op, config_of, "sm_90a"),
+            ATTN_DECODE_WIDE.render_fold(op, config_of, "sm_90a")[0],
+        ):
             binary = compiler.compile(source)
             assert binary.spill_bytes == 0 and not binary.advisories, source.name
 

@@ -3,6 +3,7 @@ tests/host_threads.py, others by tests/emulator. Outputs and scratch hold NaN be
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import pathlib
@@ -14,8 +15,9 @@ import numpy.typing as npt
 import pytest
 
 from perf.lib.altered import patched_bwd_mma
+from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_bwd
+from rawattn.kernel import attn_bwd, attn_bwd_columns
 from rawattn.kernel.attn_bwd import ATTN_BWD
 from rawattn.kernel.attn_bwd_columns import ATTN_BWD_COLUMNS, AttnBwdColumnsConfig
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, AttnBwdMmaConfig
@@ -23,6 +25,7 @@ from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.program import Program
 from rawattn.operation import Forward
+from rawattn.runtime.select import select
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import And, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
@@ -557,3 +560,38 @@ def check(call: Call, tmp_path: pathlib.Path, change: Callable[[Call], int] | No
         truth = sum(each[3] for each in wanted[:count])
         close = min(bound, 1e-4)  # nothing of them is rounded to 16 bits
         assert np.abs(call.arrays["dsinks"] - truth).max() <= close * np.abs(truth).max()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{}, {"mask": Causal(), "scale": -0.1}, {"mask": Window(90, 70)}, {"varlen": True}, {"mask": And(Causal(), Window(70))}],
+    ids=str,
+)
+def test_columns_spill_nothing(kinds: dict[str, Any]) -> None:
+    """And nothing keeps its products from running beside others."""
+    device, packed = TYPICAL["sm_90a"], {"total_q": 1024, "total_kv": 1024} if "varlen" in kinds else {}
+    op = backward((192, 192), batch=2, q_len=512, kv_len=512, **{"mask": Full(), "score": Scale(), "scale": 0.1} | kinds | packed)
+    config, *others = ATTN_BWD_COLUMNS.candidates(op, device)
+    launches = {launch.entry: launch for launch in ATTN_BWD_COLUMNS.lower(op, config, device).launches}
+    binary = compiler.compile(launches["attn_bwd_columns"].source)
+    assert not others and binary.spill_bytes == 0 and not binary.advisories
+    assert select(op, device).kernel is ATTN_BWD_PAIR and select(op, device, "attn_bwd_columns").config == config
+
+
+def test_columns_that_are_refused(tmp_path: pathlib.Path) -> None:
+    device, plain = TYPICAL["sm_90a"], {"batch": 1, "q_len": 70, "kv_len": 70, "mask": Full(), "scale": 0.1}
+    for size, score, said in (
+        ((192, 128), Scale(), "it takes both above 128"),
+        ((200, 192), Scale(), "head_dim is 200"),
+        ((192, 192), Softcap(2.0), "that nothing changes"),
+    ):
+        op = backward(size, score=score, **plain)
+        assert said in " ".join(ATTN_BWD_COLUMNS.supports(op, device))
+    op = backward((192, 192), score=Scale(), **plain)
+    for changes in ({"q_stages": 1}, {"order": "dp_later"}, {"store": "final"}, {"parts": 2}):
+        config = AttnBwdColumnsConfig(**changes)
+        assert "it has one" in str(ATTN_BWD_COLUMNS.legal(config, op, device))
+    config = AttnBwdColumnsConfig()
+    main = next(each for each in ATTN_BWD_COLUMNS.lower(op, config, device).launches if each.entry == "attn_bwd_columns")
+    facts = ctypes.c_uint32.in_dll(host_threads.library(main.source, tmp_path), "facts")
+    assert 0 <= attn_bwd_columns.smem_bytes(config, op.forward) - facts.value <= 1024
