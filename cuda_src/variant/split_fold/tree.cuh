@@ -87,11 +87,9 @@ struct TreeFold {
     __device__ static void end(const Consumer&, const Run&, i32, const i32&, const MaxSum&) {}
 
     // How a warp of attn_decode_fold.cu folds some columns, blocks of the fragment from `block` on, of the states of a work that is cut.
-    static constexpr int states = 16;  // brought at once
-    template <int columns> struct Room {
-        struct { float4 o[columns][32], stats[8]; } state[states];
-        struct { float4 o[columns][32], stats[32]; } waiting[tree_levels];  // each lane's own
-    };
+    static constexpr i32 states = 16;  // brought at once: splits whose numbers differ in the lowest bits alone
+    template <int columns> struct State { float4 o[columns][32], stats[32]; };  // each lane's own
+    template <int columns> using Room = State<columns>[states + 1];
     // At which splits of the work that is cut at a border shares begin: a bit for each.
     __device__ static u32 cuts_of(const Args& args, const Left& left, i32 border) {
         u32 cuts = 0;
@@ -108,80 +106,104 @@ struct TreeFold {
         }
         return cuts;
     }
-    // The largest node from a split on that is whole in a share.
-    __device__ static Node node_from(i32 split, i32 begin, i32 end, u32 cuts) {
-        Node node{split, split + 1, 0};
-#pragma unroll 1
-        while (node.level < tree_levels) {
-            const Node up = node.parent(begin, end);
-            const u32 inside = (up.last < 32 ? (1u << up.last) - 1 : 0xffffffffu) & ~((2u << split) - 1);
-            if (up.first < split || cuts & inside) break;
-            node = up;
-        }
-        return node;
-    }
     struct Pieces {
         const i32 begin, end;  // the work's splits; others where lengths were torn
-        const u32 cuts;
-        __device__ Pieces(const Args& args, const Left& left, i32 border)
-            : begin(max(0, left.owned)), end(max(begin + 1, min(left.splits, 32))), cuts(cuts_of(args, left, border)) {}
+        u32 live;              // at which of them states begin, a bit for each
+
+        // A split that is on the right of its parent begins a state where the parent is cut.
+        __device__ Pieces(const Args& args, const Left& left, i32 border) : begin(max(0, left.owned)), end(max(begin + 1, min(left.splits, 32))) {
+            const u32 cuts = cuts_of(args, left, border), split = threadIdx.x % 32, half = max(1u, split & 0u - split);
+            const bool begins = i32(split) == begin || cuts & ((1u << (2 * half - 1)) - 1) << (split - half + 1);
+            live = __ballot_sync(0xffffffffu, i32(split) >= begin && i32(split) < end && begins);
+        }
     };
+    // Folds pairs of states of one level, the right one of each pair at a bit of `rights`: several at once, as each takes long. The left ones are
+    // `each` splits before them, or the first there is.
+    template <int columns>
+    __device__ static void fold_pairs(State<columns>* state, u32 rights, i32 each, i32 begin, i32 lane, float scale_log2) {
+        constexpr int at_once = 4;
+#pragma unroll 1
+        while (rights) {
+            State<columns>*to[at_once], *from[at_once];
+            MaxSum found[at_once], next[at_once];
+            float4 x[at_once][columns], y[at_once][columns];
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                if (i == 0 || rights) {  // else the one before again
+                    const i32 split = __ffs(rights) - 1;
+                    from[i] = state + split % states, to[i] = state + max(begin, split - each) % states, rights &= rights - 1;
+                } else from[i] = from[i - 1], to[i] = to[i - 1];
+                found[i].set(to[i]->stats[lane]), next[i].set(from[i]->stats[lane]);
+#pragma unroll
+                for (int c = 0; c < columns; ++c) x[i][c] = to[i]->o[c][lane], y[i][c] = from[i]->o[c][lane];
+            }
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                const Factors by = found[i].factors(next[i], scale_log2);
+                found[i].fold(next[i], by);
+#pragma unroll
+                for (int c = 0; c < columns; ++c) ::fold(x[i][c], y[i][c], by);
+            }
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                to[i]->stats[lane] = found[i].max_sum();
+#pragma unroll
+                for (int c = 0; c < columns; ++c) to[i]->o[c][lane] = x[i][c];
+            }
+        }
+    }
     // `meanwhile` is called while states are on their way.
     template <int columns, class Meanwhile>
-    __device__ static void fold_states(const Args& args, Room<columns>& room, const Pieces& pieces, i32 border, i32 strip, i32 block, i32 lane, float scale_log2,
+    __device__ static void fold_states(const Args& args, Room<columns>& state, const Pieces& pieces, i32 border, i32 strip, i32 block, i32 lane, float scale_log2,
                                        MaxSum& found, float (&sum)[4 * columns], Meanwhile meanwhile) {
         const i32 begin = pieces.begin, end = pieces.end;
-        const u32 cuts = pieces.cuts;
-        i32 upto = begin;  // whose states have been asked for
 #pragma unroll 1
-        for (i32 at = begin; at < end;) {
-            __syncwarp();
+        for (i32 first = begin / states * states; first < end; first += states) {
+            const bool joins = first > begin;
+            const u32 live = pieces.live & 0xffffu << first;
 #pragma unroll 1
-            for (i32 i = 0; i < states && upto < end; ++i) {
-                const float4* const from = state_at(args, border, upto, strip);
-                if (lane % 4 == 0) ptx::cp_async(ptx::smem_address(&room.state[i].stats[lane / 4]), from + blocks * 32 + lane / 4);
+            for (u32 rest = live; rest; rest &= rest - 1) {
+                const i32 split = __ffs(rest) - 1;
+                const float4* const from = state_at(args, border, split, strip);
+                ptx::cp_async(ptx::smem_address(&state[split % states].stats[lane]), from + blocks * 32 + lane / 4);
 #pragma unroll
-                for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&room.state[i].o[c][lane]), from + (block + c) * 32 + lane);
-                upto = node_from(upto, begin, end, cuts).last;
+                for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&state[split % states].o[c][lane]), from + (block + c) * 32 + lane);
             }
             ptx::cp_async_commit();
-            if (at == begin) meanwhile();
+            if (!joins) meanwhile();
             ptx::cp_async_wait<0>();
-            __syncwarp();
+            const i32 least = max(begin, first);
 #pragma unroll 1
-            for (i32 i = 0; at < upto; ++i) {
-                Node node = node_from(at, begin, end, cuts);
-                at = node.last;
-                found.set(room.state[i].stats[lane / 4]);
+            for (i32 each = 1; each < states; each *= 2) {  // splits of a node
+                const u32 whole = each == 1 ? 0xaaaaaaaa : each == 2 ? 0x44444444
+                                                       : each == 4   ? 0x10101010
+                                                                     : 0x01000100;  // odd multiples
+                const u32 rights = live & whole & ~(1u << least);
+                fold_pairs<columns>(state, rights, each, least, lane, scale_log2);
+            }
+            State<columns>& whole = state[least % states];
+            found.set(whole.stats[lane]);
+#pragma unroll
+            for (int c = 0; c < columns; ++c) {
+                const float4 x = whole.o[c][lane];
+                sum[4 * c] = x.x, sum[4 * c + 1] = x.y, sum[4 * c + 2] = x.z, sum[4 * c + 3] = x.w;
+            }
+            if (joins) {
+                const State<columns>& before = state[states];
+                MaxSum earlier;
+                earlier.set(before.stats[lane]);
+                const Factors by = earlier.factors(found, scale_log2);
+                earlier.fold(found, by), found = earlier;
 #pragma unroll
                 for (int c = 0; c < columns; ++c) {
-                    const float4 x = room.state[i].o[c][lane];
+                    float4 x = before.o[c][lane];
+                    ::fold(x, make_float4(sum[4 * c], sum[4 * c + 1], sum[4 * c + 2], sum[4 * c + 3]), by);
                     sum[4 * c] = x.x, sum[4 * c + 1] = x.y, sum[4 * c + 2] = x.z, sum[4 * c + 3] = x.w;
                 }
-#pragma unroll 1
-                while (node.level < tree_levels && (node.first > begin || node.last < end)) {
-                    auto& waiting = room.waiting[node.level];
-                    const Node up = node.parent(begin, end);
-                    if (up.last > node.last) {
+            } else if (first + states < end) {
+                state[states].stats[lane] = whole.stats[lane];
 #pragma unroll
-                        for (int c = 0; c < columns; ++c) waiting.o[c][lane] = make_float4(sum[4 * c], sum[4 * c + 1], sum[4 * c + 2], sum[4 * c + 3]);
-                        waiting.stats[lane] = found.max_sum();
-                        break;
-                    }
-                    if (up.first < node.first) {
-                        MaxSum before;
-                        before.set(waiting.stats[lane]);
-                        const Factors by = before.factors(found, scale_log2);
-                        before.fold(found, by), found = before;
-#pragma unroll
-                        for (int c = 0; c < columns; ++c) {
-                            float4 x = waiting.o[c][lane];
-                            ::fold(x, make_float4(sum[4 * c], sum[4 * c + 1], sum[4 * c + 2], sum[4 * c + 3]), by);
-                            sum[4 * c] = x.x, sum[4 * c + 1] = x.y, sum[4 * c + 2] = x.z, sum[4 * c + 3] = x.w;
-                        }
-                    }
-                    node = up;
-                }
+                for (int c = 0; c < columns; ++c) state[states].o[c][lane] = whole.o[c][lane];
             }
         }
     }
