@@ -264,9 +264,10 @@ SHORT, LONG = (700, 3, 0, 4000), (65, 4000, 333, 10)  # lengths of sequences, be
 TORN = of(SAME, lengths=tuple((8, n) for n in LONG), form="dense", page_size=4001)
 
 
-def test_torn_lengths_are_said_and_mended(run: Runner) -> None:
+@pytest.mark.parametrize("config", [ONE, TREES[0]], ids=["chain", "tree"])
+def test_torn_lengths_are_said_and_mended(config: AttnDecodeWideConfig, run: Runner) -> None:
     """Some blocks of a launch see other lengths than others. The next launch is right, whatever that has left."""
-    said, wanted = 0, run(TORN, ONE, 7)
+    said, wanted = 0, run(TORN, config, 7)
     assert wanted[2] == 0
 
     def tear(others: Any, first: int, grid: int, some: Any, kv_lens: int) -> None:
@@ -276,7 +277,7 @@ def test_torn_lengths_are_said_and_mended(run: Runner) -> None:
         some(range(0), kv_lens=kv_lens)
 
     for others, first in itertools.product((SHORT, (0,) * 4), (1, 3, 4, 6)):
-        found = run(TORN, ONE, 7, tear=functools.partial(tear, others, first))
+        found = run(TORN, config, 7, tear=functools.partial(tear, others, first))
         same(found, wanted)
         said += found[2] >> 6
         assert found[2] in (0, 64)
