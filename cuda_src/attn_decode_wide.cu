@@ -36,8 +36,6 @@ using QTile = Tile<cfg::tile_q, cfg::head_dim>;
 using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
 using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
 
-constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs; more were not timed here
-
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
@@ -55,7 +53,7 @@ struct Smem {
     ptx::Mbarrier work_full[2], work_empty[2];
     Work work[2];
     i32 border[2];  // at which a work's states are left
-    SeenLength seen[most_early];
+    SeenLength seen[cfg::most_early];  // while the launch before still runs
     Kv::Board board;
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
@@ -316,7 +314,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     }
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
-    bool early = Launch::uses_pdl && threadIdx.x < 32 && args.batches <= most_early;
+    bool early = Launch::uses_pdl && threadIdx.x < 32 && args.batches <= cfg::most_early;
     if (!early) {
         Launch::wait();
         Launch::launch_dependents();

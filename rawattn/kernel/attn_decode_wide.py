@@ -13,7 +13,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_EARLY, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
@@ -40,6 +40,7 @@ class AttnDecodeWideConfig:
     q_stages: int = 1
     fold: str = "chain"  # of FOLDS
     kept_levels: int = 1  # of a tree, whose states lie in shared memory
+    most_early: int = 8  # sequences, up to which lengths are read while the launch before runs; more were not timed
     once: bool = False  # whether L2 gives keys and values away before what blocks leave
 
     @property
@@ -58,7 +59,8 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
     rows = config.stages * config.tile_kv
     tiles = 128 * (config.q_stages * config.tile_q * panels(op.head_dim) + rows * (panels(op.head_dim) + panels(op.head_dim_v)))
     sums = config.kept_levels * config.tile_q * (4 * op.head_dim_v + 8 * (config.fold == "tree"))  # with maxima and sums by quads
-    return tiles + sums + 16 * (config.q_stages + 2 * config.stages) + 1024
+    seen = (config.most_early - 8) * (12 + 4 * (op.kv_begin + op.causal_each))  # 1024 bytes have room for eight
+    return tiles + sums + seen + 16 * (config.q_stages + 2 * config.stages) + 1024
 
 
 def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
@@ -144,6 +146,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64 or 128, and 32 or 64"
         if config.tile_q == 128 and op.head_dim_v > 160:
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
+        if not 1 <= config.most_early <= MOST_EARLY:
+            return f"most_early is {config.most_early}; it must be from 1 to {MOST_EARLY}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
         if config.fold not in FOLDS or not 1 <= config.kept_levels <= (TREE_LEVELS if config.fold == "tree" else 1):

@@ -125,6 +125,11 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 CASES |= {
     "tree": (of(SAME, form="dense", page_size=2501, window=(1700, 0)), of(TREES[0], once=True), 6),
+    "lengths of many read early": (
+        of(SAME, lengths=tuple((2, 30 * i) for i in range(12)), page_size=64),
+        of(ONE, most_early=16),
+        5,
+    ),
     "tree, ragged, two warpgroups": (of(RAGGED, page_size=64, sinks=True, softcap=5.0), TREES[1], 7),
 }
 SLOW = ("pages of 8", "small pages of 192 and 128", "columns 192", "causal for some", "end to end")
@@ -367,6 +372,7 @@ def test_configurations() -> None:
         ({"kept_levels": 2}, "kept_levels 2"),
         ({"fold": "tree", "kept_levels": 6}, "kept_levels 6"),
         ({"once": True}, "once is True"),
+        ({"most_early": 200}, "most_early is 200"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
