@@ -595,3 +595,19 @@ def test_columns_that_are_refused(tmp_path: pathlib.Path) -> None:
     main = next(each for each in ATTN_BWD_COLUMNS.lower(op, config, device).launches if each.entry == "attn_bwd_columns")
     facts = ctypes.c_uint32.in_dll(host_threads.library(main.source, tmp_path), "facts")
     assert 0 <= attn_bwd_columns.smem_bytes(config, op.forward) - facts.value <= 1024
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_columns_of_a_late_warpgroup(late: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what the others leave, and they what it leaves, wherever it is slow."""
+    plain, pause = host_threads.library, f"        for (i32 n = 0; n < 60 * (index == {late}); ++n) __syncwarp();\n"
+
+    def slowed(source: Any, folder: pathlib.Path) -> Any:
+        text = source.text
+        for call in ("leave(smem.p, s)", "leave(smem.ds, s)", "start_dq()", "ptx::wgmma_wait<2>()"):
+            assert text.count(f"        {call};\n") == 1
+            text = text.replace(f"        {call};\n", f"{pause}        {call};\n")
+        return plain(dataclasses.replace(source, text=text), folder)
+
+    monkeypatch.setattr(host_threads, "library", slowed)
+    check(Call(Case((192, 192), {}, ((200, 150),), (1, 1), order="columns")), tmp_path)
