@@ -8,8 +8,9 @@
 //   barrier              arrives                        waits                    protects
 //   work_full, work_empty, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, dq_full, dq_empty, dq_sum: as in attn_bwd.cu
 //   p_full, ds_full      one lane per consumer warp     each consumer            smem.p, smem.ds until read
-//   p_empty, ds_empty    one lane per consumer warp     each consumer            the same until written again
+//   p_empty              one lane per consumer warp     each consumer            smem.p until written again
 //   args.turns[place]    writer                         other blocks' writers    a dq tile: key tiles add in one order
+// Who has seen p_full of a step may write dS: each warpgroup says so when all its products of the step before have ended.
 //
 // What the tensor cores have to do in a step:
 //
@@ -46,7 +47,7 @@ struct Smem {
     alignas(128) float delta[cfg::do_stages][cfg::tile_q];
     ptx::Mbarrier work_full[2], work_empty[2], kv_full, kv_empty;
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages], do_full[cfg::do_stages], do_empty[cfg::do_stages];
-    ptx::Mbarrier p_full, p_empty, ds_full, ds_empty;
+    ptx::Mbarrier p_full, p_empty, ds_full;
     ptx::Mbarrier dq_full[2][1], dq_empty[2][1], dq_sum[2][1];
     KvWorkTile work[2];
     Turn::Seen seen[2][1];
@@ -192,7 +193,6 @@ struct Consumer {
         start_sum<DvMma>(dv, smem.d_o, step.stage(cfg::do_stages), smem.p);
         ptx::wgmma_wait<1>();
         differentiate();
-        smem.ds_empty.wait(step.parity(1) ^ 1);
         leave(smem.ds, s);
         arrive(smem.ds_full);
         smem.ds_full.wait(step.parity(1));
@@ -205,7 +205,6 @@ struct Consumer {
         leave_dq();
         ptx::wgmma_wait<0>();
         arrive(smem.q_empty[step.stage(cfg::q_stages)]);
-        arrive(smem.ds_empty);
         ++step.count;
     }
 
@@ -262,7 +261,7 @@ __device__ void consume(const Args& args, Smem& smem) {
 __device__ void init_barriers(Smem& smem) {
     constexpr u32 readers = 4 * cfg::consumers;
     smem.kv_full.init(1), smem.kv_empty.init(readers);
-    smem.p_full.init(readers), smem.p_empty.init(readers), smem.ds_full.init(readers), smem.ds_empty.init(readers);
+    smem.p_full.init(readers), smem.p_empty.init(readers), smem.ds_full.init(readers);
     for (int i = 0; i < 2; ++i) {
         smem.work_full[i].init(1), smem.work_empty[i].init(readers + writers);
         if (i < cfg::q_stages) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
