@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 import rawattn
+from tests.caches import Cached
 
 Array = npt.NDArray[Any]
 SIZES = (1, 63, 64, 65, 576, 2048)
@@ -102,6 +103,86 @@ def by_hand(
                 lse[head, query] = top + np.log(total)
                 o[query, head] = sum((w / total * v[j, kv_head] for w, j in zip(weights, kept, strict=True)), np.zeros(v.shape[2]))
     return o, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedStep:
+    """A step over a cache with lists of keys. Rows of the cache that no list names are NaN. Where they are ``physical`` the numbers
+    are those of rows of the cache, and there is no mask."""
+
+    case: Cached
+    lists: Lists
+    physical: bool = False
+
+    @property
+    def numbers(self) -> tuple[Array, Array | None]:
+        """The numbers of keys in the sequences, and the counts."""
+        return self.lists.of(*(list(x) for x in zip(*self.case.lengths, strict=True)), not self.case.ragged)
+
+    def places(self, i: int) -> Callable[[int, int], list[int]]:
+        """The listed keys of a sequence's queries, by head and number."""
+        numbers, counts = self.numbers
+        token, kv_len = sum(q_len for q_len, _ in self.case.lengths[:i]), self.case.lengths[i][1]
+        return lambda head, query: self.lists.places(numbers, counts, (i, token + query, head, query), self.case.heads, kv_len)
+
+    def named(self, i: int) -> list[int]:
+        """The keys of a sequence that any list of its queries has."""
+        places = self.places(i)
+        return sorted({j for n in range(self.case.lengths[i][0]) for h in range(self.case.heads) for j in places(h, n)})
+
+    def cache(self, library: str = "numpy") -> rawattn.KVCache:
+        """The cache of the keys that lists name."""
+        k, v = self.case.pools()
+        for i in range(len(self.case.lengths)):
+            keys = self.case.stored(i)
+            for j in self.named(i):
+                for pool, x in zip((k, v), keys, strict=True):
+                    self.case.row(pool, i, j)[...] = x[j]
+        return self.case.made(k, v, library)
+
+    def step(self, put: Callable[[Array], Any], library: str = "numpy", **changes: Any) -> rawattn.Step:
+        """The step, whose arrays ``put`` brings to the library."""
+        numbers, counts = self.numbers
+        if self.physical:
+            numbers = self.rows(numbers)
+        keys = self.lists.keys(put(numbers), None if counts is None else put(counts), self.physical)
+        if not self.physical:
+            return self.case.step(library, keys=keys, **changes)
+        starts = self.case.step_arrays().get("cu_seqlens_q")
+        return rawattn.Step(cu_seqlens_q=None if starts is None else put(starts), keys=keys)
+
+    def rows(self, numbers: Array) -> Array:
+        """The rows of the cache at which keys lie; other numbers as they are."""
+        found, token = numbers.copy(), 0
+        for i, ((q_len, kv_len), pages) in enumerate(zip(self.case.lengths, self.case.pages(), strict=True)):
+            for n in range(token, token + q_len):
+                own = numbers[n]
+                there = (own >= 0) & (own < kv_len)
+                found[n, there] = pages[own[there] // self.case.page_size] * self.case.page_size + own[there] % self.case.page_size
+            token += q_len
+        return found
+
+    def wanted(self, i: int) -> tuple[Array, Array]:
+        """o and lse of a sequence by hand."""
+        case = self.case
+        (q_len, kv_len), (k, v) = case.lengths[i], case.keys(i)
+        begin, end = case.mask(i).interval(np.arange(q_len), q_len, kv_len)
+        cap = case.softcap
+
+        def keep(head: int, query: int, j: int) -> bool:
+            return self.physical or bool(begin[query] <= j < end[query])
+
+        score = None if cap is None else lambda s, h, n, j: cap * np.tanh(s / cap)
+        q = case.of(case.rows(case.heads, case.head_dim, 1), i)
+        return by_hand(q, k, v, self.places(i), sinks=case.sink_logits(), keep=keep, score=score)
+
+    def check(self, o: Array, lse: Array, tolerance: float) -> None:
+        """Compares with ``wanted``."""
+        for i in range(len(self.case.lengths)):
+            o_wanted, lse_wanted = self.wanted(i)
+            own_lse = self.case.of(lse.T, i).T if self.case.ragged else lse[i]
+            np.testing.assert_allclose(self.case.of(o, i).astype(np.float64), o_wanted, atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(own_lse, lse_wanted, atol=min(tolerance, 2e-3), rtol=1e-4)
 
 
 def lists(most: tuple[int, ...] = SIZES, heads: tuple[int, ...] = (0,)) -> st.SearchStrategy[Lists]:

@@ -41,8 +41,12 @@ struct ListedRows : R {
     ListedEntry<decltype(R::q)> q;
 
     __device__ ListedRows(const Args& args, i32 block) : ListedRows(args, Place::of(args, block)) {}
-    __device__ ListedRows(const Args& args, QueryBlock at)
-        : R(args, at.sequence), sequence(at.sequence), first(at.first), heads(args.listed_heads), q{R::q, at.first, args.listed_heads} {
+    template <class Load>
+    __device__ ListedRows(const Args& args, i32 block, Load load) : ListedRows(args, Place::of(args, block), load) {}
+    template <class... Load>
+    __device__ ListedRows(const Args& args, QueryBlock at, Load... load)
+        : R(args, at.sequence, load...), sequence(at.sequence), first(at.first), heads(args.listed_heads),
+          q{R::q, at.first, args.listed_heads} {
         const i32 queries = R::is_cut ? 0 : max(0, min(R::q_len - first, cfg::listed_block_q));
         q_len = queries * heads, kv_len = queries > 0 && R::kv_len > 0 ? args.listed * cfg::listed_block_kv : 0;
     }
@@ -51,6 +55,7 @@ struct ListedRows : R {
         rows.q_len = R::q_len, rows.kv_len = R::kv_len;
         return rows;
     }
+    __device__ static void prefetch(const Args&) {}
     // Says what is wrong with the sequence.
     __device__ void report(const Args& args) const {
         if constexpr (requires(const R& r) { r.violations; })

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn import UnsupportedError
 from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.kernel.attn_fwd_simt import AttnFwdSimtConfig
 from rawattn.variant.element import ELEMENTS
+from tests.caches import Cached
 from tests.emulator.gpu import stand_in
-from tests.lists import Lists, by_hand
+from tests.lists import Lists, ListedStep, by_hand
 
 torch = pytest.importorskip("torch")
 CONFIGS = {"attn_fwd_mma": AttnFwdMmaConfig(32, 32, 2, 1, 1, 1), "attn_fwd_simt": AttnFwdSimtConfig(8, 16, 16, 16, 128, 1)}
@@ -144,4 +146,55 @@ def test_tensor_cores(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 def test_plain_arithmetic(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     word, case = stand_in(monkeypatch, tmp_path), (CASES | OTHERS)[name]
     check(case, *case.call(kernel="attn_fwd_simt", config=CONFIGS["attn_fwd_simt"]))
+    assert word[0] == 0
+
+
+SEQUENCES = Cached(
+    ((3, 150), (0, 5), (1, 0), (1, 70), (4, 64)), page_size=16, dtype="bf16", heads=4, kv_heads=2, head_dim=32, head_dim_v=48
+)
+STEPS = {
+    "table": ListedStep(SEQUENCES, Lists(90)),
+    "dense": ListedStep(dataclasses.replace(SEQUENCES, form="dense", page_size=151, sinks=True, softcap=3.0), Lists(40, counts=True)),
+    "indptr": ListedStep(dataclasses.replace(SEQUENCES, form="indptr", layout="HND"), Lists(40)),
+    "begins": ListedStep(
+        dataclasses.replace(SEQUENCES, begins=(31, 2, 0, 9, 0), causal=(0, 1, 1, 1, 0)), Lists(60, same=0.5, empty=True)
+    ),
+    "small pages": ListedStep(dataclasses.replace(SEQUENCES, page_size=1), Lists(70, counts=True)),
+    "many keys": ListedStep(
+        dataclasses.replace(SEQUENCES, lengths=((1, 700), (1, 1100)), ragged=False, heads=2, kv_heads=1), Lists(1300)
+    ),
+    "rows": ListedStep(SEQUENCES, Lists(60), physical=True),
+    "rows, same": ListedStep(
+        dataclasses.replace(SEQUENCES, lengths=((2, 60), (2, 90)), ragged=False, page_size=3), Lists(60, counts=True), physical=True
+    ),
+    "blocks": ListedStep(
+        dataclasses.replace(SEQUENCES, lengths=((2, 200), (2, 90)), ragged=False), Lists(3, heads=2, block_kv=32, counts=True)
+    ),
+    "blocks, ragged": ListedStep(SEQUENCES, Lists(3, heads=2, block_q=2, block_kv=16, counts=True)),
+    "blocks of heads": ListedStep(SEQUENCES, Lists(3, heads=4, block_q=2, block_kv=16)),
+    "shared": ListedStep(dataclasses.replace(SEQUENCES, pool="shared", head_dim_v=16), Lists(40)),
+    "e4m3": ListedStep(
+        dataclasses.replace(SEQUENCES, kv_dtype="e4m3", scales=("number", "number"), head_dim_v=64), Lists(3, heads=2, block_kv=16)
+    ),
+}
+BY = {"attn_decode": None, **CONFIGS}
+
+
+@pytest.mark.parametrize("kernel", BY)
+@pytest.mark.parametrize("name", STEPS)
+def test_caches(name: str, kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, word = STEPS[name], stand_in(monkeypatch, tmp_path, sm_count=5)
+    case, sinks = step.case, step.case.sink_logits()
+    options = {"kernel": kernel, "config": BY[kernel], "softcap": case.softcap, "sinks": None if sinks is None else from_numpy(sinks)}
+    q = from_numpy(case.rows(case.heads, case.head_dim, 1))
+    call = lambda: rawattn.attention_kvcache(  # noqa: E731
+        q, step.cache("torch"), step.step(from_numpy, "torch"), return_lse=True, **options
+    )
+    refused = {"attn_decode": ("blocks of heads",), "attn_fwd_simt": ("e4m3",)}
+    if name in refused.get(kernel, ()):
+        with pytest.raises(UnsupportedError, match="it takes"):
+            call()
+        return
+    o, lse = call()
+    step.check(o.float().numpy(), lse.numpy(), 2e-2)
     assert word[0] == 0
