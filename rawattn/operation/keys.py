@@ -182,8 +182,8 @@ def check_lists(
         if name in arrays:
             check_like(title, arrays[name], "q", arrays["q"])
             check_int32(title, arrays[name])
-    array, found = arrays["keys"], tuple(arrays["keys"].shape)
-    check_contiguous(f"{field} of keys", array)
+            check_contiguous(title, arrays[name])
+    found = tuple(arrays["keys"].shape)
     if lists.by_token:
         if len(found) != 2 or found[0] != tokens:
             raise ProblemError(f"positions of keys has shape {found}; it must be ({tokens}, k), a list for each row of q.")

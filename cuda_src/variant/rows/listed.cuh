@@ -3,8 +3,8 @@
 // and its keys are those of the list. Rows are its queries, for each of them the args.listed_heads heads that share a list. What masks and
 // scores see is the real sequence, whole().
 #include "tile/keys.cuh"
+#include "tile/rows_upto.cuh"
 #include "tile/sequence.cuh"
-#include "tile/strided_tensor.cuh"
 #include "tile/violated.cuh"
 
 struct QueryBlock { i32 sequence, first; };  // the first of its queries
@@ -28,9 +28,10 @@ __device__ auto matrix_of(const StridedTensor& tensor, const ListedEntry<Place>&
     return ListedMatrix<decltype(rows)>{rows, tensor.head_bytes, at.first, at.heads};
 }
 template <class Place>
-__device__ auto any_matrix_of(const StridedTensor& tensor, const ListedEntry<Place>& at, i32 head) {
+__device__ auto rows_upto(const StridedTensor& tensor, const ListedEntry<Place>& at, i32 head, i32 last) {
     const auto rows = any_matrix_of(tensor, at.place, head * at.heads);
-    return ListedMatrix<decltype(rows)>{rows, tensor.head_bytes, at.first, at.heads};
+    const ListedMatrix<decltype(rows)> of_block{rows, tensor.head_bytes, at.first, at.heads};
+    return MatrixRowsUpto<decltype(of_block)>{of_block, last};
 }
 
 template <class R, class Place>
