@@ -22,8 +22,8 @@ WRONG = 2147480000  # no key of any sequence
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Lists of ``most`` numbers: of keys for each token where ``heads`` is 0, else of blocks for each of so many heads and block of
-    queries. ``none`` is the share of numbers that are -1, ``same`` that of numbers that repeat the one before, ``wrong`` that of
+    """Lists of ``most`` numbers: of keys for each token where ``heads`` is 0, else of blocks for each of so many heads and block
+    of queries. ``none`` is the share of numbers that are -1, ``same`` that of numbers that repeat the one before, ``wrong`` that of
     numbers that are no keys."""
 
     most: int = 5
@@ -204,8 +204,8 @@ class ListedCase:
 
 @dataclasses.dataclass(frozen=True)
 class ListedStep:
-    """A step over a cache with lists of keys. Rows of the cache that no list names are NaN. Where they are ``physical`` the numbers
-    are those of rows of the cache, and there is no mask."""
+    """A step over a cache with lists of keys. Rows of the cache that no list names are NaN. Where they are ``physical`` the
+    numbers are those of rows of the cache, and there is no mask."""
 
     case: Cached
     lists: Lists
@@ -251,11 +251,13 @@ class ListedStep:
     def rows(self, numbers: Array) -> Array:
         """The rows of the cache at which keys lie; other numbers as they are."""
         found, token = numbers.copy(), 0
-        for i, ((q_len, kv_len), pages) in enumerate(zip(self.case.lengths, self.case.pages(), strict=True)):
+        for (q_len, kv_len), pages in zip(self.case.lengths, self.case.pages(), strict=True):
             for n in range(token, token + q_len):
                 own = numbers[n]
                 there = (own >= 0) & (own < kv_len)
-                found[n, there] = pages[own[there] // self.case.page_size] * self.case.page_size + own[there] % self.case.page_size
+                found[n, there] = (
+                    pages[own[there] // self.case.page_size] * self.case.page_size + own[there] % self.case.page_size
+                )
             token += q_len
         return found
 
@@ -330,7 +332,9 @@ SEQUENCES = Cached(
 )
 STEPS = {
     "table": ListedStep(SEQUENCES, Lists(90)),
-    "dense": ListedStep(dataclasses.replace(SEQUENCES, form="dense", page_size=151, sinks=True, softcap=3.0), Lists(40, counts=True)),
+    "dense": ListedStep(
+        dataclasses.replace(SEQUENCES, form="dense", page_size=151, sinks=True, softcap=3.0), Lists(40, counts=True)
+    ),
     "indptr": ListedStep(dataclasses.replace(SEQUENCES, form="indptr", layout="HND"), Lists(40)),
     "begins": ListedStep(
         dataclasses.replace(SEQUENCES, begins=(31, 2, 0, 9, 0), causal=(0, 1, 1, 1, 0)), Lists(60, same=0.5, empty=True)
@@ -341,7 +345,9 @@ STEPS = {
     ),
     "rows": ListedStep(SEQUENCES, Lists(60), physical=True),
     "rows, same": ListedStep(
-        dataclasses.replace(SEQUENCES, lengths=((2, 60), (2, 90)), ragged=False, page_size=3), Lists(60, counts=True), physical=True
+        dataclasses.replace(SEQUENCES, lengths=((2, 60), (2, 90)), ragged=False, page_size=3),
+        Lists(60, counts=True),
+        physical=True,
     ),
     "blocks": ListedStep(
         dataclasses.replace(SEQUENCES, lengths=((2, 200), (2, 90)), ragged=False), Lists(3, heads=2, block_kv=32, counts=True)
@@ -350,6 +356,7 @@ STEPS = {
     "blocks of heads": ListedStep(SEQUENCES, Lists(3, heads=4, block_q=2, block_kv=16)),
     "shared": ListedStep(dataclasses.replace(SEQUENCES, pool="shared", head_dim_v=16), Lists(40)),
     "e4m3": ListedStep(
-        dataclasses.replace(SEQUENCES, kv_dtype="e4m3", scales=("number", "number"), head_dim_v=64), Lists(3, heads=2, block_kv=16)
+        dataclasses.replace(SEQUENCES, kv_dtype="e4m3", scales=("number", "number"), head_dim_v=64),
+        Lists(3, heads=2, block_kv=16),
     ),
 }

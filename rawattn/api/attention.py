@@ -26,8 +26,8 @@ def attention(
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
     alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
     return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, keys: TopK | Blocks | None = None,
-    kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False,
+    keys: TopK | Blocks | None = None, kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
@@ -63,8 +63,8 @@ def attention(
         seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
-        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``: lists of the keys that each query attends to, of those that the rest keeps.
-            Not with dropout and offsets, and without gradients.
+        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``: lists of the keys that each query attends to, of those that the rest
+            keeps. Not with dropout and offsets, and without gradients.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -92,8 +92,8 @@ def attention_varlen(
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
     alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
     return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, keys: TopK | Blocks | None = None,
-    kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False,
+    keys: TopK | Blocks | None = None, kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 

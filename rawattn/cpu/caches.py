@@ -126,7 +126,9 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
     threads = min(most_threads, threads_for(seconds, this_cpu()))
     loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     if op.keys:
-        each = [ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)]
+        each = [
+            ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)
+        ]
         return run_lists(each, op, views["keys"], views.get("keys_counts"), views.get("sinks"), loops)
     run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
     if is_fp8:

@@ -68,7 +68,6 @@ def _compute_unit(lists: Listed, scale: float, sinks: Array | None, config: CpuC
     cap, alike = cap_of(x.mask, x.score), x.mask.of_head is None and lists.shared_by(group)
     if cap is None or not alike:
         return _compute_by_formula(lists, scale, logits, unit, heads)
-    q_len, kv_len = len(x.q), x.kv_len
     places = [_find_places(lists, unit, query, heads.start) for query in unit.queries]
     ends = np.cumsum([0, *map(len, places)])
     k, v = _gather(unit, np.concatenate(places))

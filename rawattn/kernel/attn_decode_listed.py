@@ -1,5 +1,5 @@
-"""attn_decode.cu over lists of keys in a cache: each block of queries is a sequence of its own, whose keys are those of its list, and
-are split as any."""
+"""attn_decode.cu over lists of keys in a cache: each block of queries is a sequence of its own, whose keys are those of its list,
+and are split as any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..variant.field import Fields
 from ..variant.lists import ListedMaskOfHeads
 from ..variant.walk import SplitIntervalWalk
 from . import listed, paging, pyramid
-from .attn_decode import AttnDecode, AttnDecodeConfig, partials_bytes, slots
+from .attn_decode import AttnDecode, AttnDecodeConfig, partials_bytes
 from .listed import over_block_lists
 from .program import Buffer, Launch, Program
 

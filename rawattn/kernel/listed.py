@@ -1,5 +1,5 @@
-"""attn_fwd_mma.cu and attn_fwd_simt.cu over lists of keys, in plain tensors and caches: each block of queries is a sequence of its own,
-whose keys are those of its list."""
+"""attn_fwd_mma.cu and attn_fwd_simt.cu over lists of keys, in plain tensors and caches: each block of queries is a sequence of
+its own, whose keys are those of its list."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
+from ..operation.kvcache import elements_text
 from ..operation.operand import Layout
 from ..variant import Option, constant_time, kv, rows, scheduler, softmax, store, weight
 from ..variant.element import BF16, FP16
@@ -23,7 +24,6 @@ from . import paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
-from .paging import LONGEST
 from .render import config_header, source
 
 MOST_BLOCKS = 4096  # of queries, by which configurations are compared
@@ -112,7 +112,14 @@ def over_block_lists(op: AttentionKVCache) -> AttentionKVCache:
     spec, heads = dataclasses.replace(op.spec, keys=None, mask=Full()), op.heads // heads_each(op)
     kv_heads = op.kv_heads if heads_each(op) > 1 else heads
     sizes = count_blocks(op), min(op.spec.keys.block_q, max(1, op.q_len)), op.keys.most * op.spec.keys.block_kv  # type: ignore[union-attr]
-    cleared: dict[str, Any] = {"form": "table", "table": 1, "ragged": False, "total_q": -1, "kv_begin": False, "causal_each": False}
+    cleared: dict[str, Any] = {
+        "form": "table",
+        "table": 1,
+        "ragged": False,
+        "total_q": -1,
+        "kv_begin": False,
+        "causal_each": False,
+    }
     cleared |= {"keys": None, "spec": spec, "pages": 0, "page_size": 1, "heads": op.heads, "kv_heads": kv_heads}
     return dataclasses.replace(op, batch=sizes[0], q_len=sizes[1], kv_len=sizes[2], **cleared)
 
@@ -250,7 +257,7 @@ class AttnFwdSimtListed(Listed):
     def supports(self, op: Any, device: Device) -> list[str]:
         reasons = super().supports(op, device)
         if isinstance(op, AttentionKVCache) and op.kv_element != op.element:
-            reasons.append(f"it takes lists over caches in the format of q, {op.element.name}, not {op.kv_element.name}")
+            reasons.append(f"it takes lists over caches in the format of q: {elements_text(op)}")
         return reasons
 
     def legal(self, config: AttnFwdSimtConfig, op: Any, device: Device) -> str | None:

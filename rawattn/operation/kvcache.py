@@ -149,8 +149,8 @@ class AttentionKVCache(OverKeys):
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
         arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales
-        arrays += (self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads)),)
-        return (type(self), *sizes, self.form, self.ragged, *arrays)
+        listed = self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads))
+        return (type(self), *sizes, self.form, self.ragged, *arrays, listed)
 
     # ---- its size
 
@@ -317,4 +317,4 @@ def elements_text(op: Any) -> str:
 
 def pages_text(form: str, pages: int, page_size: int) -> str:
     """The pages in words."""
-    return f"{pages} pages of {page_size}{ {'dense': ', one for each sequence', 'indptr': ', end to end'}.get(form, '')}"
+    return f"{pages} pages of {page_size}{ {'dense': ', one for each sequence', 'indptr': ', end to end'}.get(form, '') }"

@@ -77,7 +77,7 @@ def attention(
     chosen, starts = arguments.choose(Options, attention, options), (cu_seqlens_q, cu_seqlens_kv)
     formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
     if chosen.keys is not None:
-        formula = dataclasses.replace(formula, lists=listed(chosen.keys, *lists, q.shape[-2]))
+        formula = dataclasses.replace(formula, lists=listed(chosen.keys, lists[0], lists[1], q.shape[-2]))
     o, lse = formula.forward(q, k, v, sinks, *starts, rows, (q_lens, kv_lens))
     return (o, lse) if chosen.return_lse else o
 

@@ -34,7 +34,8 @@ _BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
 _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None, float k_scale=1.0, float v_scale=1.0"  # arrays and numbers
 _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
-    f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}, Tensor? keys=None, Tensor? keys_counts=None) -> (Tensor o, Tensor lse)',
+    f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}, Tensor? keys=None, Tensor? keys_counts=None) '
+    "-> (Tensor o, Tensor lse)",
     f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
     f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}) -> Tensor",
 )

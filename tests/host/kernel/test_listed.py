@@ -24,8 +24,8 @@ BY = {"attn_decode": None, **CONFIGS}
 REFUSED = {"attn_decode": ("blocks of heads",), "attn_fwd_simt": ("e4m3",)}
 FEW = {  # the cases that are not slow
     "attn_fwd_mma": {
-        "tokens, causal", "tokens, packed", "blocks of heads", "blocks, packed", "lengths", "functions", "wide", "fp64", "indptr", "e4m3",
-        "rows, same", "begins",
+        "tokens, causal", "tokens, packed", "blocks of heads", "blocks, packed", "lengths", "functions", "wide", "fp64", "indptr",
+        "e4m3", "rows, same", "begins",
     },
     "attn_fwd_simt": {"tokens, one head", "blocks", "fp32", "fp64", "dense", "e4m3", "rows"},
     "attn_decode": {"begins", "many keys", "rows", "blocks", "blocks, ragged", "blocks of heads", "small pages"},
