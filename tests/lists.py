@@ -22,9 +22,9 @@ WRONG = 2147480000  # no key of any sequence
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Lists of ``most`` numbers: of keys for each token where ``heads`` is 0, else of blocks for each of so many heads and block
-    of queries. ``none`` is the share of numbers that are -1, ``same`` that of numbers that repeat the one before, ``wrong`` that of
-    numbers that are no keys."""
+    """Lists of ``most`` numbers: of keys for each token where ``heads`` is 0, else of blocks, for each of so many heads and each
+    block of queries. ``none`` is the share of numbers that are -1, ``same`` that of numbers that repeat the one before, ``wrong``
+    that of numbers that are no keys."""
 
     most: int = 5
     heads: int = 0

@@ -217,7 +217,7 @@ def list_operands(lists: KeyLists | None, sizes: ListSizes | None, tokens: int, 
     return [Operand("keys", "int32", (*shape, sizes.most)), *[Operand("keys_counts", "int32", shape)] * sizes.counts]
 
 
-class Listed:
+class ListedKeys:
     """The lists of an operation's arrays, by name, in NumPy: of each query and head the places of its keys."""
 
     def __init__(self, lists: KeyLists, arrays: Mapping[str, Any], heads: int) -> None:
