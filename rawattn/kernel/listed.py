@@ -21,7 +21,7 @@ from ..variant.mask import And, Causal, Full, Window
 from ..variant.score import Scale, Softcap
 from ..variant.walk import IntervalCursor
 from . import paging, tiling
-from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
+from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, register_limit, registers
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
 from .render import config_header, source
@@ -218,7 +218,10 @@ class AttnFwdMmaListed(Listed):
     def legal(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> str | None:
         if config.pack_gqa or config.split:
             return "pack_gqa or split is True; over lists heads that share them share tiles, and keys are not split"
-        reason: str | None = ATTN_FWD_MMA.legal(config, over_blocks(op, masked=True), device)
+        blocks = over_blocks(op, masked=True)
+        if config.m_tiles_per_warp == 2 and registers(config, blocks) + 24 > register_limit(config, device):
+            return "m_tiles_per_warp is 2; over lists it spills"  # found by compiling
+        reason: str | None = ATTN_FWD_MMA.legal(config, blocks, device)
         return reason
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
