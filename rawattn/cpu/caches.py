@@ -97,6 +97,7 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
 def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
     q, k, v = views["q"], views["k_cache"], views["v_cache"]
+    q = np.concatenate((q, views["q_rope"]), -1) if op.q_rope else q
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}

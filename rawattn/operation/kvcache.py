@@ -15,6 +15,7 @@ from .base import OverKeys
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
 from .spec import Spec
 
+TENSORS = "q", "q_rope", "k_cache", "v_cache"  # which kernels read by tiles
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
 }  # fmt: skip
@@ -27,7 +28,8 @@ class AttentionKVCache(OverKeys):
     ``q_len`` and ``kv_len`` are bounds on the longest sequence; the lengths themselves are on the device. ``kv_element`` is the
     cache's number format, ``k_scale`` and ``v_scale`` are what its numbers are multiplied by; where ``k_scales`` or ``v_scales``,
     an array has that for each sequence and head. ``form`` says how pages are given, ``table`` how many entries there are: of a
-    row of the table, or of ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
+    row of the table, or of ``indices``. ``q_rope`` says that q is two arrays: its first head_dim_v columns, and the rest in an
+    operand of that name. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
     are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
     are the keys of a split, 0 for what the length asks for.
     """
@@ -56,10 +58,11 @@ class AttentionKVCache(OverKeys):
     v_scale: float = 1.0
     k_scales: bool = False
     v_scales: bool = False
+    q_rope: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
-        "q", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "kv_begin",
+        "q", "q_rope", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "kv_begin",
         "causal", "sinks", "k_scale", "v_scale",
     )  # fmt: skip
 
@@ -85,15 +88,16 @@ class AttentionKVCache(OverKeys):
         check_arrays(arrays, max_q_len)
         q, k, v = (arrays[name] for name in ("q", "k_cache", "v_cache"))
         form, ragged = form_of(arrays), "cu_seqlens_q" in arrays
+        read = [name for name in TENSORS if name in arrays]
         q_len = q.shape[0] if ragged else q.shape[1]
         table = table_of(arrays)
         room = table * k.shape[1]
         return cls(
             ELEMENTS[q.dtype], batch_of(arrays), q_len if max_q_len is None else min(q_len, max_q_len),
-            room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], k.shape[0],
+            room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], k.shape[3], v.shape[3], k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
             "sinks" in arrays, split_keys, KV_ELEMENTS[k.dtype], *scales, "k_scale" in arrays, "v_scale" in arrays,
-            PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+            "q_rope" in arrays, PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
         )  # fmt: skip
 
     @classmethod
@@ -109,7 +113,7 @@ class AttentionKVCache(OverKeys):
     # ---- its arrays
 
     def layout_of(self, arrays: Mapping[str, Array]) -> Layout:
-        return layout_of((name, arrays[name]) for name in ("q", "k_cache", "v_cache"))
+        return layout_of((name, arrays[name]) for name in TENSORS if name in arrays)
 
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
@@ -118,7 +122,8 @@ class AttentionKVCache(OverKeys):
         pool = self.pages, self.page_size, self.kv_heads
         assert self.kv_element is not None
         operands = [
-            Operand("q", self.element.name, (*rows, self.heads, self.head_dim)),
+            Operand("q", self.element.name, (*rows, self.heads, self.head_dim_v if self.q_rope else self.head_dim)),
+            *[Operand("q_rope", self.element.name, (*rows, self.heads, self.head_dim - self.head_dim_v))] * self.q_rope,
             Operand("k_cache", self.kv_element.name, (*pool, self.head_dim)),
             Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v)),
             *length_operands(self.form, self.batch, self.table),
@@ -142,7 +147,7 @@ class AttentionKVCache(OverKeys):
         values of options."""
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
-        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales
+        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.q_rope
         return (type(self), *sizes, self.form, self.ragged, *arrays)
 
     # ---- its size
@@ -172,7 +177,7 @@ class AttentionKVCache(OverKeys):
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         ragged, length = f" {self.total_q} rows," if self.ragged else "", f"{self.q_len}x{self.kv_len}"
-        words = [name for name in ("kv_begin", "causal_each", "sinks") if getattr(self, name)]
+        words = [name for name in ("kv_begin", "causal_each", "sinks", "q_rope") if getattr(self, name)]
         words += [f"splits of {self.split_keys}"] if self.split_keys else []
         return ", ".join(
             [
@@ -191,7 +196,9 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
         check_like(name, array, "q", q)
     check_element("q", q, k)
     check_scales(arrays, batch_of(arrays))
-    if q.shape[-1] != k.shape[3]:
+    if "q_rope" in arrays:
+        check_pair(q, arrays["q_rope"], k.shape[3], arrays["v_cache"].shape[3])
+    elif q.shape[-1] != k.shape[3]:
         raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {k.shape[3]}; they must be the same.")
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[2]:
         raise ProblemError(
@@ -201,6 +208,18 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     check_pages(arrays)
     if "sinks" in arrays:
         check_sinks(arrays["sinks"], q.shape[-2], ELEMENTS[q.dtype].lse_name, "q", q)
+
+
+def check_pair(q: Array, q_rope: Array, head_dim: int, head_dim_v: int) -> None:
+    """Raises ProblemError where two arrays are not the columns of q that meet values, and those that meet the rest of the keys."""
+    check_contiguous("q_rope", q_rope)
+    if q_rope.dtype != q.dtype:
+        raise ProblemError(f"q_rope has dtype {q_rope.dtype} but q_nope has {q.dtype}; they must be the same.")
+    for name, array, columns in (("q_nope", q, head_dim_v), ("q_rope", q_rope, head_dim - head_dim_v)):
+        wanted = (*q.shape[:-1], columns)
+        if tuple(array.shape) != wanted:
+            need = f"it must be {wanted}, by the rows of q_nope and the cache's {head_dim_v} and {head_dim - head_dim_v} columns"
+            raise ProblemError(f"{name} has shape {tuple(array.shape)}; {need}.")
 
 
 def check_rows(name: str, array: Array, ragged: bool) -> None:

@@ -36,7 +36,8 @@ def attention_kvcache(
         o, and with ``return_lse`` (o, lse), in the shapes that ``rawattn.attention_kvcache`` gives; float64, in NumPy. Rows of q
         that belong to no sequence have o = 0 and lse = -inf.
     """
-    queries, sinks = to_numpy(q), None if sinks is None else to_numpy(sinks)
+    queries = np.concatenate([to_numpy(x) for x in q], -1) if isinstance(q, (tuple, list)) else to_numpy(q)
+    sinks = None if sinks is None else to_numpy(sinks)
     o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
     for i, (rows, at) in enumerate(_find_rows(step)):

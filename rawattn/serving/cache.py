@@ -45,7 +45,7 @@ class KVCache(Remade):
             times the number that is stored, so ``append`` divides by it. Caches in other formats have 1.0.
 
     The page size is a power of two, unless each sequence has one page. Attributes: ``element`` (the number format), ``pages``,
-    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns). In a deep copy or a
+    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns), ``is_latent`` (of the first ones). In a deep copy or a
     pickle, which have arrays of their own, v is such a view, too.
 
     Raises ProblemError for a wrong argument.
@@ -115,6 +115,11 @@ class KVCache(Remade):
     @property
     def head_dim_v(self) -> int:
         return self.arrays["v"].shape[3]
+
+    @property
+    def is_latent(self) -> bool:
+        """Says whether v is the first columns of k, as in MLA."""
+        return self.v_in_k and self.arrays["k"].pointer == self.arrays["v"].pointer
 
     @property
     def requires_grad(self) -> bool:

@@ -33,7 +33,7 @@ _BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
 _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None, float k_scale=1.0, float v_scale=1.0"  # arrays and numbers
 _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
-    f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}) -> (Tensor o, Tensor lse)',
+    f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}, Tensor? q_rope=None) -> (Tensor o, Tensor lse)',
     f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
     f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}) -> Tensor",
 )
@@ -56,7 +56,8 @@ def attention_kvcache(q: Any, cache: KVCache, step: Step, options: dict[str, Any
     text = _write_text(causal, constants)
     bounds, split_keys = (step.max_q_len, step.max_kv_len), attention.split_keys_of(split)
     rest = cache.layout, *bounds, split_keys, text, list(captured) or None, *_split_scales(cache)
-    return _ATTENTION(q, cache.k, cache.v, *lengths, sinks, *rest)
+    first, *q_rope = attention.parts_of(q)
+    return _ATTENTION(first, cache.k, cache.v, *lengths, sinks, *rest, *q_rope)
 
 
 def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary: Rotary | None, q: Any) -> Any:
@@ -139,13 +140,15 @@ def _make_cache(k: Any, v: Any, layout: str, k_scales: Any, v_scales: Any, k_sca
 def _compute_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Computes the operator ``attention_kvcache`` on real tensors."""
     (q, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _ATTENTION._schema, named), 3)
-    sinks, layout, *bounds, split_keys, text, captured, k_scales, v_scales, k_scale, v_scale = rest
+    *head, text, captured, k_scales, v_scales, k_scale, v_scale, q_rope = rest
+    sinks, layout, *bounds, split_keys = head
     (spec, by_role, causal), step = _read_spec(text), _make_step(lengths, tuple(bounds))
     request = attention.CacheRequest(spec, tuple(by_role.items()), tuple(captured or ()), split_keys)
     is_causal = step.causal if "causal" in step.arrays else causal
     if "mask" in by_role and is_causal is not False:
         request = attention.of_step(request, is_causal)
-    results = attention.attend(q, _make_cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
+    pair = q if q_rope is None else (q, q_rope)
+    results = attention.attend(pair, _make_cache(k, v, layout, k_scales, v_scales, k_scale, v_scale), step, request, sinks)
     return results[0], results[1]
 
 
@@ -188,9 +191,9 @@ def _describe_arrays(tensors: dict[str, Any], layout: str, scales: Sequence[Any]
 def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     """Makes results of the right shapes, strides and dtypes. Raises ProblemError where the arguments contradict each other."""
     (q, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _ATTENTION._schema, named), 3)
-    sinks, layout, max_q_len, _, _, text, captured, *scales = rest
+    sinks, layout, max_q_len, _, _, text, captured, *scales, q_rope = rest
     _, by_role, _ = _read_spec(text)
-    tensors = {"q": q, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
+    tensors = {"q": q, "q_rope": q_rope, "k_cache": k, "v_cache": v, "sinks": sinks, **dict(zip(LENGTHS, lengths, strict=True))}
     arrays = _describe_arrays(tensors, layout, scales)
     kvcache.check_arrays(arrays, max_q_len)
     arrays |= dict(zip(captures.names(by_role), map(describe, captured or ()), strict=True))
