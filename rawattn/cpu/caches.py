@@ -175,9 +175,10 @@ def append(op: Append, views: Views) -> None:
             raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
-        k = None if k is None else _rotate(op, views, k, positions)
+        k = None if k is None else _rotate(op, views, k, positions, op.rotary_first)
         if q_out is not None:
-            q_out[positions >= 0] = _rotate(op, views, views["q"], positions)[positions >= 0]
+            rotated = _rotate(op, views, views["q"], positions, 0 if op.q_rope else op.rotary_first)
+            q_out[positions >= 0] = rotated[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
     for name, x in (("k", k), ("v", views.get("v"))):
         if x is None:
@@ -196,11 +197,12 @@ def _store(op: Append, views: Views, name: str, x: Array, owners: Array) -> Arra
         return np.clip(x.astype(np.float32) / scale, -largest, largest).astype(op.kv_element.dtype)
 
 
-def _rotate(op: Append, views: Views, x: Array, positions: Array) -> Array:
-    """x, (..., heads, head_dim), rotated by its rows' positions in float32, or float64."""
-    number, half = op.element.lse_dtype, op.rotary_dim // 2
+def _rotate(op: Append, views: Views, x: Array, positions: Array, first: int) -> Array:
+    """x, (..., heads, columns), rotated from a column on by its rows' positions, in float32, or float64."""
+    number, half, last = op.element.lse_dtype, first + op.rotary_dim // 2, first + op.rotary_dim
     cos, sin = (views[name][np.maximum(positions, 0)][..., None, :].astype(number) for name in ("cos", "sin"))
-    pairs = (slice(half), slice(half, 2 * half)) if op.rotary == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    neox, interleaved = (slice(first, half), slice(half, last)), (slice(first, last, 2), slice(first + 1, last, 2))
+    pairs = neox if op.rotary == "neox" else interleaved
     result = x.copy()
     a, b = (x[..., columns].astype(number) for columns in pairs)
     with np.errstate(all="ignore"):

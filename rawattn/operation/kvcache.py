@@ -62,8 +62,8 @@ class AttentionKVCache(OverKeys):
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
-        "q", "q_rope", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q", "kv_begin",
-        "causal", "sinks", "k_scale", "v_scale",
+        "q", "q_rope", "k_cache", "v_cache", "kv_lens", "page_table", "indptr", "indices", "last_page_len", "cu_seqlens_q",
+        "kv_begin", "causal", "sinks", "k_scale", "v_scale",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
 
 
 def check_pair(q: Array, q_rope: Array, head_dim: int, head_dim_v: int) -> None:
-    """Raises ProblemError where two arrays are not the columns of q that meet values, and those that meet the rest of the keys."""
+    """Raises ProblemError where two arrays are not the columns of q that values have, too, and the rest of a key's."""
     check_contiguous("q_rope", q_rope)
     if q_rope.dtype != q.dtype:
         raise ProblemError(f"q_rope has dtype {q_rope.dtype} but q_nope has {q.dtype}; they must be the same.")

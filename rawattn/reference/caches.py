@@ -113,9 +113,10 @@ def append(
                 raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
                 continue
-            row_k = None if new_k is None else _rotate(new_k[at], rotary, position)
+            row_k = None if new_k is None else _rotate(new_k[at], rotary, position, rotary.first_column)
             if q_out is not None and new_q is not None:
-                q_out[at] = _rotate(new_q[at], rotary, position)
+                q_first = rotary.first_column - (cache.head_dim - new_q.shape[-1])
+                q_out[at] = _rotate(new_q[at], rotary, position, q_first)
         owner = at[0] if len(at) == 2 else owners[at[0]]
         for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
             if x is not None and page >= 0:
@@ -213,12 +214,13 @@ def _make_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     return result if step.kv_begin is None else FromKey(result, int(to_numpy(step.kv_begin)[i]))
 
 
-def _rotate(x: Any, rotary: Rotary, position: int) -> Any:
-    """The rows x (heads, head_dim) at a position."""
+def _rotate(x: Any, rotary: Rotary, position: int, first: int) -> Any:
+    """The rows x (heads, columns) at a position, rotated from the column ``first`` on."""
     cos, sin = to_numpy(rotary.cos)[position], to_numpy(rotary.sin)[position]
     dim = 2 * len(cos)
     halves = (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
     result = x.copy()
-    result[:, halves[0]] = x[:, halves[0]] * cos - x[:, halves[1]] * sin
-    result[:, halves[1]] = x[:, halves[1]] * cos + x[:, halves[0]] * sin
+    part, turned = x[:, first:], result[:, first:]
+    turned[:, halves[0]] = part[:, halves[0]] * cos - part[:, halves[1]] * sin
+    turned[:, halves[1]] = part[:, halves[1]] * cos + part[:, halves[0]] * sin
     return result

@@ -41,8 +41,8 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
-            Over a latent cache, whose v is the first columns of its k, it may be a pair of arrays: (q_nope, q_rope), of head_dim_v
-            columns and of the rest.
+            Over a latent cache, whose v is the first columns of its k, it may be a pair of arrays, (q_nope, q_rope): of the first
+            head_dim_v columns and of the rest.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
@@ -85,11 +85,9 @@ def attention_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        o, total = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
-        return (o, total) if return_lse else o
+        return one_or_all(front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1])
     check_objects(cache, step)
-    request = request_of(step, options, return_lse, split, kernel, config)
-    return one_or_all(attend(q, cache, step, request, sinks, out, lse))
+    return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
 
 def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
@@ -218,7 +216,7 @@ def attention_of(
     parts = parts_of(q)
     if len(parts) == 2 and not cache.is_latent:
         raise ProblemError("q is a pair, (q_nope, q_rope), but the cache's v is not the first columns of its k; give one array.")
-    inputs = {name: reading.read(x, name) for name, x in zip(("q", "q_rope"), parts, strict=False)} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
+    inputs = reading.read_named(("q", "q_rope", "sinks"), (*parts, None, sinks) if len(parts) == 1 else (*parts, sinks))
     inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
     if cache.requires_grad or torch_state.requires_grad(*parts, sinks, *request.captured):
         raise ProblemError(NO_GRAD)

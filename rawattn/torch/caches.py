@@ -35,7 +35,8 @@ _SCHEMAS = (
     f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
     f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}, Tensor? q_rope=None) -> (Tensor o, Tensor lse)',
     f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
-    f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}) -> Tensor",
+    f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}, "
+    "int first_column=0) -> Tensor",
 )
 
 _library = torch.library.Library("rawattn", "FRAGMENT")  # its operators live as long as this object
@@ -66,7 +67,7 @@ def append(cache: KVCache, step: Step | None, k: Any, v: Any, slots: Any, rotary
     angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
     bounds = (None, None) if step is None else (step.max_q_len, step.max_kv_len)
     interleaved = rotary is not None and rotary.interleaved
-    rest = cache.layout, *bounds, interleaved, *_split_scales(cache)
+    rest = cache.layout, *bounds, interleaved, *_split_scales(cache), 0 if rotary is None else rotary.first_column
     rotated_q = _APPEND(cache.k, cache.v, k, v, *lengths, slots, *angles, q, *rest)
     return None if q is None else rotated_q
 
@@ -155,9 +156,9 @@ def _compute_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
 def _compute_append(*args: Any, **named: Any) -> Any:
     """Computes the operator ``append`` on real tensors."""
     (k_cache, v_cache, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _APPEND._schema, named), 4)
-    slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved, *scales = rest
+    slots, cos, sin, positions, q, layout, max_q_len, max_kv_len, interleaved, *scales, first_column = rest
     step = None if all(x is None for x in lengths) else _make_step(lengths, (max_q_len, max_kv_len))
-    rotary = None if cos is None else Rotary(cos, sin, interleaved, positions)
+    rotary = None if cos is None else Rotary(cos, sin, interleaved, positions, first_column)
     rotated_q = write(_make_cache(k_cache, v_cache, layout, *scales), step, k, v, slots, rotary, q)
     return k.new_empty(0) if q is None else rotated_q
 
@@ -205,13 +206,14 @@ def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
 def _fake_append(*args: Any, **named: Any) -> Any:
     """Makes the result of ``append`` as ``_fake_attention`` makes those of attention."""
     (k_cache, v_cache, k, v), lengths, rest = _split_arguments(_fill_defaults(args, _APPEND._schema, named), 4)
-    slots, cos, sin, positions, q, layout, max_q_len, _, interleaved, *scales = rest
+    slots, cos, sin, positions, q, layout, max_q_len, _, interleaved, *scales, first_column = rest
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **dict(zip(LENGTHS, lengths, strict=True))}
     tensors |= {"slots": slots, "cos": cos, "sin": sin, "positions": positions, "q": q}
     arrays = {name: x for name, x in _describe_arrays(tensors, layout, scales).items() if name not in ("kv_begin", "causal")}
     if cos is not None:
         check_angles({name: arrays[name] for name in ("cos", "sin", "positions") if name in arrays})
-    append_operation.check_arrays(arrays, "" if cos is None else "interleaved" if interleaved else "neox", max_q_len)
+    style = "" if cos is None else "interleaved" if interleaved else "neox"
+    append_operation.check_arrays(arrays, style, max_q_len, first_column)
     return k.new_empty(0) if q is None else q.new_empty(q.shape)
 
 
