@@ -20,6 +20,7 @@ from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 from .cost import PRODUCTS_PER_SECOND, threads_for
 from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences
+from .lists import ListedSequence, run_lists
 from .units import key_bounds
 
 Array = npt.NDArray[Any]
@@ -64,7 +65,7 @@ def _find_places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Ite
 def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
     """The keys of each sequence. Raises ProblemError where pages that lie end to end contradict each other."""
     if "indptr" not in views:
-        return views["kv_lens"]
+        return views["kv_lens"] if "kv_lens" in views else np.full(op.batch, op.kv_len)
     indptr, last, size = views["indptr"], views["last_page_len"], op.page_size
     if indptr[0] < 0 or (np.diff(indptr) < 0).any() or indptr[-1] > len(views["indices"]):
         text = np.array2string(indptr, threshold=8)
@@ -80,6 +81,8 @@ def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
 def _find_pages(op: AttentionKVCache | Append, views: Views, i: int) -> Array:
     if "indptr" in views:
         return views["indices"][views["indptr"][i] : views["indptr"][i + 1]]
+    if "kv_lens" not in views:
+        return np.arange(op.pages)
     return views["page_table"][i] if "page_table" in views else np.array([i], np.int32)
 
 
@@ -102,7 +105,7 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
     spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
     interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
-    sequences, seconds = [], 0.0
+    sequences, places_of_rows, seconds = [], [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_find_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
         if spec is not op.spec:  # functions see positions
@@ -114,18 +117,32 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
             mask = FromKey(mask, max(0, int(first[i])))
         begin, end = interval(mask, op.heads, q_len, kv_len)
         some = begin < end
-        if some.any():
+        if some.any() and not op.keys:
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
         sequence = Sequence(i, *places, mask, score, begin, end)
-        sequences.append(_widen(op, views, sequence) if is_fp8 else sequence)
+        sequences.append(_widen(op, views, sequence) if is_fp8 and not op.keys else sequence)
+        places_of_rows.append(rows)
     threads = min(most_threads, threads_for(seconds, this_cpu()))
     loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    if op.keys:
+        each = [ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)]
+        return run_lists(each, op, views["keys"], views.get("keys_counts"), views.get("sinks"), loops)
     run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
     if is_fp8:
         for sequence, place in zip(sequences, _find_places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
+
+
+def _scales_of(op: AttentionKVCache, views: Views, i: int) -> tuple[Any, Any] | None:
+    """What a sequence's keys and values in eight bits are multiplied by, (kv_heads, 1); None for other formats."""
+    if op.kv_element not in FP8.values():
+        return None
+    numbers = (("k_scale", op.k_scale), ("v_scale", op.v_scale))
+    shape, number = (op.kv_heads, 1), op.element.lse_dtype
+    k, v = (views[name][i] if name in views else np.full(shape, x, number) for name, x in numbers)
+    return k, v
 
 
 def _widen(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:

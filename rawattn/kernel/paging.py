@@ -14,6 +14,7 @@ from ..operation.operand import Layout
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.kv import CacheScale, KvLens, PageListLens
+from ..variant.lists import EveryRow
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
 from . import tiling
@@ -36,7 +37,7 @@ def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
 
 def lengths_option(op: AttentionKVCache) -> Option:
     """The option for the lengths of sequences."""
-    return PageListLens() if op.form == "indptr" else KvLens()
+    return PageListLens() if op.form == "indptr" else EveryRow() if op.form == "rows" else KvLens()
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:

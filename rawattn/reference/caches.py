@@ -11,11 +11,12 @@ import numpy as np
 from ..array.reading import read
 from ..errors import ProblemError
 from ..operation import arguments, functions
+from ..operation.keys import parted
 from ..operation.spec import Options, make_mask, make_score
 from ..variant.element import ELEMENTS, Element
 from ..variant.mask import FromKey, Intersection, Mask, Pairs, causal_and
 from ..variant.score import Score
-from .formula import INF, make_formula, to_numpy
+from .formula import INF, listed, make_formula, to_numpy
 
 if TYPE_CHECKING:
     from ..serving import KVCache, Rotary, Step
@@ -40,13 +41,21 @@ def attention_kvcache(
     sinks = None if sinks is None else to_numpy(sinks)
     o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
-    for i, (rows, at) in enumerate(_find_rows(step)):
+    numbers, counts, kind = parted(step.keys)
+    lists = None if kind is None else listed(kind, numbers, counts, queries.shape[-2])
+    batch = step.batch if step.form != "rows" or step.cu_seqlens_q is not None else len(queries)
+    for i, (rows, at) in enumerate(_find_rows(step, batch)):
         run = _make_mask(step, i, window, None if functions.is_function(mask) else mask)
         kv_len, page_and_row = _find_pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
         kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
+        token = i * queries.shape[1] if isinstance(rows, int) else rows.start
+        if lists is not None:
+            places = ((token + n, n, h) for n in range(len(queries[rows])) for h in range(queries.shape[-2]))
+            named = {j for place in places for j in lists.of(i, *place, kv_len, strict=False).tolist()}
+            kept = sorted(named & {*kept})
         for j in kept:  # the others may lie nowhere
             k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _get_scale(cache, n, i) for n in "kv")
         sequence_q = queries[rows][None]
@@ -57,7 +66,7 @@ def attention_kvcache(
         seen = {"q_offset": kv_len - sequence_q.shape[1]}  # positions are below 0 before the first key
         within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
         logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)
-        formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
+        formula = dataclasses.replace(formula, mask=within, score=logit, first=i, lists=lists, token=token)
         o[rows], lse[at] = (x[0] for x in formula.forward(sequence_q, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
 
@@ -162,10 +171,10 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tupl
     return o, lse
 
 
-def _find_rows(step: Step) -> list[tuple[Any, Any]]:
+def _find_rows(step: Step, batch: int | None = None) -> list[tuple[Any, Any]]:
     """Returns where each sequence's rows of q are, and of lse."""
     if step.cu_seqlens_q is None:
-        return [(i, i) for i in range(step.batch)]
+        return [(i, i) for i in range(step.batch if batch is None else batch)]
     ends = to_numpy(step.cu_seqlens_q).tolist()
     return [(slice(*ends[i : i + 2]), (slice(None), slice(*ends[i : i + 2]))) for i in range(step.batch)]
 
@@ -177,6 +186,8 @@ def _find_pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int]
         first, last = to_numpy(step.indptr).tolist()[i : i + 2]
         kv_len = (last - first - 1) * size + int(to_numpy(step.last_page_len)[i]) if last > first else 0
         return kv_len, lambda j: (int(to_numpy(step.indices)[first + j // size]), j % size)
+    if step.kv_lens is None:
+        return cache.pages * size, lambda j: divmod(j, size)
     kv_len = int(to_numpy(step.kv_lens)[i])
     if step.page_table is None:
         return kv_len, lambda j: (i, j)
@@ -208,7 +219,7 @@ def _store(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
 
 def _make_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     """The mask of one sequence."""
-    causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
+    causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else step.is_causal
     base = causal_and(mask) if mask is not None and causal else mask
     result = make_mask(causal and mask is None, window, base)
     return result if step.kv_begin is None else FromKey(result, int(to_numpy(step.kv_begin)[i]))

@@ -111,7 +111,7 @@ def _prepare(cache: KVCache, step: Step | None, rotary: Rotary | None, new: dict
     inputs |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
     first = 0 if rotary is None else rotary.first_column
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    read = {name: x for name, x in inputs.items() if name not in ("causal", "kv_begin")}
+    read = {name: x for name, x in inputs.items() if name not in ("causal", "kv_begin", "keys", "keys_counts")}
     read |= {} if q_out is None else {"q_out": q_out}
     op = Append.of(read, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales, first)
     _check_writable(cache)

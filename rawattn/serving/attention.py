@@ -12,7 +12,7 @@ from ..array.forms import forms_of_any
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
-from ..operation.kvcache import table_of
+from ..operation.kvcache import batch_of, table_of
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
@@ -124,7 +124,7 @@ def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> CacheRequest:
     """The request of a call. A mask that is a function also keeps to ``causal`` of the step."""
-    mask, score = options["mask"], options["score"]
+    mask, score, options = options["mask"], options["score"], {**options, "keys": step.lists}
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
             return plain_request(step.is_causal, options, return_lse, split, kernel, config)
@@ -154,6 +154,7 @@ def _make_plain_request(
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
     """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
+    options = {**options, "keys": step.lists}
     if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
@@ -217,7 +218,8 @@ def attention_of(
     if len(parts) == 2 and not cache.is_latent:
         raise ProblemError("q is a pair, (q_nope, q_rope), but the cache's v is not the first columns of its k; give one array.")
     inputs = reading.read_named(("q", "q_rope", "sinks"), (*parts, None, sinks) if len(parts) == 1 else (*parts, sinks))
-    inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
+    batch = batch_of({**step.arrays, **inputs})
+    inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(batch) | step.arrays
     if cache.requires_grad or torch_state.requires_grad(*parts, sinks, *request.captured):
         raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
@@ -227,7 +229,7 @@ def attention_of(
         *_, rows, heads, _ = inputs["q"].shape
         kv_len = table_of(inputs) * inputs["k_cache"].shape[1]  # no sequence has more keys
         kv_len = kv_len if step.max_kv_len is None else min(kv_len, step.max_kv_len)
-        limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
+        limits = Limits(batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
         options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
     return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
