@@ -23,9 +23,10 @@ from .serving.cache import kvcache_bytes
 from .serving.merge import merge_states
 from .serving.plan import KVCachePlan, plan_kvcache
 from .serving.violations import violations
+from .variant.element import FP8_DS_MLA
 
 __all__ = [
-    "Append", "AttentionKVCache", "Backward", "Blocks", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
+    "FP8_DS_MLA", "Append", "AttentionKVCache", "Backward", "Blocks", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
     "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
     "TopK", "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
     "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle", "mask", "merge_states", "plan",

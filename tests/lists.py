@@ -100,7 +100,9 @@ def by_hand(
             total = sum(weights) + (np.exp(sink - top) if sinks is not None else 0.0)
             if total and np.isfinite(top):
                 lse[head, query] = top + np.log(total)
-                o[query, head] = sum((w / total * v[j, kv_head] for w, j in zip(weights, kept, strict=True)), np.zeros(v.shape[2]))
+                o[query, head] = sum(
+                    (w / total * v[j, kv_head] for w, j in zip(weights, kept, strict=True)), np.zeros(v.shape[2])
+                )
     return o, lse
 
 

@@ -189,7 +189,12 @@ def check_lists(
             raise ProblemError(f"positions of keys has shape {found}; it must be ({tokens}, k), a list for each row of q.")
     else:
         blocks = None if q_len is None else -(-q_len // lists.block_q)
-        wrong = len(found) != 4 or found[0] != batch or found[1] not in (kv_heads, heads) or (blocks is not None and found[2] != blocks)
+        wrong = (
+            len(found) != 4
+            or found[0] != batch
+            or found[1] not in (kv_heads, heads)
+            or (blocks is not None and found[2] != blocks)
+        )
         if wrong:
             counted = "query blocks" if blocks is None else blocks
             either = f"{kv_heads}" if heads == kv_heads else f"{kv_heads} or {heads}"
@@ -198,7 +203,9 @@ def check_lists(
     if found[-1] * lists.block_kv >= MOST_KEYS:
         raise ProblemError(f"{field} of keys has {found[-1]} numbers in a list; with {lists.block_kv} keys each it has too many.")
     if "keys_counts" in arrays and tuple(arrays["keys_counts"].shape) != found[:-1]:
-        raise ProblemError(f"counts of keys has shape {tuple(arrays['keys_counts'].shape)}; it must be {found[:-1]}, one for each list.")
+        raise ProblemError(
+            f"counts of keys has shape {tuple(arrays['keys_counts'].shape)}; it must be {found[:-1]}, one for each list."
+        )
 
 
 def list_operands(lists: KeyLists | None, sizes: ListSizes | None, tokens: int, batch: int) -> list[Operand]:

@@ -85,7 +85,9 @@ def attention_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        return one_or_all(front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1])
+        return one_or_all(
+            front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1]
+        )
     check_objects(cache, step)
     return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 

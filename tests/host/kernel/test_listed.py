@@ -77,7 +77,9 @@ class Case:
         options |= self.options | {"causal": self.causal, "return_lse": True, "keys": self.lists.keys(put(numbers), put(counts))}
         options |= {"sinks": torch.linspace(-1, 2, self.heads)} if self.sinks else {}
         if self.used is not None:
-            options |= {name: torch.tensor(x, dtype=torch.int32) for name, x in zip(("q_lens", "kv_lens"), self.used, strict=True)}
+            options |= {
+                name: torch.tensor(x, dtype=torch.int32) for name, x in zip(("q_lens", "kv_lens"), self.used, strict=True)
+            }
         join = np.concatenate if self.packed else np.stack
         q, k, v = (from_numpy(join(x)) for x in zip(*self.arrays(), strict=True))
         if not self.packed:
