@@ -3,10 +3,11 @@
     python examples/deepseek.py --requests 4
     python examples/deepseek.py --device cuda --dtype bfloat16
 
-A token has one row of 576 columns in each layer's cache, which all heads share: 512 that keys and values are projected from, and 64
-rotated ones. W_uk is multiplied into the queries and W_uv into the results (the absorbed form), so that attention reads the rows as
-they are: keys are the rows, values their first 512 columns. Each layer is one ``rawattn.attention_append``. Requests of any lengths
-are packed end to end, first with their prompts, then with a token each. Everything but attention is transformers' own modules.
+A token has one row of 576 columns in each layer's cache, which all heads share: 512 that keys and values are projected from,
+and 64 rotated ones. W_uk is multiplied into the queries and W_uv into the results (the absorbed form), so that attention reads
+the rows as they are: keys are the rows, values their first 512 columns. Each layer is one ``rawattn.attention_append``. Requests
+of any lengths are packed end to end, first with their prompts, then with a token each. Everything but attention is transformers'
+own modules.
 """
 
 from __future__ import annotations

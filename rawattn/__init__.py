@@ -26,11 +26,12 @@ from .serving.violations import violations
 from .variant.element import FP8_DS_MLA
 
 __all__ = [
-    "FP8_DS_MLA", "Append", "AttentionKVCache", "Backward", "Blocks", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
-    "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
-    "TopK", "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
-    "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle", "mask", "merge_states", "plan",
-    "plan_backward", "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
+    "Append", "AttentionKVCache", "Backward", "Blocks", "Combine", "CompileError", "DeviceError", "Explanation", "FP8_DS_MLA",
+    "Forward", "KVCache", "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning",
+    "Spec", "Step", "TopK", "UnsupportedError", "append", "attention", "attention_append", "attention_backward",
+    "attention_kvcache", "attention_varlen", "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle",
+    "mask", "merge_states", "plan", "plan_backward", "plan_kvcache", "reference", "save_bundle", "score", "violations",
+    "warm_up",
 ]  # fmt: skip
 
 _load_torch()  # torch.ops.rawattn: compiled and saved programs may name it before any call

@@ -1,5 +1,5 @@
-"""FlashMLA's functions, by ``rawattn.attention_kvcache`` over latent caches: ``flash_mla_with_kvcache``, dense and with indices, and
-``flash_mla_sparse_fwd``."""
+"""FlashMLA's functions, by ``rawattn.attention_kvcache`` over latent caches: ``flash_mla_with_kvcache``, dense and with indices,
+and ``flash_mla_sparse_fwd``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flash_mla_with_kvcache(
     indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None, extra_indices_in_kvcache: Any = None,
     topk_length: Any = None, extra_topk_length: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Attention of q, (batch, seq_len_q, heads, 576), over a cache whose values are the first ``head_dim_v`` columns of its keys.
+    """Attention of q, (batch, seq_len_q, heads, 576), over a cache whose values are the first columns of its keys.
 
     >>> out, lse = flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, get_mla_metadata()[0], causal=True)
 

@@ -177,10 +177,10 @@ class RawattnBackend(AttentionBackend):
             (layer.tp_k_head_num, layer.qk_head_dim),
             (layer.tp_k_head_num, layer.v_head_dim),
         )
-        tensors = [x.reshape(-1, *size) for x, size in zip((q, k, v), sizes, strict=True)]
+        q, k, v = (x.reshape(-1, *size) for x, size in zip((q, k, v), sizes, strict=True))
         starts, longest = step.cu_seqlens_q, step.max_q_len
         options = {"scale": layer.scaling, "softcap": layer.logit_cap or None, "invariant": self.invariant, "causal": True}
-        return attention.attention_varlen(*tensors, starts, starts, longest, longest, **options).flatten(1)
+        return attention.attention_varlen(q, k, v, starts, starts, longest, longest, **options).flatten(1)
 
     def _find_cache(self, layer: Any) -> serving.KVCache:
         k, v = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)

@@ -1,8 +1,8 @@
 """The classes that vLLM asks for MLA, written to the contract of version 0.33: ``RAWATTN_MLA`` for all keys of a sequence, and
 ``RAWATTN_MLA_SPARSE`` for those that an indexer chose.
 
-vLLM writes its cache, projects queries and values, and computes long prompts by its own backends; decoding, drafts and short prompts
-come here, by ``attention_kvcache`` over the latent cache, with queries as a pair of arrays and of any numbers for each sequence.
+vLLM writes its cache, projects queries and values, and computes long prompts by its own backends; decoding, drafts and short
+prompts come here, by ``attention_kvcache`` over the latent cache, with queries as a pair of arrays and of any numbers for each sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models with wide or latent heads in transformers, from tiny configurations with random weights: the tokens of eager attention."""
+"""Models with wide or latent heads in transformers, from tiny configurations and random weights: eager attention's tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rawattn.integrations import transformers as adapter  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12, "qk_nope_head_dim": 16,
-    "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "qk_nope_head_dim": 16, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
     "num_experts_per_tok": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
 GEMMA = {

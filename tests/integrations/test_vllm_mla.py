@@ -1,4 +1,4 @@
-"""The backends for MLA in vLLM, driven as vLLM does: with its own classes where they can be imported, else with ones of their form."""
+"""The backends for MLA in vLLM, driven as vLLM does: with its own classes where they can be imported, else with stand-ins."""
 
 from __future__ import annotations
 

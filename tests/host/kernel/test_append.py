@@ -21,7 +21,7 @@ from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.runtime import call_cache
 from rawattn.testing import _move
-from rawattn.variant.element import BF16, ELEMENTS, FP8_DS_MLA
+from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
