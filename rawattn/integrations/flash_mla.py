@@ -44,8 +44,8 @@ def flash_mla_with_kvcache(
 
     >>> out, lse = flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, get_mla_metadata()[0], causal=True)
 
-    k_cache is (blocks, block_size, kv_heads, 576) in q's dtype, or with ``is_fp8_kvcache`` (blocks, block_size, 1, 656) bytes. With
-    ``indices``, (batch, seq_len_q, topk), a query attends to these rows of the cache, block * block_size + row, up to
+    k_cache is (blocks, block_size, kv_heads, 576) in q's dtype, or with ``is_fp8_kvcache`` (blocks, block_size, 1, 656) bytes.
+    With ``indices``, (batch, seq_len_q, topk), a query attends to these rows of the cache, block * block_size + row, up to
     ``topk_length`` (batch,) of them, and block_table and cache_seqlens are not looked at. ``attn_sink`` changes out alone.
     ``tile_scheduler_metadata`` and ``num_splits`` are hints, ignored.
 
@@ -78,7 +78,7 @@ def flash_mla_sparse_fwd(
     q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int = 512, attn_sink: Any = None, topk_length: Any = None,
     indexer_topk: int = 0, *, with_max_logits: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Attention of each row of q, (rows, heads, 576), over the rows of kv, (keys, 1, 576), that ``indices``, (rows, 1, topk), names.
+    """Attention of each row of q, (rows, heads, 576), over the rows of kv, (keys, 1, 576), in ``indices``, (rows, 1, topk).
 
     >>> out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, sm_scale=192**-0.5)
 

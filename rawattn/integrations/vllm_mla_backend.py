@@ -2,7 +2,8 @@
 ``RAWATTN_MLA_SPARSE`` for those that an indexer chose.
 
 vLLM writes its cache, projects queries and values, and computes long prompts by its own backends; decoding, drafts and short
-prompts come here, by ``attention_kvcache`` over the latent cache, with queries as a pair of arrays and of any numbers for each sequence.
+prompts come here, by ``attention_kvcache`` over the latent cache, with queries as a pair of arrays and of any numbers for each
+sequence.
 """
 
 from __future__ import annotations

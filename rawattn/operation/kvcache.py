@@ -152,8 +152,8 @@ class AttentionKVCache(OverKeys):
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
         arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.q_rope
-        arrays += (self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads)),)
-        return (type(self), *sizes, self.form, self.ragged, *arrays)
+        listed = self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads))
+        return (type(self), *sizes, self.form, self.ragged, *arrays, listed)
 
     # ---- its size
 

