@@ -41,8 +41,7 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
-            Over a latent cache, whose v is the first columns of its k, it may be a pair of arrays, (q_nope, q_rope): of the first
-            head_dim_v columns and of the rest.
+            Over a latent cache (``cache.is_latent``) it may be a pair, (q_nope, q_rope), of head_dim_v columns and of the rest.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
@@ -85,9 +84,8 @@ def attention_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        return one_or_all(
-            front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1]
-        )
+        found = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
+        return one_or_all(found if return_lse else found[:1])
     check_objects(cache, step)
     return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
