@@ -15,7 +15,8 @@ import numpy as np
 from ..errors import ProblemError
 from ..operation.keys import ListedKeys
 from ..reference.formula import kept_places
-from ..variant.element import Element
+from ..reference.records import dequantize
+from ..variant.element import RECORDS, Element
 from .forward import ONE_PAGE, CpuConfig, Sequence, _compute, _Work, formula_of, lse_batch_of, sink_logits_of
 from .loops import NOTHING_DROPPED, cap_of, element_of, in_threads, load, table_of
 from .units import BOUNDS, FIELDS, KEY, KEYS, QUERIES, ROW, Array, Units
@@ -107,6 +108,10 @@ def _gather(unit: _ListedUnit, places: Array) -> tuple[Array, Array]:
         wrong = int(np.argmax((pages < 0) | (pages >= len(x.k))))
         need = f"it must be a page of the cache, from 0 to {len(x.k) - 1}"
         raise ProblemError(f"sequence {x.batch} has page {pages[wrong]} for key {places[wrong]}, which is listed; {need}.")
+    if x.k.dtype == np.uint8:
+        record = RECORDS[x.k.shape[-1]]
+        k = dequantize(record, x.k[pages, rows], element_of(x.q).lse_dtype)
+        return k, k[..., : record.head_dim_v]
     k, v = (array[pages, rows, unit.kv_head, None] for array in (x.k, x.v))
     if unit.listed.scales is None:
         return k, v

@@ -87,9 +87,14 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
     return [f"caches of e4m3 need compute capability 8.9 or newer, and {device.name} is {device.arch}"]
 
 
+def reasons_of_pairs(op: AttentionKVCache) -> list[str]:
+    """The reasons why a kernel that reads q as one array does not compute it."""
+    return ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope else []
+
+
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
     """The reasons why kernels with tiles of many queries do not compute it; one that ``widens`` takes caches of eight bits."""
-    reasons = []
+    reasons = reasons_of_pairs(op)
     if widens and is_fp8(op):
         arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
         reasons += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []

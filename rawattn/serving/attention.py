@@ -41,6 +41,7 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
+            Over a latent cache (``cache.is_latent``) it may be a pair, (q_nope, q_rope), of head_dim_v columns and of the rest.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
@@ -81,13 +82,12 @@ def attention_kvcache(
         arguments.refuse(attention_kvcache, unknown, beyond)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
-    if front_end.load_torch() and front_end.torch.dispatch((q,)) is front_end.torch.attention:
+    if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        o, total = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
-        return (o, total) if return_lse else o
+        found = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
+        return one_or_all(found if return_lse else found[:1])
     check_objects(cache, step)
-    request = request_of(step, options, return_lse, split, kernel, config)
-    return one_or_all(attend(q, cache, step, request, sinks, out, lse))
+    return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
 
 def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
@@ -180,7 +180,7 @@ def attend(
 ) -> tuple[Any, ...]:
     """Computes attention over a cache on arrays that have memory."""
     check_lse(lse, request.spec.return_lse)
-    tensors, read = (q, sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
+    tensors, read = (*parts_of(q), sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
     key, addresses = (None, ()) if read is None else ((request.key, *read[0]), read[1])
     call = find(key)
     if call is None:
@@ -190,10 +190,19 @@ def attend(
     return call(tensors, addresses, (out, lse) if request.spec.return_lse and (out is not None or lse is not None) else out)
 
 
+def parts_of(q: Any) -> tuple[Any, ...]:
+    """Returns q alone, or q_nope and q_rope. Raises ProblemError for any other number of arrays."""
+    if not isinstance(q, (tuple, list)):
+        return (q,)
+    if len(q) != 2:
+        raise ProblemError(f"q is a {type(q).__name__} of {len(q)}; it must be one array, or the pair (q_nope, q_rope).")
+    return tuple(q)
+
+
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
     """The forms of all arrays of a call, their addresses, and the objects that keep these valid; None where an array cannot be
     read, or autograd would follow."""
-    read = None if cache.held.requires_grad else forms_of_any((q, sinks, *captured))
+    read = None if cache.held.requires_grad else forms_of_any((*parts_of(q), sinks, *captured))
     if read is None:
         return None
     return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses, read[2]
@@ -210,10 +219,13 @@ def attention_of(
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
     and for one that autograd would follow."""
-    inputs = {"q": reading.read(q, "q")} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
+    parts = parts_of(q)
+    if len(parts) == 2 and not cache.is_latent:
+        raise ProblemError("q is a pair, (q_nope, q_rope), but the cache's v is not the first columns of its k; give one array.")
+    inputs = reading.read_named(("q", "q_rope", "sinks"), (*parts, None, sinks) if len(parts) == 1 else (*parts, sinks))
     batch = batch_of({**step.arrays, **inputs})
     inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(batch) | step.arrays
-    if cache.requires_grad or torch_state.requires_grad(q, sinks, *request.captured):
+    if cache.requires_grad or torch_state.requires_grad(*parts, sinks, *request.captured):
         raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
     if traced:
