@@ -183,6 +183,18 @@ class Unordered(Option):
     source: ClassVar[str] = "variant/order/unordered.cuh"
 
 
+class OneWarp(Option):
+    """A warp of the forward by mma.sync has its rows alone."""
+
+    source: ClassVar[str] = "variant/strip/one_warp.cuh"
+
+
+class TwoWarps(Option):
+    """Two warps have the same rows, each half of the columns, for heads wider than 256."""
+
+    source: ClassVar[str] = "variant/strip/two_warps.cuh"
+
+
 class Dependent(Option):
     """A kernel begins early and waits for that launch's results: programmatic dependent launch, from Hopper on."""
 

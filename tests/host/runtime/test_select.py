@@ -46,6 +46,8 @@ TABLE = {
        for arch in ("sm_80", "sm_90a", "sm_100", "sm_103", "sm_110") for arrays in ("any", "expanded rows")},
     **{(arch, name, size, arrays): "attn_fwd_simt"
        for arch in TYPICAL for name in ("bf16", "fp32") for size in (1, 20, 300, 512) for arrays in ARRAYS},
+    **{(arch, "bf16", 512, arrays): "attn_fwd_mma" if arrays != "unaligned" else None
+       for arch in (*AMPERE_ON, "sm_90a") for arrays in ARRAYS},
 }  # fmt: skip
 
 
