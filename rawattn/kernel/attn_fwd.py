@@ -220,6 +220,7 @@ class AttnFwd(ForwardKernel):
     name = "attn_fwd"
     needs = "a Hopper GPU (compute capability 9.0)"
     file = FILE
+    places_back = 2.5  # behind attn_fwd_mma
     config_type = AttnFwdConfig
 
     def runs_on(self, device: Device) -> bool:

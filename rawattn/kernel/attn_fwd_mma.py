@@ -268,9 +268,7 @@ class AttnFwdMma(ForwardKernel):
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
         together = min(config.ctas_per_sm, max(1.0, count))  # at a time
-        busy = together * (
-            _overlap((products + exponentials) * _stretch(together * warps), read) + _EACH_STEP
-        )
+        busy = together * (_overlap((products + exponentials) * _stretch(together * warps), read) + _EACH_STEP)
         alone = _overlap((products + exponentials) * _stretch(warps), read) + _STEP
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile

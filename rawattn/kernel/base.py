@@ -36,6 +36,7 @@ class Kernel(abc.ABC, Generic[Op]):
     config_type: ClassVar[type[Any]]
     has_records: ClassVar[bool] = False
     needs: ClassVar[str]  # the GPUs that it runs on, in words
+    places_back: ClassVar[float] = 1.5  # that it goes back where it does not come first: behind the next one
 
     @property
     def recorded(self) -> Any:
