@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from rawattn.driver.device import TYPICAL
+from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_wide import ATTN_FWD_WIDE, AttnFwdWideConfig
 from rawattn.kernel.base import Kernel
 from rawattn.testing import Case
 from tests.calls import attend, check
+from tests.kernel.test_attn_bwd import Call
 from tests.kernel.test_attn_fwd import LENGTHS, MASKS, PACKED, label
 
 torch = pytest.importorskip("torch")
@@ -48,6 +50,22 @@ def test_clusters_change_no_bit(config: AttnFwdWideConfig, causal: bool) -> None
     for _ in range(3):
         found = attend(case, *inputs, config=config, **chosen)
         assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+GRADIENTS = [
+    *((Case("bf16", 2, 200, 333, 4, 2, *size, causal=causal, layout="padded")) for size in SIZES for causal in (False, True)),
+    *(Case("bf16", heads=4, kv_heads=2, head_dim=512, head_dim_v=512, causal=True, sinks=True, lengths=n) for n in PACKED[:4]),
+    *(Case("fp16", 2, 200, 300, 2, 2, 512, 512, **more) for more in ({"softcap": 5.0}, {"dropout": 0.2}, {"window": (60, 20)})),
+]
+
+
+@pytest.mark.parametrize("case", GRADIENTS, ids=label)
+def test_gradients(case: Case) -> None:
+    """By attn_bwd_mma, whose warps divide the columns; the same bits twice."""
+    call = Call(case)
+    found = call.run(ATTN_BWD_MMA)
+    call.check(found)
+    assert all(torch.equal(x, y) for x, y in zip(call.run(ATTN_BWD_MMA), found, strict=True))
 
 
 @pytest.mark.gpu
