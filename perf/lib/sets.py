@@ -201,6 +201,7 @@ SETS = {
         *(dense(16384 // n, n, heads, 192, True, head_dim_v=128) for heads in (16, 128) for n in (4096, 16384)),
         *(packed(8, 192, heads=heads, head_dim_v=128) for heads in (16, 128)),
     ],
+    "wide": [dense(1, 16384, 16, 512, causal) for causal in MASKS],  # heads above 256
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }
@@ -213,6 +214,7 @@ SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["mla-bwd"] = backward(SETS["mla"])
+SETS["wide-bwd"] = backward(SETS["wide"])
 FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1), (4096, 32, 8))]  # of a layer on several GPUs
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]

@@ -29,6 +29,7 @@ class Cpu:
 
     name = "cpu"
     alignment = 1
+    places_back = 1.5
     config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:

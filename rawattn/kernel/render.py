@@ -27,6 +27,7 @@ FOLDER = next(
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
     "TmaTensorOnce": (192, 64, "192s"),
+    "TmaClusterTensor": (192, 64, "192s"),
     "StridedTensor": (32, 8, "32s"),
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
@@ -57,6 +58,7 @@ _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
     "TmaTensorOnce": "tile/tma_tensor.cuh",
+    "TmaClusterTensor": "tile/tma_cluster_tensor.cuh",
     "StridedTensor": "tile/strided_tensor.cuh",
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",

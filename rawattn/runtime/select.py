@@ -27,6 +27,7 @@ from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
 from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
 from ..kernel.base import without_spills
 from ..kernel.combine import COMBINE
 from ..kernel.listed import ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED
@@ -34,7 +35,7 @@ from ..kernel.program import Program
 from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 from ..operation.operand import PLAIN
 
-KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (
     ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_COLUMNS, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD,
 )  # fmt: skip
@@ -122,7 +123,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     kernels = kernels_of(op)
-    places = {k: place + 1.5 * (not k.prefers(op, device)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
+    places = {k: place + k.places_back * (not k.prefers(op, device)) for place, k in enumerate(kernels)}
     ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)

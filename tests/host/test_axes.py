@@ -44,6 +44,7 @@ def operations() -> Iterator[tuple[Any, ...]]:
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
+    yield "sm_90a", replace(plain, head_dim=512)
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
@@ -65,7 +66,17 @@ def said(path: pathlib.Path) -> set[str]:
     """The axes that the head of a kernel names."""
     text = re.search(r"// rendered: (.*(?:\n +// .*)*)", path.read_text())
     assert text is not None, path
-    names = set(re.findall(r"\b[A-Z]\w+", text[1])) - {"Args", "QkMma", "PvMma", "SMma", "DpMma", "DvMma", "DkMma", "DqMma"}
+    names = set(re.findall(r"\b[A-Z]\w+", text[1])) - {
+        "Args",
+        "QkMma",
+        "QkLastMma",
+        "PvMma",
+        "SMma",
+        "DpMma",
+        "DvMma",
+        "DkMma",
+        "DqMma",
+    }
     return names - set(render.TENSORS) - set(render.ELEMENT_AXES)
 
 

@@ -128,6 +128,8 @@ CHUNKS = {
     "full": of(CHUNK, causal=False),
     "window": of(CHUNK, window=(500, None)),
     "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
+    "512": of(CHUNK, head_dim=512, head_dim_v=512, sinks=True, window=(500, None)),
+    "latent": of(CHUNK, pool="shared", heads=16, kv_heads=1, head_dim=576, head_dim_v=512),
     "begins": of(CHUNK, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
     "causal for some": of(CHUNK, causal=(*SOME, 1), window=(1000, 1)),
     "causal for some, begins": of(CHUNK, causal=(*SOME, 1), begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),

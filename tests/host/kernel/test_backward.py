@@ -211,6 +211,7 @@ FOURS = AttnBwdMmaConfig(sharing=4, chunk_q=16)
 SMALL = AttnBwdMmaConfig(m_tiles_per_warp=1, do_stages=1, dq_row_warps=4, dq_vector=1)
 ONE_STAGE = AttnBwdMmaConfig(warps=4, sharing=1, q_stages=1, do_stages=1, dq_vector=1)
 LEAST = AttnBwdMmaConfig(tile_q=32, warps=4, m_tiles_per_warp=1, chunk_q=16, do_stages=1)
+WIDE = AttnBwdMmaConfig(32, 8, 1, 4, 32, q_stages=1, do_stages=1)
 MMA: dict[str, tuple[AttnBwdMmaConfig, Case]] = {
     "64": (LONE, Case((64, 64), {}, ((100, 140),))),
     "64, one stage, heads of a group": (ONE_STAGE, Case((64, 64), {"mask": Causal()}, ((150, 200),), heads=(4, 2))),
@@ -243,6 +244,16 @@ MMA: dict[str, tuple[AttnBwdMmaConfig, Case]] = {
         AttnBwdMmaConfig(sharing=4, chunk_q=16, q_stages=1, do_stages=1), Case((256, 256), {}, ((70, 40),), heads=(1, 1)),
     ),
     "256, least memory": (LEAST, Case((256, 256), {}, ((70, 40),), heads=(1, 1))),
+    "512": (WIDE, Case((512, 512), {"mask": Causal()}, ((70, 50),), heads=(1, 1))),  # by columns, as all above 256
+    "272 and 296, dropout, packed": (
+        dataclasses.replace(WIDE, do_stages=2),
+        Case((272, 296), {"dropout": 0.3}, ((40, 70), (33, 1), (0, 5)), varlen=True, sinks=True),
+    ),
+    "40 and 320, small tiles": (
+        AttnBwdMmaConfig(16, 4, 1, 4, 16, do_stages=1, dq_row_warps=1, dq_vector=1),
+        Case((40, 320), {"mask": Window(20, 9), "score": Softcap(2.0), "scale": -0.3}, ((50, 70),), dlse=True),
+    ),
+    "320, eight warps": (AttnBwdMmaConfig(32, 8, 1, 8, 32), Case((320, 64), {}, ((70, 40),), parts=2)),
     "fp32, 64": (
         AttnBwdMmaConfig(warps=4, q_stages=1, do_stages=1, ctas_per_sm=2),
         Case((64, 40), {"element": FP32, "mask": Causal()}, ((50, 40),), heads=(1, 1), dlse=True),
@@ -450,7 +461,8 @@ class Call:
 CORE = (
     "64", "64, sinks", "64, dropout, offsets", "128, rows without keys", "128, final", "128, later, causal",
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
-    "mma, 128, small tiles", "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
+    "mma, 128, small tiles", "mma, 512", "mma, 40 and 320, small tiles",
+    "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
     "simt, dropout", "64, sums", "64, dropout", "128, dropout", "160, one kernel",
 )  # fmt: skip
 
