@@ -145,6 +145,14 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static_assert(requires { board.init(), K::at(board, i, kv.page(i, kv.find(i))); }, "Kv: Board in shared memory, at(board, index, page(index, find(index)))");
     static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");
 };
+// ... or, where values are columns of keys, of a tile in two parts: the first panels complete on the first barrier, by a warp.
+template <class K, class Tile> struct LatentKvOption : Given {
+    static const K kv;
+    static Tile& tile;
+    static ptx::Mbarrier (&full)[2];
+    static_assert(requires { K(args, work, i); }, "Kv(args, work, end of the sequence's keys)");
+    static_assert(requires { kv.template load<1>(tile, full, i); }, "Kv: load<first panels>(tile, full, index)");
+};
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static const K kv;

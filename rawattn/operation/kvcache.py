@@ -15,6 +15,7 @@ from .base import OverKeys
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
 from .spec import Spec
 
+EVEN = -1  # split_keys of equal shares
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
 }  # fmt: skip
@@ -29,7 +30,8 @@ class AttentionKVCache(OverKeys):
     an array has that for each sequence and head. ``form`` says how pages are given, ``table`` how many entries there are: of a
     row of the table, or of ``indices``. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
     are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
-    are the keys of a split, 0 for what the length asks for.
+    are the keys of a split, 0 for what the length asks for, EVEN for equal shares of all keys. ``latent`` says that v is the first
+    columns of k.
     """
 
     element: Element
@@ -56,6 +58,7 @@ class AttentionKVCache(OverKeys):
     v_scale: float = 1.0
     k_scales: bool = False
     v_scales: bool = False
+    latent: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
@@ -79,7 +82,7 @@ class AttentionKVCache(OverKeys):
     @classmethod
     def of(
         cls, arrays: dict[str, Array], spec: Spec, max_q_len: int | None = None, max_kv_len: int | None = None,
-        split_keys: int = 0, scales: tuple[float, float] = (1.0, 1.0),
+        split_keys: int = 0, scales: tuple[float, float] = (1.0, 1.0), latent: bool = False,
     ) -> AttentionKVCache:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len)
@@ -93,7 +96,7 @@ class AttentionKVCache(OverKeys):
             room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
             "sinks" in arrays, split_keys, KV_ELEMENTS[k.dtype], *scales, "k_scale" in arrays, "v_scale" in arrays,
-            PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
+            latent, PLAIN if q.is_cpu else layout_of((("q", q), ("k", k), ("v", v))),
         )  # fmt: skip
 
     @classmethod
@@ -142,7 +145,7 @@ class AttentionKVCache(OverKeys):
         values of options."""
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
-        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales
+        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.latent
         return (type(self), *sizes, self.form, self.ragged, *arrays)
 
     # ---- its size
@@ -162,7 +165,8 @@ class AttentionKVCache(OverKeys):
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
         assert self.kv_element is not None
-        row = self.kv_heads * (self.head_dim + self.head_dim_v) * self.kv_element.itemsize
+        columns = self.head_dim + (0 if self.latent else self.head_dim_v)
+        row = self.kv_heads * columns * self.kv_element.itemsize
         others = [operand for operand in (*self.inputs, *self.outputs) if not operand.name.endswith("_cache")]
         return self.batch * self.kv_len * row + bytes_of(others)
 
@@ -172,8 +176,8 @@ class AttentionKVCache(OverKeys):
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         ragged, length = f" {self.total_q} rows," if self.ragged else "", f"{self.q_len}x{self.kv_len}"
-        words = [name for name in ("kv_begin", "causal_each", "sinks") if getattr(self, name)]
-        words += [f"splits of {self.split_keys}"] if self.split_keys else []
+        words = [name for name in ("kv_begin", "causal_each", "sinks", "latent") if getattr(self, name)]
+        words += ["even splits" if self.split_keys == EVEN else f"splits of {self.split_keys}"] if self.split_keys else []
         return ", ".join(
             [
                 f"AttentionKVCache {elements_text(self)} batch {self.batch}, length {length},{ragged} heads {heads}",

@@ -218,7 +218,7 @@ def attention_of(
         limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
         options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
+    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales, cache.is_latent), inputs
 
 
 @arguments.named

@@ -72,7 +72,7 @@ class KVCache(Remade):
         object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in scales.values()))
         object.__setattr__(self, "scale_arrays", {name: x for name, x in scales.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
-        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, self.v_in_k))
+        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, self.v_in_k, self.is_latent))
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
 
@@ -115,6 +115,11 @@ class KVCache(Remade):
     @property
     def head_dim_v(self) -> int:
         return self.arrays["v"].shape[3]
+
+    @property
+    def is_latent(self) -> bool:
+        """Says whether v is the first columns of k, as in MLA."""
+        return self.v_in_k and self.arrays["k"].pointer == self.arrays["v"].pointer
 
     @property
     def requires_grad(self) -> bool:

@@ -97,6 +97,10 @@ class StreamKScheduler(Option):
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
 
 
+class StreamKPairs(StreamKScheduler):
+    """The same for pairs of blocks, each of which has rows of its own."""
+
+
 DIRECTIONS = {
     "Ascending": "ascending", "Alternating": "alternating", "AlternatingLong": "alternating_long",
     "ShortestFirst": "shortest_first", "LongestFirst": "longest_first",

@@ -97,7 +97,9 @@ struct SplitRun : WorkTile {
 
 using SeenLength = Rows::Seen;  // of a sequence
 
-struct StreamKScheduler {
+// `members` blocks with numbers on end have each share together, rows of their own (attn_mla.cu).
+template <i32 members>
+struct StreamK {
     using Read = ptx::LoadFromL2;
     struct Begin {
         Share share;
@@ -109,7 +111,7 @@ struct StreamKScheduler {
 
     // By a warp, each lane of which looks at as many sequences on end. No warp waits for another. What it sees of the lengths it keeps
     // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said.
-    __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
+    __device__ StreamK(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
@@ -142,7 +144,7 @@ struct StreamKScheduler {
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
-            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
+            const Begin begin = find(args, blockIdx.x / members + i, first, last, upto - own, upto, sequence);
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
@@ -163,7 +165,7 @@ struct StreamKScheduler {
         return __all_sync(0xffffffffu, same);
     }
     __device__ static i32 blocks_for(i32 longest, i32 shortest, i32 works) {
-        const i32 blocks = gridDim.x, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
+        const i32 blocks = gridDim.x / members, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
         return longest == shortest && 25 * alike >= 24 * blocks ? alike : blocks;
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
@@ -239,3 +241,5 @@ struct StreamKScheduler {
         return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};
     }
 };
+using StreamKScheduler = StreamK<1>;
+using StreamKPairs = StreamK<2>;
