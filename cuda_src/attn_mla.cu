@@ -70,8 +70,8 @@ constexpr int work = 8, place = 16;     // bits of numbers
 struct Loader { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q. In shared memory, as registers are few
 struct Smem {
     Stage ring[stages];
-    QPart q_last;                 // the last 64 columns
-    u16 q_slice[tile_rows * 16];  // the sixteen before them, with a swizzle of 32 bytes
+    QPart q_last;                   // the last 64 columns
+    NarrowTile<tile_rows> q_slice;  // the sixteen before them
     float factor[stages][tile_rows];
     ptx::Mbarrier full[stages][2], p_full[stages], go[stages], empty[stages];
     ptx::Mbarrier work_full[2], work_empty[2];
@@ -94,8 +94,8 @@ template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, Launch::uses_pdl};
 
-__device__ inline i32 uniform(i32 x) { return ptx::from_lane(x, 0); }  // also not kept in registers around loops
-__device__ inline i32 member() { return uniform(blockIdx.x % cfg::members); }
+__device__ inline i32 uniform(i32 x) { return ptx::from_lane(x, 0); }
+__device__ inline i32 member() { return blockIdx.x % cfg::members; }
 __device__ inline i32 share() { return blockIdx.x / cfg::members; }
 __device__ inline WorkTile tile_of(const Work& work) { return {work.batch, 0, work.q_begin, 0}; }
 // Where a warp of a warpgroup keeps what it has found of a work's splits so far; it lies as a state does.
@@ -216,7 +216,7 @@ struct Weigher {  // warpgroup 0
 
     __device__ void copy_q(const Work& work, u32 to) const {
         const Rows rows(args, work.batch);
-        const u32 chunk = lane % 8, last = ptx::smem_address(&smem.q_last), slice = ptx::smem_address(smem.q_slice);
+        const u32 chunk = lane % 8, last = ptx::smem_address(&smem.q_last), slice = ptx::smem_address(&smem.q_slice);
 #pragma unroll 1
         for (u32 row = threadIdx.x / 8; row < tile_rows; row += 16) {
             const bool inside = row < work.rows;
@@ -226,7 +226,7 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
             for (int panel = 0; panel < v_panels; ++panel) ptx::cp_async(to + panel * QPart::bytes + place, from + panel * 128, bytes);
             ptx::cp_async(last + place, from + v_panels * 128, bytes);
-            if (chunk >= 6) ptx::cp_async(slice + row * 32 + (chunk % 2 ^ row / 4 % 2) * 16, from + (v_panels - 1) * 128, bytes);
+            if (chunk >= 6) ptx::cp_async(slice + NarrowTile<tile_rows>::offset(row, chunk % 2), from + (v_panels - 1) * 128, bytes);
         }
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
@@ -258,9 +258,12 @@ struct Weigher {  // warpgroup 0
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4 * panels; ++i) {
-            if (i == 4 * first_panels) smem.full[ring.stage][1].wait(ring.parity);
+            if (i == 4 * first_panels) {
+                smem.full[ring.stage][1].wait(ring.parity);
+                ptx::wgmma_fence();
+            }
             if (i < q_steps) QkMma::multiply(s, q[i], k.columns(i), i > 0);
-            else if (i < 4 * v_panels) QkLastMma::multiply(s, slice_descriptor(), k.columns(i), true);
+            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(), k.columns(i), true);
             else QkLastMma::multiply(s, last.columns(i - 4 * v_panels), k.columns(i), true);
             if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
         }
@@ -268,12 +271,6 @@ struct Weigher {  // warpgroup 0
         ptx::wgmma_wait<(cfg::go_after < panels)>();
         begun();
         ptx::wgmma_wait<0>();
-    }
-    // Rows of 32 bytes, eight of them 256 bytes apart from the next.
-    __device__ u64 slice_descriptor() const {
-        u64 d;
-        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(ptx::smem_address(smem.q_slice) >> 4 | 1u << 16), "r"(0xc0000010));
-        return d;
     }
 
     // The upmost row of this thread, in the sequence.
@@ -422,7 +419,8 @@ struct Summer {  // warpgroups 1 and 2
 
     // Made anew where they are asked for: nothing of what follows from them is kept in registers around the loop.
     __device__ static u32 half() { return ptx::uniform(threadIdx.x / 128) - 1; }
-    __device__ static u32 strip() { return ptx::uniform(threadIdx.x / 32) % 4; }
+    __device__ static u32 strip() { return ptx::uniform(threadIdx.x / 32) % 4; }          // of the block's
+    __device__ static u32 strip_of_work() { return uniform(member()) * 4 + strip(); }
     __device__ static u32 own() { return strip() * 16 + ptx::lane_id() / 4; }  // the upper one of this thread's rows
     __device__ static void say(ptx::Mbarrier& barrier) {
         __syncwarp();
@@ -500,7 +498,7 @@ struct Summer {  // warpgroups 1 and 2
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
         if (told & what::folds) fold(factor[0], factor[8]);
         if (told & what::parks) keep(parked_at(args, strip()));
-        else if (told & what::leaves) keep(state_at(args, work.border, min(i32(told >> what::place), args.slots - 1), member() * 4 + strip()));
+        else if (told & what::leaves) keep(state_at(args, work.border, min(i32(told >> what::place), args.slots - 1), strip_of_work()));
         else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
         else store(work, factor, 8);
     }

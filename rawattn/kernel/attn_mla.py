@@ -101,7 +101,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         reasons = self.device_reasons(device) + paging.reasons_of_tiles(op)
         if not op.latent or op.kv_heads != 1 or (op.head_dim, op.head_dim_v) != (HEAD_DIM, HEAD_DIM_V):
             reasons.append(f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head")
-        reasons += tiling.tensor_core_reasons(paging.over_tensors(op))
+        reasons += tiling.tensor_core_reasons(paging.over_tensors(op), max(op.head_dim, HEAD_DIM))
         if most_rows(op) > MOST_ROWS:
             reasons.append(f"a sequence may have {most_rows(op)} rows; it takes up to {MOST_ROWS}")
         if 1 << page_shift(op) < SWIZZLE_ROWS or op.pages == 0:

@@ -43,6 +43,8 @@ of = dataclasses.replace
 class Runner:
     """Runs steps: on any grid, with blocks in any order, and states in memory that is looked at."""
 
+    kernel = "attn_decode_wide"
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
         self.monkeypatch, self.folder = monkeypatch, folder
 
@@ -81,7 +83,7 @@ class Runner:
             assert (states[:AROUND] == SEAL).all() and (states[AROUND + words :] == SEAL).all(), "states lie in their memory"
 
         self.monkeypatch.setattr(gpu.Launch, "__call__", run)
-        o, lse = many.attend(case, kernel="attn_decode_wide", config=config, **options)[:2]
+        o, lse = many.attend(case, kernel=self.kernel, config=config, **options)[:2]
         return o, lse, int(word[0])
 
     def check(self, case: Cached, *args: Any, **options: Any) -> tuple[Any, Any]:
