@@ -17,6 +17,7 @@
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there
 //
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
@@ -30,6 +31,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/load_shared.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
@@ -455,26 +457,38 @@ struct Summer {  // warpgroups 1 and 2
         multiply();
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
-    // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold.
+    // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
+    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks.
     __device__ void fold(float a, float b) {
-        constexpr int at_once = 4;  // loads on their way
+        constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups on their way
         const bool upper = __float_as_uint(a) >> 31, lower = __float_as_uint(b) >> 31;
+        const float4* const from = place(parked_at(args, strip()));
+        constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
+        static_assert(ahead * each * step <= sizeof(Stage));
+        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + (threadIdx.x - 128) * sizeof(float4);
+        const auto copy = [&](int group) {
+#pragma unroll
+            for (int i = 0; i < each; ++i) ptx::cp_async(to + (group % ahead * each + i) * step, from + (group * each + i) * 32);
+            ptx::cp_async_commit();
+        };
+#pragma unroll
+        for (int group = 0; group < ahead; ++group) copy(group);
         if (__any_sync(0xffffffffu, !upper || !lower)) rescale(upper ? 1.f : a, lower ? 1.f : b);
         a = upper ? -a : 1.f, b = lower ? -b : 1.f;
-        const float4* const from = place(parked_at(args, strip()));
 #pragma unroll
-        for (int first = 0; first < blocks / 2; first += at_once) {
-            float4 sum[at_once];
+        for (int group = 0; group < groups; ++group) {
+            ptx::cp_async_wait<ahead - 1>();
 #pragma unroll
-            for (int i = 0; i < at_once; ++i) sum[i] = from[(first + i) * 32];
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < at_once; ++i) {
-                float* const x = o + 4 * (first + i);
-                x[0] = __fmaf_rn(sum[i].x, a, x[0]), x[1] = __fmaf_rn(sum[i].y, a, x[1]);
-                x[2] = __fmaf_rn(sum[i].z, b, x[2]), x[3] = __fmaf_rn(sum[i].w, b, x[3]);
+            for (int i = 0; i < each; ++i) {
+                const float4 sum = ptx::load_shared_float4(to + (group % ahead * each + i) * step);
+                float* const x = o + 4 * (group * each + i);
+                x[0] = __fmaf_rn(sum.x, a, x[0]), x[1] = __fmaf_rn(sum.y, a, x[1]);
+                x[2] = __fmaf_rn(sum.z, b, x[2]), x[3] = __fmaf_rn(sum.w, b, x[3]);
             }
+            if (group + ahead < groups) copy(group + ahead);
+            else ptx::cp_async_commit();
         }
+        ptx::fence_proxy_async();  // TMA writes there next
     }
     __device__ void keep(float4* state) const {
         float4* const to = place(state);
@@ -526,6 +540,7 @@ struct Summer {  // warpgroups 1 and 2
                 go_on();
                 told = await();
             }
+            if (told & what::folds) ptx::bar_sync(2, 256);
             end_split(smem.work[told >> what::work & 1], told);
             say(smem.empty[ring.stage]);
             if (told & what::releases) say(smem.work_empty[told >> what::work & 1]);

@@ -488,6 +488,11 @@ static void mma_tf32(float* d, const u32* a, const u32* b) {
         return 0;
     });
 }
+static float4 load_shared_float4(u32 address) {
+    float4 x;
+    memcpy(&x, raw + address, 16);
+    return x;
+}
 static u32 load_shared(u32 address) {
     u32 x;
     memcpy(&x, raw + address, 4);
