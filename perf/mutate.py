@@ -2,7 +2,7 @@
 
     python -m perf.mutate rawattn/array/tma.py
     python -m perf.mutate rawattn/kernel/render.py rawattn/runtime/select.py --sample 60 --seed 1
-    python -m perf.mutate rawattn/kernel/records/__init__.py --tests tests/perf/test_tune.py --record
+    python -m perf.mutate rawattn/array/making.py --tests tests/host/array/test_making.py --record
 
 A mutant is the module with one change: another comparison, a number that is one more or less, "and" for "or", a condition or its
 opposite, another operator, None for what is returned, nothing for what is raised, or a slice without one of its bounds. A mutant

@@ -38,7 +38,7 @@ def gpu(tool: str) -> Device:
     """The first GPU. Raises SystemExit where there is none."""
     if context.device_count():
         return context.device(0)
-    raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; plot, sass, occupancy, mutate, tune --dry and host --dry need none.")
+    raise SystemExit(f"perf.{tool}: no NVIDIA GPU here; plot, sass, occupancy, mutate and host --dry need none.")
 
 
 def source_hash() -> str:

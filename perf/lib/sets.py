@@ -286,12 +286,6 @@ def is_backward(case: Case) -> bool:
     return isinstance(case, BackwardCase)
 
 
-def is_tuned(case: Case) -> bool:
-    """Says whether a record may say what the case runs in: not for gradients and functions, whose configuration depends on what
-    spills."""
-    return not isinstance(case, (BackwardCase, ConstantTimeCase, FunctionCase))
-
-
 def mask_label(case: Case) -> str:
     if isinstance(case, FunctionCase):
         return f"f:{case.function}" + "+causal" * case.causal

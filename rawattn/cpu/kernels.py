@@ -28,7 +28,6 @@ class Cpu:
 
     name = "cpu"
     alignment = 1
-    has_records = False
     config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:

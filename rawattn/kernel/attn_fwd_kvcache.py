@@ -16,7 +16,7 @@ from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, Ten
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import combine, few_rows, paging, tiling
-from .attn_fwd import ATTN_FWD, AttnFwd, AttnFwdConfig, rendered, split_tiles, unnumbered
+from .attn_fwd import ATTN_FWD, AttnFwdConfig, rendered, split_tiles, unnumbered
 from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
 from .program import Program
 
@@ -49,15 +49,10 @@ def is_plain(op: Any) -> bool:
 
 
 class AttnFwdKVCache(OverCache):
-    """The kernel. The records of the forward over plain tensors count for it."""
+    """attn_fwd over caches."""
 
     name, plain = "attn_fwd", ATTN_FWD
     config_type = AttnFwdConfig
-    has_records = True
-
-    @property
-    def recorded(self) -> AttnFwd:
-        return ATTN_FWD
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = super().supports(op, device)

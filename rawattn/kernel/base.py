@@ -26,21 +26,14 @@ class Kernel(abc.ABC, Generic[Op]):
     """The files of ``cuda_src/`` that compute an operation, and all that the host knows about them. Nothing about a kernel is
     known elsewhere.
 
-    ``config_type`` is a frozen dataclass of compile-time options. ``alignment`` is what outputs need, in bytes. ``has_records``
-    says whether configurations are measured and recorded. Two kernels share by functions of modules beside them, never by
-    importing each other. An ablation is a subclass.
+    ``config_type`` is a frozen dataclass of compile-time options. ``alignment`` is what outputs need, in bytes. Two kernels
+    share by functions of modules beside them, never by importing each other. An ablation is a subclass.
     """
 
     name: ClassVar[str]
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
-    has_records: ClassVar[bool] = False
     needs: ClassVar[str]  # the GPUs that it runs on, in words
-
-    @property
-    def recorded(self) -> Any:
-        """The kernel whose records count for this one's tuning shapes: itself, unless it is another kernel over other arrays."""
-        return self
 
     @abc.abstractmethod
     def runs_on(self, device: Device) -> bool:
@@ -220,7 +213,6 @@ class ForwardKernel(OneLaunch[Forward]):
     """A kernel of the forward that is one file and one launch."""
 
     file: ClassVar[str]
-    has_records = True
 
     def tuning_shapes(self, op: Forward) -> tuple[Forward, ...]:
         return tiling.tuning_shapes(op)

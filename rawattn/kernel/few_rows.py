@@ -95,7 +95,7 @@ def uneven_shapes(op: Forward) -> tuple[Forward, ...]:
     first = tuning_shapes(op, True)[0]
     return tuple(
         dataclasses.replace(first, heads=8, kv_heads=8, q_len=n, kv_len=16384, total_q=n, total_kv=16384)
-        for n in (4095, 3072, 2880)  # no length of tiling.tuning_shapes, whose records are others
+        for n in (4095, 3072, 2880)
     )
 
 

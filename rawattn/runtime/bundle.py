@@ -183,7 +183,7 @@ def _parse_key(name: str) -> str:
 @functools.cache
 def _identify() -> dict[str, Any]:
     """The maker of a bundle: the version of rawattn, and a hash of all files that decide what is compiled and chosen."""
-    files = [(path, path.relative_to(package.FOLDER)) for path in package.FOLDER.rglob("*") if path.suffix in (".py", ".jsonl")]
+    files = [(path, path.relative_to(package.FOLDER)) for path in package.FOLDER.rglob("*") if path.suffix == ".py"]
     files += [(path, "cuda_src" / path.relative_to(render.FOLDER)) for path in render.FOLDER.rglob("*.cu*")]
     texts = sorted((name.as_posix(), path.read_text(encoding="utf-8")) for path, name in files)
     return {"version": package.__version__, "sources": hashlib.sha256(json.dumps(texts).encode()).hexdigest()}

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ..cpu.kernels import CPU, CPU_APPEND, CPU_BACKWARD, CPU_COMBINE, CPU_KVCACHE
 from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
-from ..kernel import records
 from ..kernel.append import APPEND
 from ..kernel.attn_bwd import ATTN_BWD
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
@@ -67,7 +66,7 @@ class Selection(NamedTuple):
 
 def select(op: Operation, device: Device, kernel: str | None = None, config: Any = None) -> Selection:
     """The first kernel that supports the operation, in the configuration that is best for the most similar of this kind's tuning
-    shapes: by the device's record if it was made with these sources, else by the cost model. ``kernel`` and ``config`` override.
+    shapes by the cost model. ``kernel`` and ``config`` override.
 
     Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
     of the arrays; ProblemError for an override that does not fit.
@@ -97,7 +96,7 @@ _selections: dict[Any, Selection] = {}
 
 
 def forget() -> None:
-    """Forgets all earlier selections, as after a change of records."""
+    """Forgets all earlier selections, as after a change of what spills."""
     _selections.clear()
     config_set.cache_clear()
 
@@ -145,26 +144,22 @@ def _configure(kernel: Any, op: Any, device: Device, config: Any) -> tuple[Any, 
         raise UnsupportedError(f"{kernel.name} has no configuration that fits {op} on {device.name}.")
     best, seconds = nearest(kernel, members, op, device)
     why = f"cheapest of {len(members)} by the cost model, which expects {seconds * 1e6:,.0f} us"
-    if best.date:
-        why = f"record of {best.date} for operations like {records.Kind.of(kernel, best.shape).size}"
     others = dict.fromkeys(member.config for member in members if member.config != best.config)
     return best.config, why, tuple(others)
 
 
-class Tuned(NamedTuple):
-    """The configuration that serves the operations of a kind that are most similar to ``shape``, one of its tuning shapes."""
+class Member(NamedTuple):
+    """The configuration that serves the operations of a kind that are most similar to ``shape``, one of its typical shapes."""
 
     shape: Any
-    modelled: Any  # the cheapest configuration by the cost model
-    config: Any  # the recorded one where there is one, else the modelled
-    date: str  # of the record; empty for none
+    config: Any
 
 
 @functools.lru_cache(maxsize=256)
-def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tuned, ...]:
-    """The configurations that operations of a kind may run in: one for each of its tuning ``shapes``, unless the cost model
+def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Member, ...]:
+    """The configurations that operations of a kind may run in: one for each of its typical ``shapes``, unless the cost model
     cannot tell these apart."""
-    members: dict[Any, Tuned] = {}
+    members: dict[Any, Member] = {}
     ordered: list[tuple[Any, list[Any]]] = []
     for op in shapes:
         costs = {config: kernel.cost(config, op, device) for config in kernel.candidates(op, device)}
@@ -173,18 +168,15 @@ def config_set(kernel: Any, shapes: tuple[Any, ...], device: Device) -> tuple[Tu
         best = without_spills(kernel, ordered, device)
     else:
         best = [next(iter(configs), None) for _, configs in ordered]
-    for op, modelled in zip(shapes, best, strict=True):
-        if modelled is not None and modelled not in members:
-            has_record = kernel.has_records and isinstance(op, Forward)
-            record = records.find(kernel.recorded, op, device) if has_record else None
-            members[modelled] = Tuned(op, modelled, *((record.config, record.date) if record else (modelled, "")))
+    for op, config in zip(shapes, best, strict=True):
+        if config is not None:
+            members.setdefault(config, Member(op, config))
     return tuple(members.values())
 
 
-def nearest(kernel: Any, members: tuple[Tuned, ...], op: Any, device: Device) -> tuple[Tuned, float]:
-    """The member that serves an operation, and the seconds that the cost model expects of the member's modelled configuration for
-    it. The modelled one decides, so that a record changes what a kind runs in, not which operations are of that kind."""
-    costs = [kernel.cost(member.modelled, op, device) for member in members]
+def nearest(kernel: Any, members: tuple[Member, ...], op: Any, device: Device) -> tuple[Member, float]:
+    """The member that serves an operation, and the seconds that the cost model expects of it."""
+    costs = [kernel.cost(member.config, op, device) for member in members]
     best = min(range(len(members)), key=costs.__getitem__)
     return members[best], costs[best]
 

@@ -220,7 +220,7 @@ def test_config_names() -> None:
     )
 
 
-@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "map", "memory", "prove", "train", "tune"])
+@pytest.mark.parametrize("tool", ["ablate", "bench", "gate", "host", "map", "memory", "prove", "train"])
 def test_without_a_gpu(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.context, "device_count", lambda: 0)
     with pytest.raises(SystemExit, match=f"perf.{tool}: no NVIDIA GPU here"):

@@ -130,7 +130,7 @@ def test_tests_of_a_module() -> None:
     root = pathlib.Path(mutate.__file__).resolve().parents[1]
     assert mutate.tests_of("rawattn/array/tma.py") == ["tests/host/array/test_tma.py"]
     assert mutate.tests_of("rawattn/reference.py") == ["tests/host/test_reference.py"]
-    assert mutate.tests_of("perf/tune.py") == ["tests/perf/test_tune.py"]
+    assert mutate.tests_of("perf/map.py") == ["tests/perf/test_map.py"]
     for module in mutate.TESTS:
         assert all((root / path).is_file() for path in (module, *mutate.tests_of(module))), module
 

@@ -15,7 +15,7 @@ import rawattn
 from perf import sass
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import few_rows, records
+from rawattn.kernel import few_rows
 from rawattn.kernel.attn_decode import ATTN_DECODE
 from rawattn.kernel.attn_fwd import ATTN_FWD, AttnFwdConfig
 from rawattn.kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
@@ -363,12 +363,12 @@ def test_uneven_waves() -> None:
     assert chosen(batch=1, heads=4, kv_heads=4, q_len=4901, kv_len=45505, head_dim=128, head_dim_v=128)[2] > 1
 
 
-def test_kinds_have_records_of_their_own() -> None:
+def test_kinds_have_shapes_of_their_own() -> None:
     """Uneven waves, few rows, shared and own, short sequences, and all others."""
     few, short = forward(BF16, 1, 64, 8192, 8, 8, 64, 64), forward(BF16, 999, 64, 64, 8, 8, 64, 64)
     ops = (UNEVEN, few, replace(few, heads=32, q_len=128), short, forward(BF16, 8, 2048, 2048, 8, 8, 64, 64))
-    kinds = [records.Kind.of(ATTN_FWD, shape) for op in ops for shape in ATTN_FWD.tuning_shapes(op)]
-    assert len(kinds) == len(set(kinds)) == 3 + 1 + 5 + 1 + 3
+    shapes = [shape for op in ops for shape in ATTN_FWD.tuning_shapes(op)]
+    assert len(shapes) == len(set(shapes)) == 3 + 1 + 5 + 1 + 3
 
 
 @pytest.mark.parametrize("q_len, most", [(512, 32), (8192, 2), (65536, 1)])

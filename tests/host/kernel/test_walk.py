@@ -154,7 +154,7 @@ def test_the_next_configuration_is_tried() -> None:
             mock.patch.object(ATTN_FWD, "candidates", lambda op, device, configs=configs: configs),
             mock.patch.object(ATTN_FWD, "cost", lambda config, op, device: config is small),
         ):
-            assert config_set(ATTN_FWD, (asked,), device)[0].modelled == best
+            assert config_set(ATTN_FWD, (asked,), device)[0].config == best
     config_set.cache_clear()
 
 

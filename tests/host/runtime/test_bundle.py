@@ -234,10 +234,10 @@ def test_made_of_other_sources(made: pathlib.Path, tmp_path: pathlib.Path, monke
 def test_sources_are_the_kernels_and_the_package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of one byte of what a kernel follows from is another maker; a test's or a note's is not."""
     hashes = set()
-    for folder, file in (("package", "select.py"), ("package", "records/h200.jsonl"), ("cuda_src", "ptx/base.cuh"), ("", "")):
-        for name in ("package/records", "cuda_src/ptx"):
+    for folder, file in (("package", "select.py"), ("package", "kernel/base.py"), ("cuda_src", "ptx/base.cuh"), ("", "")):
+        for name in ("package/kernel", "cuda_src/ptx"):
             (tmp_path / name).mkdir(parents=True, exist_ok=True)
-        for name in ("package/select.py", "package/records/h200.jsonl", "cuda_src/ptx/base.cuh", "package/note.md"):
+        for name in ("package/select.py", "package/kernel/base.py", "cuda_src/ptx/base.cuh", "package/note.md"):
             (tmp_path / name).write_text("x" if name == f"{folder}/{file}" else f"# {len(folder)}" if name.endswith("md") else "")
         monkeypatch.setattr(bundle.package, "FOLDER", tmp_path / "package")
         monkeypatch.setattr(bundle.render, "FOLDER", tmp_path / "cuda_src")
