@@ -8,6 +8,7 @@ from . import mask, reference, score
 from .api.attention import attention, attention_backward, attention_varlen, explain, explain_backward, plan, plan_backward
 from .errors import CompileError, DeviceError, LayoutWarning, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
+from .operation.keys import Blocks, TopK
 from .operation.spec import Spec
 from .package import __version__ as __version__
 from .runtime.bundle import load_bundle, save_bundle
@@ -24,9 +25,9 @@ from .serving.plan import KVCachePlan, plan_kvcache
 from .serving.violations import violations
 
 __all__ = [
-    "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
+    "Append", "AttentionKVCache", "Backward", "Blocks", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
     "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
-    "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
+    "TopK", "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
     "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle", "mask", "merge_states", "plan",
     "plan_backward", "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
 ]  # fmt: skip

@@ -161,6 +161,12 @@ template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load_k(k, i), kv.load_v(v, i); }, "Kv: load_k, load_v(tile, index)");
 };
+// ... or gives rows, which threads widen: null, or whatever is_there tells from others, where there is none.
+template <class K> struct NumbersKvOption : Given {
+    static const K kv;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { bool(kv.k().is_there(kv.k().row(i))), bool(kv.v().is_there(kv.v().row(i))); }, "Kv: k(), v(): row(i), is_there(row)");
+};
 // ... or, where a warp loads from pages: find says where the lane's part of a tile lies, load starts filling it, and the arrivals of
 // each of two barriers are `arrivals` for a tile.
 template <class K, class KTile, class VTile> struct PagedKvOption : Given {

@@ -66,6 +66,8 @@ class AppendKernel(Kernel[Append]):
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
             positions = append.GivenPositions() if op.positions else append.KeyPositions(lengths)
             rotary = append.RotaryPairs(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+            rotary = append.FromColumn(rotary, op.rotary_first) if op.rotary_first else rotary
+        queries: Option = append.QueriesInPlace() if op.in_place else append.QueriesApart() if op.heads else append.NoQueries()
         place = append.Slots() if op.form == "slots" else append.InPages(lengths, PAGES[op.form])
         assert op.kv_element is not None
         same = op.kv_element == op.element
@@ -77,7 +79,7 @@ class AppendKernel(Kernel[Append]):
             "Tokens": append.PackedTokens() if op.ragged and op.lengths else append.SameTokens(),
             "Destination": place if op.k else append.Nowhere(),
             "Rotary": rotary,
-            "Queries": append.NoQueries() if not op.heads else append.QueriesInPlace() if op.in_place else append.QueriesApart(),
+            "Queries": append.RopeQueries(queries) if op.q_rope else queries,
             "Launch": scheduler.launch_of(arch),
         }
 

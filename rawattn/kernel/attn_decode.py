@@ -143,7 +143,7 @@ class AttnDecode(Kernel[AttentionKVCache]):
         return device.capability >= 80
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        reasons = self.device_reasons(device)
+        reasons = [*self.device_reasons(device), *paging.reasons_of_pairs(op)]
         if op.element not in (element.BF16, element.FP16):
             reasons.append(f"it takes bf16 and fp16, not {op.element.name}")
         elif op.kv_element is not None and op.kv_element != op.element and not paging.is_fp8(op):

@@ -28,8 +28,9 @@ class Append(Operation):
     pages are given, or is "slots" where each row has a place of its own, or none. ``heads`` are those of q, 0 where there is
     none; ``k`` says whether there are keys to write, or queries alone are rotated, and ``v`` whether there are values. ``rotary``
     is "", "neox" or "interleaved", ``angles`` the format of cos and sin, ``lengths`` the form of the lengths beside slots, and ""
-    where there are none. ``width`` are the elements that a thread reads and writes at once: all places are multiples of it.
-    ``kv_element`` and the scales are those of ``AttentionKVCache``.
+    where there are none. Columns are rotated from ``rotary_first`` on; ``q_rope`` says that q has these alone. ``width`` are the
+    elements that a thread reads and writes at once: all places are multiples of it. ``kv_element`` and the scales are those of
+    ``AttentionKVCache``.
     """
 
     element: Element
@@ -61,6 +62,8 @@ class Append(Operation):
     k_scales: bool = False
     v_scales: bool = False
     k: bool = True
+    rotary_first: int = 0
+    q_rope: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
@@ -81,11 +84,11 @@ class Append(Operation):
     @classmethod
     def of(
         cls, arrays: dict[str, Array], rotary: str = "", max_q_len: int | None = None, max_kv_len: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[float, float] = (1.0, 1.0), first_column: int = 0,
     ) -> Append:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         has_lengths = "kv_lens" in arrays or "indptr" in arrays
-        check_arrays(arrays, rotary, max_q_len)
+        check_arrays(arrays, rotary, max_q_len, first_column)
         k, pool = rows_of(arrays), arrays["k_cache"]
         ragged = len(k.shape) == 3
         lengths = kvcache.form_of(arrays) if has_lengths else ""
@@ -99,10 +102,11 @@ class Append(Operation):
             q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
             pool.shape[2], pool.shape[3], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
-            "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
+            "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary, first_column),
             lengths, None if cos is None else ELEMENTS[cos.dtype],
             "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, KV_ELEMENTS[pool.dtype],
-            *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays,
+            *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays, first_column if rotary else 0,
+            "q" in arrays and arrays["q"].shape[-1] != pool.shape[3],
         )  # fmt: skip
 
     @classmethod
@@ -124,6 +128,10 @@ class Append(Operation):
         if self.in_place:
             check_output("q_out", arrays["q"], 1, [(name, x) for name, x in arrays.items() if name != "q"])
 
+    @property
+    def q_columns(self) -> int:
+        return self.head_dim - self.rotary_first if self.q_rope else self.head_dim
+
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
@@ -141,7 +149,7 @@ class Append(Operation):
         if self.angles is not None:
             operands += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
         operands += [Operand("positions", "int64", rows)] * self.positions
-        q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
+        q = Operand("q", self.element.name, (*rows, self.heads, self.q_columns), "inout" if self.in_place else "in")
         operands += kvcache.scale_operands(self, self.batch if self.lengths or not self.ragged else 1)
         return (*operands, *[q] * (self.heads > 0))
 
@@ -149,7 +157,7 @@ class Append(Operation):
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it makes: the rotated queries, unless they are written over q."""
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
-        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.head_dim), "out")
+        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.q_columns), "out")
         return (q_out,) * (self.heads > 0 and not self.in_place)
 
     @functools.cached_property
@@ -158,7 +166,7 @@ class Append(Operation):
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0, self.k
         angles = None if self.angles is None else self.angles.name
-        rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
+        rotary = self.rotary, self.rotary_dim, self.rotary_first, self.q_rope, angles, self.positions, self.in_place
         return (type(self), *sizes, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
 
     @property
@@ -181,7 +189,9 @@ class Append(Operation):
         words += [f"kv_heads {self.kv_heads}"] * self.k + [f"head_dim {dim}"]
         pages = f"slots in {self.pages} pages of {self.page_size}" if self.k else "q alone"
         words += [pages if self.form == "slots" else kvcache.pages_text(self.form, self.pages, self.page_size)]
-        words += [f"{self.rotary} rotary of {self.rotary_dim}"] if self.rotary else []
+        words += [f"{self.rotary} rotary of {self.rotary_dim}" + f" from {self.rotary_first}" * (self.rotary_first > 0)] * bool(
+            self.rotary
+        )
         words += ["positions"] * self.positions + [f"q with {self.heads} heads"] * (self.heads > 0)
         words += ["k only"] * (self.k and not self.v)
         return f"Append {kvcache.elements_text(self)} {', '.join(words)}"
@@ -197,7 +207,7 @@ def rows_of(arrays: dict[str, Array]) -> Array:
     return arrays["q"]
 
 
-def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None) -> None:
+def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None, first_column: int = 0) -> None:
     """Raises ProblemError where these arrays, by name, contradict each other. It reads no memory."""
     k, pool = rows_of(arrays), arrays["k_cache"]
     has_lengths = "kv_lens" in arrays or "indptr" in arrays
@@ -228,15 +238,17 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
         if name in arrays:
             check_form(name, arrays[name], "int64", rows, "{}, one for each row of k")
             check_whole(name, arrays[name])
-    _check_rotary(arrays, rotary, has_lengths)
+    _check_rotary(arrays, rotary, has_lengths, first_column)
 
 
-def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> None:
+def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool, first_column: int) -> None:
     k, cos, head_dim = rows_of(arrays), arrays.get("cos"), arrays["k_cache"].shape[3]
     if rotary:
         assert cos is not None
-        if 2 * cos.shape[1] > head_dim:
-            raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {head_dim}.")
+        if first_column + 2 * cos.shape[1] > head_dim:
+            behind = f" behind first_column, {first_column}" if first_column else ""
+            found = f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head{behind}"
+            raise ProblemError(f"{found}; k has head_dim {head_dim}.")
         number = ELEMENTS[k.dtype].lse_name
         if cos.dtype not in (k.dtype, number):
             raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as k.")
@@ -245,7 +257,8 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
     if "q" in arrays:
         if not rotary:
             raise ProblemError("q was given without rotary; append does nothing to q but rotate it.")
-        wanted = (*k.shape[:-2], arrays["q"].shape[-2], head_dim)
+        is_part = first_column > 0 and arrays["q"].shape[-1] == head_dim - first_column  # its rotated columns and those behind
+        wanted = (*k.shape[:-2], arrays["q"].shape[-2], head_dim - first_column * is_part)
         if tuple(arrays["q"].shape) != wanted:
             way = "by the rows and columns of k. Other rows of q are rotated by a call without k and v"
             raise ProblemError(f"q has shape {tuple(arrays['q'].shape)}; it must be {wanted}, {way}.")
@@ -255,9 +268,9 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
         raise ProblemError("q_out was given without q; it receives the rotated q.")
 
 
-def width_of(arrays: dict[str, Array], rotary: str) -> int:
+def width_of(arrays: dict[str, Array], rotary: str, first_column: int = 0) -> int:
     """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
     read = [arrays[name] for name in ("k", "v", "k_cache", "v_cache", "q", "q_out") if name in arrays]
     width = common_width(read, 16 // ELEMENTS[rows_of(arrays).dtype].itemsize)
     columns = arrays["cos"].shape[1] if rotary else 0
-    return math.gcd(width, columns if rotary == "neox" else 2 * columns)
+    return math.gcd(width, columns if rotary == "neox" else 2 * columns, first_column)

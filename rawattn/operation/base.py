@@ -16,6 +16,7 @@ from ..variant.element import KV_ELEMENTS, Element
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score
 from . import captures
+from .keys import ListSizes
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
 
@@ -210,6 +211,7 @@ READERS: dict[str, Callable[[Any], Any]] = {  # of the fields of operations that
     "spec": Spec.from_json,
     "layout": Layout.from_json,
     "wrt": tuple,
+    "keys": lambda sizes: sizes and ListSizes(*sizes),
 }
 
 

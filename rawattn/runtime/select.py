@@ -28,6 +28,7 @@ from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.base import without_spills
 from ..kernel.combine import COMBINE
+from ..kernel.listed import ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED
 from ..kernel.program import Program
 from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 from ..operation.operand import PLAIN
@@ -42,6 +43,15 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
         CPU_KVCACHE,
     ),
 }  # fmt: skip
+LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of keys, which no other kernel is asked for
+    Forward: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
+    AttentionKVCache: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
+}
+
+
+def kernels_of(op: Operation) -> tuple[Any, ...]:
+    """The kernels that may compute an operation, the best first."""
+    return LISTED[type(op)] if getattr(op, "keys", None) is not None else KERNELS_OF[type(op)]
 
 
 class Selection(NamedTuple):
@@ -71,7 +81,7 @@ def select(op: Operation, device: Device, kernel: str | None = None, config: Any
     Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
     of the arrays; ProblemError for an override that does not fit.
     """
-    kernels = KERNELS_OF[type(op)]
+    kernels = kernels_of(op)
     names = [k.name for k in kernels]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
@@ -108,7 +118,7 @@ def _name_config(kernel: Any) -> str:
 def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    kernels = KERNELS_OF[type(op)]
+    kernels = kernels_of(op)
     places = {k: place + 1.5 * (not k.prefers(op, device)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
     ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (k for k in ordered if kernel in (None, k.name)):

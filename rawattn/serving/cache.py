@@ -45,8 +45,8 @@ class KVCache(Remade):
             times the number that is stored, so ``append`` divides by it. Caches in other formats have 1.0.
 
     The page size is a power of two, unless each sequence has one page. Attributes: ``element`` (the number format), ``pages``,
-    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns). In a deep copy or a
-    pickle, which have arrays of their own, v is such a view, too.
+    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns), ``is_latent`` (of the
+    first ones). In a deep copy or a pickle, which have arrays of their own, v is such a view, too.
 
     Raises ProblemError for a wrong argument.
     """

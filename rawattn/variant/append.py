@@ -120,10 +120,28 @@ class QueriesApart(QueriesInPlace):
         return (*super().fields, Field("q_out", "StridedTensor", View("q_out")))
 
 
+class RopeQueries(Wrapper):
+    """The queries of ``base`` have the columns from ``rotary_first`` on alone."""
+
+    source: ClassVar[str] = "variant/append/queries_rope.cuh"
+
+
 class NoRotary(Option):
     """No row is rotated."""
 
     source: ClassVar[str] = "variant/rotary/none.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class FromColumn(Wrapper):
+    """Columns are rotated from the column ``first`` on; those before it stay as they are."""
+
+    first: int
+    source: ClassVar[str] = "variant/rotary/from_column.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants | {"rotary_first": self.first}
 
 
 class KeyPositions(Wrapper):

@@ -22,6 +22,12 @@ class CpAsyncKv(Option):
     source: ClassVar[str] = "variant/kv/cp_async.cuh"
 
 
+class NumbersKv(Option):
+    """Plain strided tensors, whose rows threads read and widen."""
+
+    source: ClassVar[str] = "variant/kv/numbers.cuh"
+
+
 class OnePage(Option):
     """Sequence i has page i."""
 
@@ -118,6 +124,12 @@ class PagedRowsWidenedKv(PagedRowsKv):
     """Pools of pages in eight bits, of which threads make numbers of 16."""
 
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
+
+
+class PagedNumbersKv(Wrapper):
+    """Pools of pages of any size, whose rows threads read and widen."""
+
+    source: ClassVar[str] = "variant/kv/paged_numbers.cuh"
 
 
 class KvLens(Option):

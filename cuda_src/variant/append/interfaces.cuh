@@ -33,7 +33,7 @@ template <class R, class Chunk> struct RotaryOption : GivenToken {
 // queries: which are rotated, and where they go.
 template <class Q> struct QueriesOption : GivenToken {
     static const Q q;
-    static_assert(requires { Q(args), i32(q.heads); }, "Queries(args): heads");
+    static_assert(requires { Q(args), i32(q.heads), int(Q::first_column); }, "Queries(args): heads, first_column: of a head that rows have");
     static_assert(requires { StridedTensor(q.from(args)), StridedTensor(q.to(args)); }, "Queries: from(args), to(args)");
 };
 // storage: what the cache, in KvElement, holds for a number.

@@ -49,9 +49,12 @@ class Call:
     padded: int = 0
     width: int | None = None
     positions_count: int = 40
+    first: int = 0  # the first column that is rotated
+    q_rope: bool = False  # q has the columns from there on
 
 
 FP64, SLOTS = dataclasses.replace(CASE, dtype="fp64"), (5, -1, 0, 9, 2, 44, 3, -7, 1, 11)
+LATENT = dataclasses.replace(CASE, kv_heads=1, pool="shared", dtype="bf16", head_dim=576, head_dim_v=512)
 DENSE = dataclasses.replace(CASE, lengths=((2, 5), (2, 0), (2, 2)), ragged=False)
 CALLS = {
     "plain": Call(),
@@ -86,6 +89,19 @@ CALLS = {
         q=True,
         positions=(0, 1, 2, 3, 4, 5),
     ),
+    "latent": Call(LATENT, 32, q=True, first=512),
+    "latent, interleaved, q_rope": Call(dataclasses.replace(LATENT, layout="HND"), 32, True, first=512, q=True, q_rope=True),
+    "latent, q_rope in place": Call(
+        dataclasses.replace(LATENT, page_size=1, form="indptr"), 32, first=512, q=True, q_rope=True, in_place=True
+    ),
+    "latent, e4m3, slots": Call(
+        dataclasses.replace(LATENT, kv_dtype="e4m3", scales=("number", "number")), 32, slots=SLOTS, first=512, q=True, q_rope=True
+    ),
+    "narrow, from a column on": Call(
+        dataclasses.replace(LATENT, head_dim=13, head_dim_v=7), 2, True, first=7, q=True, q_rope=True
+    ),
+    "from a column on, in a middle": Call(dataclasses.replace(CASE, head_dim=32), 4, first=8, q=True, q_rope=True, in_place=True),
+    "from a column between two chunks": Call(dataclasses.replace(CASE, head_dim=32), 4, first=2, q=True),
     "many sequences": Call(
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
     ),
@@ -97,7 +113,7 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
     case = call.case
     found = {"k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2)}
     if call.q:
-        found["q"] = case.rows(case.heads, case.head_dim, 3)
+        found["q"] = case.rows(case.heads, case.head_dim - call.first * call.q_rope, 3)
     found = {name: np.concatenate([x, np.full_like(x[: call.padded], np.nan)]) for name, x in found.items()}
     rows = found["k"].shape[:-2]
     cache = case.made(*case.pools())
@@ -109,7 +125,9 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
             case.normal(call.positions_count, 2 * call.half, seed=seed).astype(ELEMENTS[call.angles].dtype)[:, : call.half]
             for seed in (5, 6)
         )
-        rotary = Rotary(cos, sin, call.interleaved, None if call.positions is None else np.array(call.positions).reshape(rows))
+        rotary = Rotary(
+            cos, sin, call.interleaved, None if call.positions is None else np.array(call.positions).reshape(rows), call.first
+        )
     if call.slots is not None:
         found["slots"] = np.array(call.slots).reshape(rows)
     return found, cache, case.step() if call.lengths else None, rotary
@@ -117,8 +135,8 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
 
 def operation(found: dict[str, array.Array], call: Call, cache: KVCache) -> Append:
     rotary = "" if not call.half else "interleaved" if call.interleaved else "neox"
-    op = Append.of(found, rotary, scales=cache.scales)
-    return dataclasses.replace(op, width=call.width or width_of(found, rotary), in_place=call.in_place)
+    op = Append.of(found, rotary, scales=cache.scales, first_column=call.first)
+    return dataclasses.replace(op, width=call.width or width_of(found, rotary, call.first), in_place=call.in_place)
 
 
 def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = None) -> tuple[KVCache, Array | None, int]:
@@ -259,6 +277,8 @@ SHAPES: dict[str, Call] = {
         64,
         q=True,
     ),
+    "latent": Call(LATENT, 32, True, q=True, first=512),
+    "latent, q_rope": Call(LATENT, 32, q=True, first=512, q_rope=True),
     "end to end": Call(
         dataclasses.replace(CASE, form="indptr", dtype="bf16", head_dim=64, head_dim_v=64), 32, True, q=True, in_place=True
     ),
