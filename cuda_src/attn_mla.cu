@@ -17,7 +17,7 @@
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
-//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared
 //
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
@@ -27,7 +27,7 @@
 // a result: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Kv, Walk, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
@@ -54,20 +54,21 @@ static_assert(sizeof(Stage) == panels * sizeof(QPart), "Q comes to a stage");
 
 struct Work {
     i32 batch, q_begin;  // -1: there is none
-    i32 kv_len;
+    i32 first_key, kv_len;
     TileRange tiles;                            // of the block's rows
     unsigned char split, split_end, begin, end;  // the block's splits, and the work's
     u16 border;                                  // at which states are left
     unsigned char rows, shift;                   // rows that exist; a split has 1 << shift key tiles
 };
-// What warpgroups 1 and 2 are told of a stage, in bits; the place of a state is above them.
+// What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
 constexpr u32 is_q = 1, is_end = 2;     // Q; no work is left
 constexpr u32 begins = 4, ends = 8;     // a split
 constexpr u32 folds = 16;               // ... with what lies in args.parked
 constexpr u32 parks = 32, leaves = 64;  // ... whose state goes there, or to a border; else the result is stored
 constexpr u32 releases = 128;           // the work
-constexpr int work = 8, place = 16;     // bits of numbers
+constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the place of a state,
+constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
 struct Loader { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q. In shared memory, as registers are few
 struct Smem {
@@ -89,6 +90,7 @@ template struct RowsOption<Rows>;
 template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SoftmaxOption<Softmax, Score>;
+template struct QColumnsOption<QColumns>;
 template struct LatentKvOption<Kv, Stage>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
@@ -99,6 +101,7 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, Launch::us
 __device__ inline i32 uniform(i32 x) { return ptx::from_lane(x, 0); }
 __device__ inline i32 member() { return blockIdx.x % cfg::members; }
 __device__ inline i32 share() { return blockIdx.x / cfg::members; }
+__device__ inline KeysFrom keys_of(i32 first, i32 end) { return {{end}, first}; }
 __device__ inline WorkTile tile_of(const Work& work) { return {work.batch, 0, work.q_begin, 0}; }
 // Where a warp of a warpgroup keeps what it has found of a work's splits so far; it lies as a state does.
 __device__ inline float4* parked_at(const Args& args, u32 warp) {
@@ -119,15 +122,16 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
     const u32 place = count % 2;
     while (true) {
         const auto [run, rows] = scheduler.next(args);
-        const i32 q_begin = run.q_begin + member() * tile_rows, left = rows.q_len - q_begin, begin = run.splits.begin;
+        const i32 q_begin = run.q_begin + member() * tile_rows, left = rows.q_len - q_begin;
         Work work{-1};
+        Cut cut{};
         if (!run.is_last()) {
             if (left <= 0) continue;
             const WorkTile own{run.batch, run.head, q_begin, run.split};
-            const TileRange tiles = Walk::span(args, rows, own, q_begin + min(left, tile_rows));
-            const i32 border = run.split == begin ? share() : scheduler.line.owner(run.splits, run.at, begin);
-            work = {run.batch, q_begin, rows.kv_len, tiles, (unsigned char)run.split, (unsigned char)run.split_end, (unsigned char)begin, (unsigned char)run.splits.end, u16(border),
-                    (unsigned char)min(left, tile_rows), (unsigned char)run.splits.shift};
+            cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
+            using Byte = unsigned char;
+            work = {run.batch, q_begin, rows.keys().first(), rows.kv_len, cut.tiles, Byte(cut.split), Byte(cut.split_end), Byte(cut.begin), Byte(cut.end), u16(cut.border),
+                    Byte(min(left, tile_rows)), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
         __syncwarp();
@@ -135,8 +139,8 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             smem.work[place] = work;
             smem.work_full[place].arrive();
             Left& to = args.left[share()];
-            if (!run.is_last() && member() == 0 && run.split == begin && !run.is_whole())
-                to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = run.split_end - begin, to.splits = run.splits.end - begin;
+            if (!run.is_last() && member() == 0 && run.split == run.splits.begin && !run.is_whole())
+                to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = cut.owned, to.splits = cut.splits;
         }
         break;
     }
@@ -153,7 +157,10 @@ __device__ void begin(const Args& args, Smem& smem, bool early) {
             Launch::launch_dependents();
             if (!Scheduler::holds(args, seen)) continue;
         }
-        if (threadIdx.x == 0 && member() == 0) args.left[share()] = {0, 0, 0, 0, 0, 0, scheduler.here, scheduler.end};
+        if (threadIdx.x == 0 && member() == 0) {
+            args.left[share()] = {0, 0, 0, 0, 0, 0, scheduler.here, scheduler.end};
+            if (share() + 1 == i32(gridDim.x) / cfg::members) args.left[share() + 1] = {0, 0, 0, 0, 0, 0, scheduler.end, scheduler.end};
+        }
         find(args, smem, scheduler, 0);
         if (threadIdx.x == 0) reinterpret_cast<Scheduler*>(args.shares)[blockIdx.x] = scheduler;
         __syncwarp();
@@ -187,7 +194,8 @@ __device__ void load_next(const Args& args, Smem& smem, u32 stage) {
             }
         }
     } else {
-        Kv(args, WorkTile{uniform(work.batch), 0, 0, 0}, uniform(work.kv_len)).load<first_panels>(smem.ring[stage], smem.full[stage], tile);
+        const KeysFrom keys = keys_of(uniform(work.first_key), uniform(work.kv_len));
+        Kv(args, WorkTile{uniform(work.batch), 0, 0, 0}, keys).load<first_panels>(smem.ring[stage], smem.full[stage], tile);
         if (leads) {
             if (tile + 1 < Span(work, split).end) next.tile = tile + 1;
             else if (split + 1 < work.split_end) next.split = split + 1, next.tile = Span(work, split + 1).tile;
@@ -222,12 +230,12 @@ struct Weigher {  // warpgroup 0
 #pragma unroll 1
         for (u32 row = threadIdx.x / 8; row < tile_rows; row += 16) {
             const bool inside = row < work.rows;
-            const i64 at = rows.offset({args.q.batch_bytes, args.q.row_bytes, args.q.head_bytes}, work.q_begin + (inside ? row : 0), 0);
-            const unsigned char* const from = args.q.data + at + chunk * 16;
+            const QColumns q(args, rows, work.q_begin + (inside ? row : 0));
+            const unsigned char* const from = q.first() + chunk * 16;
             const u32 place = row * 128 + (chunk ^ row % 8) * 16, bytes = inside ? 16 : 0;
 #pragma unroll
             for (int panel = 0; panel < v_panels; ++panel) ptx::cp_async(to + panel * QPart::bytes + place, from + panel * 128, bytes);
-            ptx::cp_async(last + place, from + v_panels * 128, bytes);
+            ptx::cp_async(last + place, q.rest() + chunk * 16, bytes);
             if (chunk >= 6) ptx::cp_async(slice + NarrowTile<tile_rows>::offset(row, chunk % 2), from + (v_panels - 1) * 128, bytes);
         }
         ptx::cp_async_commit();
@@ -317,8 +325,9 @@ struct Weigher {  // warpgroup 0
                     if (!is_first) say(smem.go[ring.previous().stage]);
                 });
                 weigh_tile(work, softmax, span.tile);
-                if (told != what::begins) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
+                if (told == 0) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
                 const bool is_last = span.tile + 1 == span.end;
+                if (work.first_key > span.tile * cfg::tile_kv) told |= min(work.first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
                 if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
                 tell(told);
                 ptx::fence_proxy_async();
@@ -423,6 +432,7 @@ struct Summer {  // warpgroups 1 and 2
     __device__ static u32 half() { return ptx::uniform(threadIdx.x / 128) - 1; }
     __device__ static u32 strip() { return ptx::uniform(threadIdx.x / 32) % 4; }          // of the block's
     __device__ static u32 strip_of_work() { return uniform(member()) * 4 + strip(); }
+    __device__ static u32 thread() { return ptx::uniform(threadIdx.x / 32) * 32 - 128 + ptx::lane_id(); }  // of both warpgroups
     __device__ static u32 own() { return strip() * 16 + ptx::lane_id() / 4; }  // the upper one of this thread's rows
     __device__ static void say(ptx::Mbarrier& barrier) {
         __syncwarp();
@@ -448,11 +458,23 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int i = 0; i < PvMma::accumulators; ++i) o[i] *= i % 4 < 2 ? a : b;
     }
+    // The first rows of V, of keys that do not count: what is there may be NaN, of which a weight of 0 makes NaN. Those behind the last key
+    // arrive as zeros.
+    __device__ void clear(u32 rows) const {
+#pragma unroll 1
+        for (u32 i = thread(); i < rows * v_panels * 8; i += 256) {
+            unsigned char* const to = reinterpret_cast<unsigned char*>(&smem.ring[ring.stage]) + Stage::row_offset(i / (v_panels * 8));
+            *reinterpret_cast<uint4*>(to + i / 8 % v_panels * Stage::panel_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(2, 256);
+    }
     __device__ void add_tile(u32 told) {
         if (!(told & what::begins)) {
             const float *const factor = &smem.factor[ring.stage][own()], a = factor[0], b = factor[8];
             if (__any_sync(0xffffffffu, a != 1.f || b != 1.f)) rescale(a, b);
         }
+        if (told >> what::before) clear(told >> what::before);
         smem.go[ring.stage].wait(ring.parity);
         multiply();
     }
@@ -465,7 +487,7 @@ struct Summer {  // warpgroups 1 and 2
         const float4* const from = place(parked_at(args, strip()));
         constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
         static_assert(ahead * each * step <= sizeof(Stage));
-        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + (threadIdx.x - 128) * sizeof(float4);
+        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + thread() * sizeof(float4);
         const auto copy = [&](int group) {
 #pragma unroll
             for (int i = 0; i < each; ++i) ptx::cp_async(to + (group % ahead * each + i) * step, from + (group * each + i) * 32);
@@ -512,7 +534,7 @@ struct Summer {  // warpgroups 1 and 2
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
         if (told & what::folds) fold(factor[0], factor[8]);
         if (told & what::parks) keep(parked_at(args, strip()));
-        else if (told & what::leaves) keep(state_at(args, work.border, min(i32(told >> what::place), args.slots - 1), strip_of_work()));
+        else if (told & what::leaves) keep(state_at(args, work.border, min(i32(told >> what::place & 127), args.slots - 1), strip_of_work()));
         else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
         else store(work, factor, 8);
     }

@@ -8,6 +8,7 @@ from ..array.tma import SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
+from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, PageBoxes, PageRows, Scratch, View, Violations
@@ -48,6 +49,11 @@ class AttnMlaConfig:
         return TILE_KV
 
 
+def is_even(op: AttentionKVCache) -> bool:
+    """Says whether keys are cut anywhere, so that bits follow from the batch."""
+    return op.split_keys == EVEN
+
+
 def rows_that_matter(op: AttentionKVCache) -> int:
     """The rows of a sequence by which its splits are chosen: those of the bound, or of one query where nothing may follow from it."""
     return op.heads_per_kv if op.spec.invariant else most_rows(op)
@@ -56,13 +62,17 @@ def rows_that_matter(op: AttentionKVCache) -> int:
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Up to 64
     rows a block waits for memory, and has time to fold; of more, each border costs time (perf/notes/attn_mla.md)."""
+    if is_even(op):
+        return TILE_KV, 1 << 30
     few = rows_that_matter(op) <= TILE_ROWS
     keys, most = (512, 64) if few else (2048, 16)
     return (min(op.split_keys, LONGEST + 1) if op.split_keys > 0 else keys), most
 
 
 def slots(op: AttentionKVCache) -> int:
-    """States that two blocks may leave at the border between them, as many as splits of a sequence."""
+    """States that two blocks may leave at the border between them, as many as splits of a sequence; of even shares one, their own."""
+    if is_even(op):
+        return 1
     keys, most = split_rule(op)
     return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
 
@@ -98,9 +108,11 @@ class AttnMla(Kernel[AttentionKVCache]):
         return False
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
-        reasons = self.device_reasons(device) + paging.reasons_of_tiles(op)
+        reasons = self.device_reasons(device)
         if not op.latent or op.kv_heads != 1 or (op.head_dim, op.head_dim_v) != (HEAD_DIM, HEAD_DIM_V):
             reasons.append(f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head")
+        if op.kv_element != op.element:
+            reasons.append(f"it takes caches in the format of q, {op.element.name}")
         reasons += tiling.tensor_core_reasons(paging.over_tensors(op), max(op.head_dim, HEAD_DIM))
         if most_rows(op) > MOST_ROWS:
             reasons.append(f"a sequence may have {most_rows(op)} rows; it takes up to {MOST_ROWS}")
@@ -108,8 +120,6 @@ class AttnMla(Kernel[AttentionKVCache]):
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         if paging.has_functions(op) or lists(op.mask) or op.mask.of_head is not None:
             reasons.append("its mask or its score is a function, or the mask has holes or differs by head")
-        if op.kv_begin:
-            reasons.append("there are first keys (kv_begin)")
         return reasons + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -143,9 +153,10 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Mask": rows.PackGqaMask(paging.mask_option(op)),
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
+            "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
             "Kv": kv.LatentPanelsKv(pages, page) if page == TILE_KV else kv.LatentBoxesKv(pages, page),
             "Walk": SplitIntervalWalk(),
-            "Scheduler": scheduler.StreamKPairs() if config.members == 2 else scheduler.StreamKScheduler(),
+            "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
         }
@@ -191,26 +202,27 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The number of shares of all keys: one for each multiprocessor or pair of them, or for each split that there may be; fewer
         where their states would take more than MOST_BYTES."""
         works = op.batch * ceil_div(max(1, most_rows(op)), config.tile_q)
+        parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else slots(op)
         room = 1 + MOST_BYTES // (slots(op) * strips(op, config) * STRIP_BYTES)
-        return min(device.sm_count // config.members, MOST_BLOCKS, works * slots(op), room)
+        return min(device.sm_count // config.members, MOST_BLOCKS // config.members, works * parts, room)
 
     def lower(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> Program:
         """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is
         computed."""
         if not op.total_q * op.batch:
             return Program(())
-        options = op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind
+        options = op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.q_rope, is_even(op), op.spec.kind
         key = (op.element, *paging.arrays_of(op), *options, config, device.arch)
         rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config, device.arch)))
         shares = self.shares(op, config, device)
         grid = shares * config.members
-        values = self.values(op, config) | {"borders": shares - 1}
+        values = self.values(op, config) | {"borders": shares - (not is_even(op))}
         launches = [Launch(self.name, *rendered, values, grid)]
-        if shares > 1 and slots(op) > 1:
+        if shares > 1 and (slots(op) > 1 or is_even(op)):
             fold = self._keep((attn_decode_fold.NAME, key), lambda: self.render_fold(op, config, device.arch))
             launches += [Launch(attn_decode_fold.NAME, *fold, values, device.sm_count)]
-        states = max(1, shares - 1) * slots(op) * strips(op, config) * STRIP_BYTES
-        scratch = ("partials", states), ("left", LEFT_BYTES * shares), ("parked", 4 * STRIP_BYTES * grid), ("shares", SHARE_BYTES * grid)
+        states = max(1, values["borders"]) * slots(op) * strips(op, config) * STRIP_BYTES
+        scratch = ("partials", states), ("left", LEFT_BYTES * (shares + 1)), ("parked", 4 * STRIP_BYTES * grid), ("shares", SHARE_BYTES * grid)
         return Program(tuple(launches), tuple(Buffer(*each) for each in scratch))
 
     def programs(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> tuple[Program, ...]:

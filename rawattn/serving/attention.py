@@ -12,7 +12,7 @@ from ..array.forms import forms_of_any
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
-from ..operation.kvcache import batch_of, table_of
+from ..operation.kvcache import EVEN, batch_of, table_of
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
@@ -266,9 +266,11 @@ def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
 
 
 def split_keys_of(split: Any) -> int:
-    """The keys of a split, 0 for "auto"."""
+    """The keys of a split, 0 for "auto", EVEN for "even"."""
     if isinstance(split, str) and split == "auto":
         return 0
+    if isinstance(split, str) and split == "even":
+        return EVEN
     if isinstance(split, bool) or not isinstance(split, int) or split < 64 or split & (split - 1):
-        raise ProblemError(f"split is {split!r}; it must be 'auto' or a power of two from 64.")
+        raise ProblemError(f"split is {split!r}; it must be 'auto', 'even' or a power of two from 64.")
     return split

@@ -5,6 +5,7 @@
 #include "tile/checked_page.cuh"
 #include "tile/grouped_tile.cuh"
 #include "tile/page_boxes.cuh"
+#include "tile/keys.cuh"
 #include "tile/page_rows.cuh"
 #include "variant/work_tile.cuh"
 
@@ -16,17 +17,17 @@ struct LatentBoxesKv {
 
     const Args& args;
     const Pages pages;
-    const i32 end;
+    const KeysFrom keys;
 
-    __device__ LatentBoxesKv(const Args& args, const WorkTile& work, i32 end) : args(args), pages(args, work), end(end) {}
+    __device__ LatentBoxesKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
     // All bytes complete on the first barrier.
     template <int, class Tile>
     __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {
         const i32 lane = threadIdx.x % 32, key = index * cfg::tile_kv + lane % boxes * cfg::page_rows;
-        const i32 found = key < end ? pages.page(args, key, args.k.count) : args.k.count;
+        const i32 found = keys.has_any(key, cfg::page_rows) ? pages.page(args, key, args.k.count) : args.k.count;
         const i32 page = found < args.k.count ? found : -1, place = args.k.place(page, 0);
-        const i32 there = end - index * cfg::tile_kv, cut = there > 0 && there < cfg::tile_kv && there % cfg::page_rows ? there / cfg::page_rows : boxes;
+        const i32 there = keys.end - index * cfg::tile_kv, cut = there > 0 && there < cfg::tile_kv && there % cfg::page_rows ? there / cfg::page_rows : boxes;
         __syncwarp();
         if (lane == 0) full[0].arrive_expect(Tile::bytes), full[1].arrive();
         __syncwarp();

@@ -4,6 +4,7 @@
 // zeros: what a page holds there may be NaN, of which a weight of 0 makes NaN.
 #include "ptx/elect.cuh"
 #include "tile/checked_page.cuh"
+#include "tile/keys.cuh"
 #include "tile/page_rows.cuh"
 #include "tile/tile.cuh"
 #include "variant/work_tile.cuh"
@@ -15,17 +16,17 @@ struct LatentPanelsKv {
 
     const Args& args;
     const Pages pages;
-    const i32 end;  // of the sequence's keys
+    const KeysFrom keys;
 
-    __device__ LatentPanelsKv(const Args& args, const WorkTile& work, i32 end) : args(args), pages(args, work), end(end) {}
+    __device__ LatentPanelsKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
     // Starts the copies of a tile, the same in all lanes of a warp, of whose panels the first `first_panels` complete on `full[0]`.
     template <int first_panels, class Tile>
     __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {
         const i32 key = index * cfg::tile_kv;
-        const i32 found = key < end ? pages.page(args, key, args.k.count) : args.k.count;
+        const i32 found = keys.has_any(key, cfg::page_rows) ? pages.page(args, key, args.k.count) : args.k.count;
         const i32 page = ptx::from_lane(found < args.k.count ? found : 0, 0);
-        const i32 rows = ptx::from_lane(found < args.k.count ? min(end - key, cfg::page_rows) : 0, 0);
+        const i32 rows = ptx::from_lane(found < args.k.count ? min(keys.end - key, cfg::page_rows) : 0, 0);
         const i32 row = ptx::from_lane(pages.row(key), 0);
         if (ptx::elect()) {
             full[0].arrive_expect(first_panels * Tile::panel_bytes);

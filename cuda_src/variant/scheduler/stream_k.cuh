@@ -95,6 +95,14 @@ struct SplitRun : WorkTile {
     __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
+// What a block computes of a run, as parts of the work's splits, each of which is 1 << shift key tiles of `tiles`, and how many of them the
+// block that begins the work has, and all; states are left at `border`.
+struct Cut {
+    TileRange tiles;
+    i32 split, split_end, begin, end, shift, border;
+    i32 owned, splits;
+};
+
 using SeenLength = Rows::Seen;  // of a sequence
 
 // `members` blocks with numbers on end have each share together, rows of their own (attn_mla.cu).
@@ -151,6 +159,10 @@ struct StreamK {
     }
     __device__ static void say_violations(const Args& args, const Rows& rows) {
         if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    }
+    __device__ Cut cut(const SplitRun& run, const TileRange& own, i32 share) const {
+        const i32 begin = run.splits.begin, end = run.splits.end, border = run.split == begin ? share : line.owner(run.splits, run.at, begin);
+        return {own, run.split, run.split_end, begin, end, run.splits.shift, border, run.split_end - begin, end - begin};
     }
     // Says whether the lengths are what the warp had seen of them.
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
@@ -242,4 +254,3 @@ struct StreamK {
     }
 };
 using StreamKScheduler = StreamK<1>;
-using StreamKPairs = StreamK<2>;

@@ -24,3 +24,13 @@ CASES={
 @pytest.mark.parametrize("name",CASES)
 def test_case(name,run):
     run.check(*CASES[name])
+MORE={
+ "begins": (of(BASE,heads=9,ragged=True,whole=False,lengths=((9,70),(3,200),(1,5),(2,130)),begins=(33,129,0,70)),ONE,3),
+ "begins small pages": (of(BASE,heads=9,page_size=16,ragged=True,whole=False,lengths=((9,70),(3,200),(1,5),(2,130)),begins=(33,129,0,70)),ONE,3),
+ "even": (of(BASE,lengths=((1,700),(1,70),(1,0),(1,1000))),ONE,7,dict(split="even")),
+ "even pairs": (of(BASE,heads=126,ragged=True,lengths=((1,300),(2,70),(1,0))),TWO,6,dict(split="even")),
+}
+@pytest.mark.parametrize("name",MORE)
+def test_more(name,run):
+    case,config,grid,*o=MORE[name]
+    run.check(case,config,grid,**(o[0] if o else {}))
