@@ -55,7 +55,7 @@ def is_even(op: AttentionKVCache) -> bool:
 
 
 def rows_that_matter(op: AttentionKVCache) -> int:
-    """The rows of a sequence by which its splits are chosen: those of the bound, or of one query where nothing may follow from it."""
+    """The rows by which a sequence's splits are chosen: those of the bound, or of one query where nothing may follow from it."""
     return op.heads_per_kv if op.spec.invariant else most_rows(op)
 
 
@@ -70,7 +70,7 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
 
 
 def slots(op: AttentionKVCache) -> int:
-    """States that two blocks may leave at the border between them, as many as splits of a sequence; of even shares one, their own."""
+    """States that are left at the border between two blocks, as many as splits of a sequence; of even shares one, their own."""
     if is_even(op):
         return 1
     keys, most = split_rule(op)
@@ -110,7 +110,9 @@ class AttnMla(Kernel[AttentionKVCache]):
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = self.device_reasons(device)
         if not op.latent or op.kv_heads != 1 or (op.head_dim, op.head_dim_v) != (HEAD_DIM, HEAD_DIM_V):
-            reasons.append(f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head")
+            reasons.append(
+                f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head"
+            )
         if op.kv_element != op.element:
             reasons.append(f"it takes caches in the format of q, {op.element.name}")
         reasons += tiling.tensor_core_reasons(paging.over_tensors(op), max(op.head_dim, HEAD_DIM))
@@ -127,7 +129,9 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def legal(self, config: AttnMlaConfig, op: AttentionKVCache, device: Device) -> str | None:
         if config.members not in (1, 2) or not 5 <= config.go_after <= HEAD_DIM // 64:
-            return f"members is {config.members} and go_after {config.go_after}; they must be 1 or 2, and from 5 to {HEAD_DIM // 64}"
+            return (
+                f"members is {config.members} and go_after {config.go_after}; they must be 1 or 2, and from 5 to {HEAD_DIM // 64}"
+            )
         return tiling.too_large_block(SMEM_BYTES, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
@@ -163,10 +167,17 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def fields(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
-        pool = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
+        pool: Fields = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
         if page_rows(op, config) < TILE_KV:
-            pool = Field("k", "TmaPageBoxes", PageBoxes("k_cache")), Field("k_end", "TmaPageRows", PageRows("k_cache", SWIZZLE_ROWS))
-        own = Field("q", "StridedTensor", View("q")), Field("parked", "float*", Scratch("parked")), Field("shares", "void*", Scratch("shares"))
+            pool = (
+                Field("k", "TmaPageBoxes", PageBoxes("k_cache")),
+                Field("k_end", "TmaPageRows", PageRows("k_cache", SWIZZLE_ROWS)),
+            )
+        own = (
+            Field("q", "StridedTensor", View("q")),
+            Field("parked", "float*", Scratch("parked")),
+            Field("shares", "void*", Scratch("shares")),
+        )
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
         return tuple(dict.fromkeys((*pool, *own, *SHARED, *of_options)))
 
@@ -199,8 +210,8 @@ class AttnMla(Kernel[AttentionKVCache]):
         return values | op.mask.values | op.score.values
 
     def shares(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> int:
-        """The number of shares of all keys: one for each multiprocessor or pair of them, or for each split that there may be; fewer
-        where their states would take more than MOST_BYTES."""
+        """The number of shares of all keys: one for each multiprocessor or pair of them, or for each split that there may be;
+        fewer where their states would take more than MOST_BYTES."""
         works = op.batch * ceil_div(max(1, most_rows(op)), config.tile_q)
         parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else slots(op)
         room = 1 + MOST_BYTES // (slots(op) * strips(op, config) * STRIP_BYTES)
@@ -222,7 +233,12 @@ class AttnMla(Kernel[AttentionKVCache]):
             fold = self._keep((attn_decode_fold.NAME, key), lambda: self.render_fold(op, config, device.arch))
             launches += [Launch(attn_decode_fold.NAME, *fold, values, device.sm_count)]
         states = max(1, values["borders"]) * slots(op) * strips(op, config) * STRIP_BYTES
-        scratch = ("partials", states), ("left", LEFT_BYTES * (shares + 1)), ("parked", 4 * STRIP_BYTES * grid), ("shares", SHARE_BYTES * grid)
+        scratch = (
+            ("partials", states),
+            ("left", LEFT_BYTES * (shares + 1)),
+            ("parked", 4 * STRIP_BYTES * grid),
+            ("shares", SHARE_BYTES * grid),
+        )
         return Program(tuple(launches), tuple(Buffer(*each) for each in scratch))
 
     def programs(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> tuple[Program, ...]:

@@ -34,9 +34,9 @@ class AttentionKVCache(OverKeys):
     row of the table, or of ``indices``. ``q_rope`` says that q is two arrays: its first head_dim_v columns, and the rest in an
     operand of that name. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
     are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
-    are the keys of a split, 0 for what the length asks for, EVEN for equal shares of all keys. ``latent`` says that v is the first
-    columns of k. ``keys`` are the sizes of lists of keys, whose kind the spec has; in the form "rows" they name rows of the cache,
-    and there are no lengths.
+    are the keys of a split, 0 for what the length asks for, EVEN for equal shares of all keys. ``latent`` says that v is the
+    first columns of k. ``keys`` are the sizes of lists of keys, whose kind the spec has; in the form "rows" they name rows of
+    the cache, and there are no lengths.
     """
 
     element: Element

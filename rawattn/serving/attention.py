@@ -48,7 +48,8 @@ def attention_kvcache(
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length.
+        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length,
+            and over latent caches on Hopper "even" cuts all keys of the call into equal shares: bits follow from the batch.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -85,7 +86,9 @@ def attention_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        return one_or_all(front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1])
+        return one_or_all(
+            front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1]
+        )
     check_objects(cache, step)
     return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
@@ -232,7 +235,8 @@ def attention_of(
         limits = Limits(batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
         options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales, cache.is_latent), inputs
+    bounds, of_cache = (step.max_q_len, step.max_kv_len), (cache.scales, cache.is_latent)
+    return AttentionKVCache.of(read, spec, *bounds, request.split_keys, *of_cache), inputs
 
 
 @arguments.named

@@ -7,7 +7,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,13 +81,15 @@ def drawn(draw: Any) -> tuple[Any, ...]:
     heads, ragged = draw(st.sampled_from((1, 3, 8, 16, 63, 64, 65, 126, 128))), draw(st.booleans())
     batch, form = draw(st.integers(1, 3)), draw(st.sampled_from(("table", "dense", "indptr")))
     q_lens = draw(st.lists(st.integers(0 if ragged else 1, 4), min_size=batch, max_size=batch))
+    q_lens = q_lens if ragged else q_lens[:1] * batch
     kv_lens = draw(st.lists(st.sampled_from((0, 1, 63, 64, 65, 127, 200)), min_size=batch, max_size=batch))
-    case = of(
-        SAME, heads=heads, ragged=ragged, form=form, lengths=tuple(zip(q_lens if ragged else q_lens[:1] * batch, kv_lens, strict=True)),
-        page_size=201 if form == "dense" else draw(st.sampled_from((8, 16, 64, 128))), causal=draw(st.booleans()), sinks=draw(st.booleans()),
-        softcap=draw(st.none() | st.just(5.0)), window=draw(st.none() | st.just((70, 0))), dtype=draw(st.sampled_from(("bf16", "fp16"))),
-        layout=draw(st.sampled_from(("NHD", "HND"))), seed=draw(st.integers(0, 999)),
-    )  # fmt: skip
+    some = {
+        "page_size": 201 if form == "dense" else draw(st.sampled_from((8, 16, 64, 128))), "causal": draw(st.booleans()),
+        "sinks": draw(st.booleans()), "softcap": draw(st.none() | st.just(5.0)), "window": draw(st.none() | st.just((70, 0))),
+        "dtype": draw(st.sampled_from(("bf16", "fp16"))), "layout": draw(st.sampled_from(("NHD", "HND"))),
+        "seed": draw(st.integers(0, 999)), "lengths": tuple(zip(q_lens, kv_lens, strict=True)),
+    }  # fmt: skip
+    case = of(SAME, heads=heads, ragged=ragged, form=form, **some)
     return case, draw(st.sampled_from((ONE, TWO))), 2 * draw(st.integers(1, 3)), draw(st.sampled_from(("auto", 64, "even")))
 
 
@@ -101,7 +102,7 @@ def test_drawn(run: MlaRunner, given: tuple[Any, ...]) -> None:
 
 
 def test_bits_follow_from_the_sequence(run: MlaRunner) -> None:
-    """On any grid, in any order of blocks, alone or in pairs, of pages of any size; and where a sequence and a query are alone."""
+    """On any grid, in any order of blocks, alone or in pairs, and for pages of any size."""
     case = of(SAME, heads=40, lengths=((2, 700), (2, 7), (2, 390)))
     wanted = run.check(case, ONE, 1, split=128)
     for grid in (2, 7):
@@ -179,13 +180,22 @@ def op_of(q_len: int = 1, heads: int = 128, page: int = 64, **changes: Any) -> A
     return AttentionKVCache(given.pop("element", BF16), *sizes, spec, **given)
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], int]] = {  # ... and bytes that may be spilled where works are found, and states are folded
+OPTIONS: dict[
+    str, tuple[dict[str, Any], int]
+] = {  # ... and bytes that may be spilled where works are found, and states are folded
     "table": ({}, 16),
     "dense, negative scale": ({"form": "dense", "page": 5000, "mask": Full(), "return_lse": False, "scale": -0.3}, 16),
     "small pages": ({"page": 16, "split_keys": EVEN}, 64),
     "pair of q": ({"q_rope": True, "kv_begin": True}, 64),
     "ragged": (
-        {"ragged": True, "total_q": 64, "mask": And(Causal(), Window(100, 0)), "score": Softcap(30.0), "sinks": True, "element": FP16},
+        {
+            "ragged": True,
+            "total_q": 64,
+            "mask": And(Causal(), Window(100, 0)),
+            "score": Softcap(30.0),
+            "sinks": True,
+            "element": FP16,
+        },
         192,
     ),
     "end to end": ({"form": "indptr", "causal_each": True, "mask": Full()}, 64),
@@ -212,7 +222,7 @@ def test_smem_is_all_that_a_block_may_have(tmp_path: pathlib.Path) -> None:
 
 
 def test_who_is_chosen() -> None:
-    """Latent caches of one head, with any number of heads of q, and steps of any rows; pairs of blocks where rows fill more than one."""
+    """Any heads and rows over latent caches of one head; pairs of blocks where rows fill more than one."""
     for heads, q_len in ((1, 1), (16, 1), (16, 5), (64, 1), (65, 1), (128, 1), (128, 256)):
         selection = select(op_of(q_len, heads), HOPPER)
         assert selection.kernel is ATTN_MLA and selection.config == (TWO if heads * q_len > 64 else ONE)
@@ -246,7 +256,12 @@ def test_even_splits_are_refused_by_others() -> None:
 
 def test_keys_of_a_split() -> None:
     """They follow from the model and the most rows, never from the batch; with ``invariant`` from the model alone."""
-    for q_len, heads, invariant, wanted in ((1, 16, False, (9, 6)), (5, 16, False, (11, 4)), (5, 16, True, (9, 6)), (1, 128, True, (11, 4))):
+    for q_len, heads, invariant, wanted in (
+        (1, 16, False, (9, 6)),
+        (5, 16, False, (11, 4)),
+        (5, 16, True, (9, 6)),
+        (1, 128, True, (11, 4)),
+    ):
         for batch in (1, 200):
             op = op_of(q_len, heads, batch=batch, invariant=invariant)
             values = ATTN_MLA.lower(op, ATTN_MLA.candidates(op, HOPPER)[0], HOPPER).launches[0].values
