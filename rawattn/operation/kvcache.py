@@ -194,7 +194,7 @@ class AttentionKVCache(OverKeys):
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         ragged, length = f" {self.total_q} rows," if self.ragged else "", f"{self.q_len}x{self.kv_len}"
-        words = [name for name in ("kv_begin", "causal_each", "sinks", "q_rope", "latent") if getattr(self, name)]
+        words = [name for name in ("kv_begin", "causal_each", "sinks", "latent", "q_rope") if getattr(self, name)]
         words += ["even splits" if self.split_keys == EVEN else f"splits of {self.split_keys}"] if self.split_keys else []
         return ", ".join(
             [

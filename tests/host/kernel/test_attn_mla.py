@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ import rawattn
 from rawattn import ProblemError, UnsupportedError
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_mla
+from rawattn.kernel import attn_mla, render
 from rawattn.kernel.attn_mla import ATTN_MLA, AttnMlaConfig
 from rawattn.operation import AttentionKVCache
 from rawattn.operation.kvcache import EVEN
@@ -276,3 +277,46 @@ def test_workspace() -> None:
             program = ATTN_MLA.lower(op, ATTN_MLA.candidates(op, HOPPER)[0], HOPPER)
             assert program.scratch_bytes <= attn_mla.MOST_BYTES + 20_000_000
             assert program.launches[0].grid == HOPPER.sm_count or batch == 1
+
+
+SHARES = """#include "config.cuh"
+#include "tile/facts.cuh"
+#include "tile/range.cuh"
+extern "C" __device__ Facts facts = {64, sizeof(Args), 32, 0};
+extern "C" __global__ void shares(const __grid_constant__ Args args) {
+    Scheduler scheduler(args, nullptr);
+    for (i32 i = 0;; ++i) {
+        const auto [run, rows] = scheduler.next(args);
+        if (run.is_last()) return;
+        const TileRange own = run.splits.clip(Walk::span(args, rows, run, rows.q_len), run.split, run.split_end);
+        i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 4;
+        if (threadIdx.x == 0) to[0] = own.end - own.begin, to[1] = run.split > run.splits.begin, to[2] = run.batch, to[3] = run.split_end - run.split;
+    }
+}
+"""
+LONGEST = {  # (sequences, queries, heads, keys): cuts, and the tiles of the longest share; in pairs of blocks above 64 rows
+    (64, 1, 128, 4096): (0, 64),
+    (64, 1, 128, 8192): (0, 128),
+    (128, 1, 128, 8192): (0, 256),
+    (128, 2, 128, 4096): (0, 256),
+    (64, 1, 16, 4096): (64, 32),
+    (128, 1, 16, 8192): (0, 128),
+    (16, 1, 128, 32768): (48, 128),
+    (1, 1, 128, 32768): (15, 32),
+    (1, 1, 16, 8192): (15, 8),
+}
+
+
+@pytest.mark.parametrize("shape", LONGEST, ids=str)
+def test_shares(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    """Works are cut where that makes the longest share shorter, and nowhere else."""
+    batch, q_len, heads, kv_len = shape
+    op = op_of(q_len, heads, batch=batch, kv_len=kv_len, page=64)
+    config, *_ = ATTN_MLA.candidates(op, HOPPER)
+    launch = ATTN_MLA.lower(op, config, HOPPER).launches[0]
+    source = of(launch.source, name="shares.cu", text=SHARES)
+    found, lens = np.zeros((launch.grid, 64, 4), np.int32), np.full(batch, kv_len, np.int32)
+    formats, known = render.layout(launch.fields).formats, {**launch.values, "parked": found, "kv_lens": lens}
+    values = {name: known.get(name, b"" if form.endswith("s") else 0) for name, form in formats.items()}
+    emulator.Kernel(source, launch.fields, tmp_path)(launch.grid, values)
+    assert ((found[:, :, 1] > 0).sum() // config.members, found[:, :, 0].sum(1).max()) == LONGEST[shape]
