@@ -574,6 +574,8 @@ struct Summer {  // warpgroups 1 and 2
 __device__ void sum_values(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::summer_registers>();
     Summer summer(args, smem);
+    if (summer.loads)  // behind setmaxnreg: it may wait for a work that warpgroup 0 finds with the registers that are given up here
+        for (u32 i = 0; i < stages; ++i) load_next(args, smem, i);
     summer.run();
 }
 
@@ -599,8 +601,6 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
         Launch::launch_dependents();
     }
     if (warp == 0) begin(args, smem, early);
-    if (warp == 4)
-        for (u32 i = 0; i < stages; ++i) load_next(args, smem, i);
     if (warp < 4) weigh(args, smem);
     else sum_values(args, smem);
 }

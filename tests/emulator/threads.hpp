@@ -114,6 +114,7 @@ static void finish_copies(u32 pending, i32 thread);
 struct Copy { u32 to, width, bytes; const void* from; ptx::Mbarrier* arrival = nullptr; };
 static std::vector<std::vector<Copy>> copy_groups[1024];
 static std::vector<i32> arriving;  // threads whose copies an mbarrier awaits
+static i32 spare_registers;
 static bool waited[1024];                          // for the launch in front
 
 static void yield() {
@@ -211,7 +212,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
         for (Meeting& each : of_warps) each = {};
-        memset(waited, !uses_pdl, sizeof waited);
+        memset(waited, !uses_pdl, sizeof waited), spare_registers = 0;
         for (auto& own : copy_groups) own.clear();
         arriving.clear();
         fibers.resize(threads);
@@ -267,8 +268,13 @@ static float exp2(float x) {
 static float reciprocal(float x) { return 1 / x; }
 static double exp2(double x) { return ::exp2(x); }
 static double reciprocal(double x) { return 1 / x; }
-template <int count> void setmaxnreg_dec() {}
-template <int count> void setmaxnreg_inc() {}
+// Registers that threads gave up, from as many as a block has a multiprocessor to itself: who wants more waits for them.
+template <int count> void setmaxnreg_dec() { ++progress, spare_registers += max(0, 65536 / blockDim.x / 8 * 8 - count); }
+template <int count> void setmaxnreg_inc() {
+    const i32 more = max(0, count - 65536 / blockDim.x / 8 * 8);
+    while (spare_registers < more) yield();
+    ++progress, spare_registers -= more;
+}
 constexpr bool has_registers(int, int, int, int = 1) { return true; }
 static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
 struct Load { i32 operator()(const i32* from) const { return *from; } };

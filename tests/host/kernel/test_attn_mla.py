@@ -51,6 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> MlaRunner:
 
 CASES: dict[str, tuple[Any, ...]] = {
     "table": (SAME, ONE, 2),
+    "a tile each": (of(SAME, lengths=((1, 3), (1, 64), (1, 7), (1, 1))), ONE, 2),
     "splits, one block": (of(SAME, lengths=((1, 1300), (1, 600))), ONE, 1),
     "splits, cut": (of(SAME, lengths=((1, 1300), (1, 600))), ONE, 3),
     "pages of 8, end to end": (of(SAME, page_size=8, form="indptr", layout="HND", lengths=((1, 75), (1, 128))), ONE, 2),
@@ -67,7 +68,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "begins": (of(RAGGED, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)), ONE, 3),
     "begins in small pages": (of(RAGGED, page_size=16, whole=False, lengths=((9, 70), (3, 200)), begins=(33, 129)), ONE, 3),
 }
-FEW = ("table", "splits, cut", "pages of 16", "pairs of blocks", "begins")
+FEW = ("table", "a tile each", "splits, cut", "pages of 16", "pairs of blocks", "begins")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in CASES])
@@ -289,8 +290,8 @@ extern "C" __global__ void shares(const __grid_constant__ Args args) {
         const auto [run, rows] = scheduler.next(args);
         if (run.is_last()) return;
         const TileRange own = run.splits.clip(Walk::span(args, rows, run, rows.q_len), run.split, run.split_end);
-        i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 4;
-        if (threadIdx.x == 0) to[0] = own.end - own.begin, to[1] = run.split > run.splits.begin, to[2] = run.batch, to[3] = run.split_end - run.split;
+        i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 2;
+        if (threadIdx.x == 0) to[0] = own.end - own.begin, to[1] = run.split > run.splits.begin;
     }
 }
 """
@@ -315,7 +316,7 @@ def test_shares(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     config, *_ = ATTN_MLA.candidates(op, HOPPER)
     launch = ATTN_MLA.lower(op, config, HOPPER).launches[0]
     source = of(launch.source, name="shares.cu", text=SHARES)
-    found, lens = np.zeros((launch.grid, 64, 4), np.int32), np.full(batch, kv_len, np.int32)
+    found, lens = np.zeros((launch.grid, 64, 2), np.int32), np.full(batch, kv_len, np.int32)
     formats, known = render.layout(launch.fields).formats, {**launch.values, "parked": found, "kv_lens": lens}
     values = {name: known.get(name, b"" if form.endswith("s") else 0) for name, form in formats.items()}
     emulator.Kernel(source, launch.fields, tmp_path)(launch.grid, values)
