@@ -48,8 +48,7 @@ def attention_kvcache(
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length,
-            and over latent caches on Hopper "even" cuts all keys of the call into equal shares: bits follow from the batch.
+        split: keys of a split, whose results are folded; "auto": by the sequence's length; "even": latent caches' equal shares.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
