@@ -13,7 +13,7 @@
 //   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
-//   empty[s]          warps of 1 and 2; of 0 for Q   the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
@@ -56,9 +56,10 @@ struct Work {
     i32 batch, q_begin;  // -1: there is none
     i32 first_key, kv_len;
     TileRange tiles;                            // of the block's rows
-    unsigned char split, split_end, begin, end;  // the block's splits, and the work's
-    u16 border;                                  // at which states are left
-    unsigned char rows, shift;                   // rows that exist; a split has 1 << shift key tiles
+    short begin;                                // of the work's splits
+    unsigned char split, split_end, end;        // the block's splits, and the work's end
+    unsigned char border;                       // at which states are left
+    unsigned char rows, shift;                  // rows that exist; a split has 1 << shift key tiles
 };
 // What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
@@ -130,7 +131,7 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             const WorkTile own{run.batch, run.head, q_begin, run.split};
             cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
             using Byte = unsigned char;
-            work = {run.batch, q_begin, rows.keys().first(), rows.kv_len, cut.tiles, Byte(cut.split), Byte(cut.split_end), Byte(cut.begin), Byte(cut.end), u16(cut.border),
+            work = {run.batch, q_begin, rows.keys().first(), rows.kv_len, cut.tiles, short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
                     Byte(min(left, tile_rows)), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
@@ -253,7 +254,6 @@ struct Weigher {  // warpgroup 0
         ptx::fence_proxy_async();
         tell(what::is_q);
         __syncwarp();
-        say(smem.empty[ring.stage]), say(smem.empty[ring.stage]);  // as many as of warpgroups 1 and 2
         say(smem.p_full[ring.stage]), say(smem.go[ring.stage]);
         ring.advance();
     }
@@ -312,9 +312,10 @@ struct Weigher {  // warpgroup 0
 
     __device__ void attend(const Work& work, u32 count) {
         take_q(work);
-        bool is_first = true;
+        bool is_first = true, more = true;
 #pragma unroll 1
-        for (i32 split = work.split; split < work.split_end; ++split) {
+        for (i32 split = work.split; more; ++split) {
+            more = split + 1 < work.split_end;  // asked before the last tile is told of: then the work may be gone
             const Score score(args, Rows(args, work.batch), tile_of(work));
             Softmax softmax(args, Rows(args, work.batch), tile_of(work), score.scale_log2);
             Span span(work, split);
@@ -333,7 +334,7 @@ struct Weigher {  // warpgroup 0
                 ptx::fence_proxy_async();
                 __syncwarp();
                 say(smem.p_full[ring.stage]);
-                if (is_last && split + 1 == work.split_end) say(smem.go[ring.stage]);
+                if (is_last && !more) say(smem.go[ring.stage]);
                 is_first = false, told = 0;
                 ring.advance();
             }
@@ -378,7 +379,7 @@ struct Weigher {  // warpgroup 0
         return told;
     }
     __device__ float4* stats_at(const Work& work, i32 place) const {
-        return state_at(args, work.border, min(place, args.slots - 1), member() * 4 + warp) + blocks * 32 + lane / 4;
+        return state_at(args, work.border, place, member() * 4 + warp) + blocks * 32 + lane / 4;
     }
     // One of the two factors is 1: the other one, below 0 where it is that of what is parked.
     __device__ static float code(const Factors& by, int r) { return by.here[r] == 1.f ? by.there[r] : -by.here[r]; }
@@ -534,7 +535,7 @@ struct Summer {  // warpgroups 1 and 2
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
         if (told & what::folds) fold(factor[0], factor[8]);
         if (told & what::parks) keep(parked_at(args, strip()));
-        else if (told & what::leaves) keep(state_at(args, work.border, min(i32(told >> what::place & 127), args.slots - 1), strip_of_work()));
+        else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
         else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
         else store(work, factor, 8);
     }
@@ -551,6 +552,7 @@ struct Summer {  // warpgroups 1 and 2
             u32 told = await();
             if (told & what::is_end) return;
             if (told & what::is_q) {
+                say(smem.empty[ring.stage]);
                 go_on();
                 continue;
             }

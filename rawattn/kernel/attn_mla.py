@@ -64,15 +64,16 @@ def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     rows a block waits for memory, and has time to fold; of more, each border costs time (perf/notes/attn_mla.md)."""
     if is_even(op):
         return TILE_KV, 1 << 30
-    few = rows_that_matter(op) <= TILE_ROWS
-    keys, most = (512, 64) if few else (2048, 16)
+    rows = rows_that_matter(op)
+    keys, most = 512 if rows <= TILE_ROWS else 2048, 64 if rows <= 16 else 32 if rows <= 32 else 16
+    most = 16 if op.spec.invariant else most  # whatever the most rows are, states of all splits have room
     return (min(op.split_keys, LONGEST + 1) if op.split_keys > 0 else keys), most
 
 
 def slots(op: AttentionKVCache) -> int:
-    """States that are left at the border between two blocks, as many as splits of a sequence; of even shares one, their own."""
+    """States that are left at the border between two blocks, as many as splits of a sequence; of even shares two."""
     if is_even(op):
-        return 1
+        return 2
     keys, most = split_rule(op)
     return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
 

@@ -83,6 +83,10 @@ class AttentionKVCache(OverKeys):
         check_page_size(self.page_size, self.form, self.table)
         if self.spec.dropout:
             raise ProblemError(f"dropout is {self.spec.dropout}; attention over a cache has none: it must be 0.0.")
+        if self.split_keys == EVEN and self.spec.invariant:
+            raise ProblemError(
+                "split is 'even' beside invariant=True; bits of even splits follow from the batch: give one of both."
+            )
         if self.causal_each:
             causal_and(self.spec.mask)  # raises where it is causal already
 
@@ -342,4 +346,4 @@ def elements_text(op: Any) -> str:
 
 def pages_text(form: str, pages: int, page_size: int) -> str:
     """The pages in words."""
-    return f"{pages} pages of {page_size}{ {'dense': ', one for each sequence', 'indptr': ', end to end'}.get(form, '')}"
+    return f"{pages} pages of {page_size}{ {'dense': ', one for each sequence', 'indptr': ', end to end'}.get(form, '') }"

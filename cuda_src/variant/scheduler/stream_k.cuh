@@ -105,8 +105,8 @@ struct Cut {
 
 using SeenLength = Rows::Seen;  // of a sequence
 
-// `members` blocks with numbers on end have each share together, rows of their own (attn_mla.cu).
-template <i32 members>
+// `members` blocks with numbers on end have each share together, rows of their own (attn_mla.cu). Shares have `least` tiles.
+template <i32 members, i32 least = 0>
 struct StreamK {
     using Read = ptx::LoadFromL2;
     struct Begin {
@@ -148,6 +148,7 @@ struct StreamK {
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
         line.blocks = __shfl_sync(0xffffffffu, blocks_for(longest, shortest, works), 0);
+        if constexpr (least > 0) line.blocks = max(1, i32(min(i64(line.blocks), line.length / least)));
         line.part = Line::part_of(line.blocks);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1

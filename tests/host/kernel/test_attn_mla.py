@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import pathlib
 from typing import Any
 
@@ -132,8 +133,9 @@ def test_bits_do_not_follow_from_the_batch(run: MlaRunner) -> None:
 
 
 def test_even_splits(run: MlaRunner) -> None:
-    """They cut works anywhere, and leave one state at each cut."""
-    run.check(of(SAME, lengths=((1, 700), (1, 70), (1, 0), (1, 400))), ONE, 7, split="even")
+    """They cut works anywhere, and leave one state at each cut: a share may end one work and begin another, or have nothing."""
+    for lengths, grid in (((700, 70, 0, 400), 7), ((640, 640), 3), ((1000, 40), 30)):
+        run.check(of(SAME, lengths=tuple((1, n) for n in lengths)), ONE, grid, split="even")
     run.check(of(RAGGED, heads=126, lengths=((1, 300), (2, 70), (0, 5))), TWO, 6, split="even")
 
 
@@ -148,10 +150,10 @@ def test_q_as_a_pair(run: MlaRunner) -> None:
     same(rawattn.attention_kvcache((q[..., :512], rope), cache, step, **options), wanted)
 
 
-@pytest.mark.parametrize("late", [31, 127, 128, 159, 383])
+@pytest.mark.parametrize("late", [31, 127, 128, 159, 170, 290, 383])
 def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the warp that finds works, of its warpgroup, of the one that loads, and of the two that multiply by values."""
-    case = of(SAME, heads=5, lengths=((1, 130), (1, 3), (1, 64)))
+    case = of(SAME, heads=5, lengths=((1, 70), (1, 3), (1, 64), (1, 1), (1, 200)))
     wanted = run(case, ONE, 1)
     monkeypatch.setattr(emulator, "late_thread", late)
     same(run(case, ONE, 1), wanted)
@@ -228,7 +230,9 @@ def test_who_is_chosen() -> None:
     for heads, q_len in ((1, 1), (16, 1), (16, 5), (64, 1), (65, 1), (128, 1), (128, 256)):
         selection = select(op_of(q_len, heads), HOPPER)
         assert selection.kernel is ATTN_MLA and selection.config == (TWO if heads * q_len > 64 else ONE)
-        assert select(op_of(q_len, heads, split_keys=EVEN, q_rope=True, invariant=True), HOPPER).kernel is ATTN_MLA
+        assert select(op_of(q_len, heads, split_keys=EVEN, q_rope=True), HOPPER).kernel is ATTN_MLA
+    with pytest.raises(ProblemError, match="split is 'even' beside invariant=True"):
+        op_of(split_keys=EVEN, invariant=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -256,14 +260,19 @@ def test_even_splits_are_refused_by_others() -> None:
         select(op, HOPPER)
 
 
+RULES = (  # queries, heads, invariant, and the binary logarithms of the fewest keys and the most splits
+    (1, 16, False, (9, 6)),
+    (2, 16, False, (9, 5)),
+    (1, 64, False, (9, 4)),
+    (5, 16, False, (11, 4)),
+    (5, 16, True, (9, 4)),
+    (1, 128, True, (11, 4)),
+)
+
+
 def test_keys_of_a_split() -> None:
     """They follow from the model and the most rows, never from the batch; with ``invariant`` from the model alone."""
-    for q_len, heads, invariant, wanted in (
-        (1, 16, False, (9, 6)),
-        (5, 16, False, (11, 4)),
-        (5, 16, True, (9, 6)),
-        (1, 128, True, (11, 4)),
-    ):
+    for q_len, heads, invariant, wanted in RULES:
         for batch in (1, 200):
             op = op_of(q_len, heads, batch=batch, invariant=invariant)
             values = ATTN_MLA.lower(op, ATTN_MLA.candidates(op, HOPPER)[0], HOPPER).launches[0].values
@@ -272,12 +281,14 @@ def test_keys_of_a_split() -> None:
 
 def test_workspace() -> None:
     """It is bounded, whatever the batch and the lengths are, and leaves each multiprocessor a block."""
-    for heads, q_len, batch, room in ((16, 1, 300, 1 << 20), (128, 1, 1, 1 << 20), (128, 256, 64, 1 << 17), (64, 1, 64, 4096)):
+    for heads, q_len, batch, room in itertools.product(
+        (1, 16, 20, 48, 64, 65, 128), (1, 3, 256), (1, 300), (4096, 1 << 15, 1 << 20)
+    ):
         for split in (0, EVEN):
             op = op_of(q_len, heads, batch=batch, kv_len=room, split_keys=split)
             program = ATTN_MLA.lower(op, ATTN_MLA.candidates(op, HOPPER)[0], HOPPER)
             assert program.scratch_bytes <= attn_mla.MOST_BYTES + 20_000_000
-            assert program.launches[0].grid == HOPPER.sm_count or batch == 1
+            assert program.launches[0].grid == HOPPER.sm_count or batch == 1, (heads, q_len, room, split)
 
 
 SHARES = """#include "config.cuh"
