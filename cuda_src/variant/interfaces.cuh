@@ -11,6 +11,7 @@
 #include "tile/log_sum.cuh"
 #include "variant/work_tile.cuh"
 
+struct KeysFrom;                       // tile/keys.cuh
 struct TileRange;                      // tile/range.cuh, for kernels with tiles
 template <class S> struct PlacedScore;  // tile/softmax.cuh, for kernels whose warps have fragments
 template <class A, class B> constexpr bool is_same = false;
@@ -145,6 +146,15 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static_assert(requires { board.init(), K::at(board, i, kv.page(i, kv.find(i))); }, "Kv: Board in shared memory, at(board, index, page(index, find(index)))");
     static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");
 };
+// ... or, where values are columns of keys, of a tile in two parts: the first panels complete on the first barrier, by a warp.
+template <class K, class Tile> struct LatentKvOption : Given {
+    static const K kv;
+    static Tile& tile;
+    static ptx::Mbarrier (&full)[2];
+    static const KeysFrom& keys;
+    static_assert(requires { K(args, work, keys); }, "Kv(args, work, keys of the sequence)");
+    static_assert(requires { kv.template load<1>(tile, full, i); }, "Kv: load<first panels>(tile, full, index)");
+};
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static const K kv;
@@ -172,6 +182,11 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args); }, "Kv: arrivals, fence_barriers(), prefetch(args)");
     static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
+};
+// q columns: where those of a row of q lie that meet values, and the rest.
+template <class Q> struct QColumnsOption : Given {
+    static const Q q;
+    static_assert(requires { Q(args, rows, i), q.first() == q.rest(); }, "QColumns(args, rows, row): first(), rest()");
 };
 // walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
 template <class W, class M> struct SplitWalkOption : Given {

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..array.tma import SWIZZLE_ROWS
 from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
+from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
@@ -88,8 +89,9 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
 
 
 def reasons_of_pairs(op: AttentionKVCache) -> list[str]:
-    """The reasons why a kernel that reads q as one array does not compute it."""
-    return ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope else []
+    """The reasons why a kernel that reads q as one array, and whose splits follow from a sequence alone, does not compute it."""
+    reasons = ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope else []
+    return reasons + (["split is 'even'; its bits do not follow from the batch"] if op.split_keys == EVEN else [])
 
 
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:

@@ -16,6 +16,7 @@ from .keys import KeyLists, ListSizes, check_lists, list_operands, sizes_of
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_like, check_sinks, layout_of
 from .spec import Spec
 
+EVEN = -1  # split_keys of equal shares
 TENSORS = "q", "q_rope", "k_cache", "v_cache"  # which kernels read by tiles
 FORMS = {  # how pages are given -> the arrays that say so
     "dense": ("kv_lens",), "table": ("kv_lens", "page_table"), "indptr": ("indptr", "indices", "last_page_len"),
@@ -33,8 +34,9 @@ class AttentionKVCache(OverKeys):
     row of the table, or of ``indices``. ``q_rope`` says that q is two arrays: its first head_dim_v columns, and the rest in an
     operand of that name. ``ragged`` says whether cu_seqlens_q has where queries begin, ``kv_begin`` whether there
     are first keys, ``causal_each`` whether an array says which sequences are causal; the mask is without it then. ``split_keys``
-    are the keys of a split, 0 for what the length asks for. ``keys`` are the sizes of lists of keys, whose kind the spec has; in
-    the form "rows" they name rows of the cache, and there are no lengths.
+    are the keys of a split, 0 for what the length asks for, EVEN for equal shares of all keys. ``latent`` says that v is the
+    first columns of k. ``keys`` are the sizes of lists of keys, whose kind the spec has; in the form "rows" they name rows of
+    the cache, and there are no lengths.
     """
 
     element: Element
@@ -62,6 +64,7 @@ class AttentionKVCache(OverKeys):
     k_scales: bool = False
     v_scales: bool = False
     q_rope: bool = False
+    latent: bool = False
     layout: Layout = PLAIN
     keys: ListSizes | None = None
 
@@ -80,13 +83,17 @@ class AttentionKVCache(OverKeys):
         check_page_size(self.page_size, self.form, self.table)
         if self.spec.dropout:
             raise ProblemError(f"dropout is {self.spec.dropout}; attention over a cache has none: it must be 0.0.")
+        if self.split_keys == EVEN and self.spec.invariant:
+            raise ProblemError(
+                "split is 'even' beside invariant=True; bits of even splits follow from the batch: give one of both."
+            )
         if self.causal_each:
             causal_and(self.spec.mask)  # raises where it is causal already
 
     @classmethod
     def of(
         cls, arrays: dict[str, Array], spec: Spec, max_q_len: int | None = None, max_kv_len: int | None = None,
-        split_keys: int = 0, scales: tuple[float, float] = (1.0, 1.0),
+        split_keys: int = 0, scales: tuple[float, float] = (1.0, 1.0), latent: bool = False,
     ) -> AttentionKVCache:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len)
@@ -102,7 +109,8 @@ class AttentionKVCache(OverKeys):
             room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], head_dim, head_dim_v, k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
             "sinks" in arrays, split_keys, kv_element, *scales, "k_scale" in arrays, "v_scale" in arrays,
-            "q_rope" in arrays, PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
+            "q_rope" in arrays, latent,
+            PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
             sizes_of(arrays, spec.keys),
         )  # fmt: skip
 
@@ -151,7 +159,7 @@ class AttentionKVCache(OverKeys):
         values of options."""
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
-        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.q_rope
+        arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.q_rope, self.latent
         listed = self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads))
         return (type(self), *sizes, self.form, self.ragged, *arrays, listed)
 
@@ -174,7 +182,7 @@ class AttentionKVCache(OverKeys):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
-        row = row_bytes(self, self.head_dim + self.head_dim_v)
+        row = row_bytes(self, self.head_dim + (0 if self.latent else self.head_dim_v))
         kv_len = min(self.kv_len, self.pairs) if self.keys else self.kv_len
         others = [operand for operand in (*self.inputs, *self.outputs) if not operand.name.endswith("_cache")]
         return self.batch * kv_len * row + bytes_of(others)
@@ -185,8 +193,8 @@ class AttentionKVCache(OverKeys):
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         ragged, length = f" {self.total_q} rows," if self.ragged else "", f"{self.q_len}x{self.kv_len}"
-        words = [name for name in ("kv_begin", "causal_each", "sinks", "q_rope") if getattr(self, name)]
-        words += [f"splits of {self.split_keys}"] if self.split_keys else []
+        words = [name for name in ("kv_begin", "causal_each", "sinks", "latent", "q_rope") if getattr(self, name)]
+        words += ["even splits" if self.split_keys == EVEN else f"splits of {self.split_keys}"] if self.split_keys else []
         return ", ".join(
             [
                 f"AttentionKVCache {elements_text(self)} batch {self.batch}, length {length},{ragged} heads {heads}",

@@ -28,6 +28,7 @@ from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
 from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
+from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.base import without_spills
 from ..kernel.combine import COMBINE
 from ..kernel.listed import ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED
@@ -43,8 +44,8 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
     Combine: (COMBINE, CPU_COMBINE),
     AttentionKVCache: (
-        ATTN_DECODE, ATTN_DECODE_WIDE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
-        CPU_KVCACHE,
+        ATTN_MLA, ATTN_DECODE, ATTN_DECODE_WIDE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA,
+        ATTN_FWD_MMA_KVCACHE, CPU_KVCACHE,
     ),
 }  # fmt: skip
 LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of keys, which no other kernel is asked for

@@ -12,7 +12,7 @@ from ..array.forms import forms_of_any
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
-from ..operation.kvcache import batch_of, table_of
+from ..operation.kvcache import EVEN, batch_of, table_of
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
@@ -47,7 +47,7 @@ def attention_kvcache(
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length.
+        split: keys of a split, whose results are folded; "auto": by the sequence's length; "even": latent caches' equal shares.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -237,7 +237,8 @@ def attention_of(
         limits = Limits(batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
         options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
+    bounds, of_cache = (step.max_q_len, step.max_kv_len), (cache.scales, cache.is_latent)
+    return AttentionKVCache.of(read, spec, *bounds, request.split_keys, *of_cache), inputs
 
 
 @arguments.named
@@ -271,9 +272,11 @@ def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
 
 
 def split_keys_of(split: Any) -> int:
-    """The keys of a split, 0 for "auto"."""
+    """The keys of a split, 0 for "auto", EVEN for "even"."""
     if isinstance(split, str) and split == "auto":
         return 0
+    if isinstance(split, str) and split == "even":
+        return EVEN
     if isinstance(split, bool) or not isinstance(split, int) or split < 64 or split & (split - 1):
-        raise ProblemError(f"split is {split!r}; it must be 'auto' or a power of two from 64.")
+        raise ProblemError(f"split is {split!r}; it must be 'auto', 'even' or a power of two from 64.")
     return split

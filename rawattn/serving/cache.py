@@ -77,7 +77,8 @@ class KVCache(Remade):
         object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in scales.values()))
         object.__setattr__(self, "scale_arrays", {name: x for name, x in scales.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
-        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, self.v_in_k))
+        places = self.v_in_k, self.is_latent
+        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, *places))
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
 

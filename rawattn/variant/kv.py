@@ -102,6 +102,18 @@ class PagedPanelsFromKv(PagedPanelsKv):
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
+class LatentPanelsKv(PagedTmaKv):
+    """Pools of pages whose values are the first columns of their keys, in panels; a page has the rows of a tile, or more."""
+
+    source: ClassVar[str] = "variant/kv/latent_panels.cuh"
+
+
+class LatentBoxesKv(PagedTmaKv):
+    """The same of small pages, each of which TMA reads at once."""
+
+    source: ClassVar[str] = "variant/kv/latent_boxes.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 

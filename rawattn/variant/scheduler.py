@@ -99,6 +99,23 @@ class StreamKScheduler(Option):
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
 
 
+@dataclasses.dataclass(frozen=True)
+class StreamK(StreamKScheduler):
+    """The same for ``members`` blocks that have each share together, rows of their own."""
+
+    members: int = 1
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.members}>"
+
+
+class EvenShares(StreamK):
+    """Equal shares of all key tiles, cut at any of them: bits follow from the batch and the grid."""
+
+    source: ClassVar[str] = "variant/scheduler/even_shares.cuh"
+
+
 DIRECTIONS = {
     "Ascending": "ascending", "Alternating": "alternating", "AlternatingLong": "alternating_long",
     "ShortestFirst": "shortest_first", "LongestFirst": "longest_first",

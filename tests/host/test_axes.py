@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator
@@ -47,6 +48,8 @@ def operations() -> Iterator[tuple[Any, ...]]:
     yield "sm_90a", replace(plain, head_dim=512)
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
+    step = decode.Decode(page=64, kv_heads=1, head_dim=576, head_dim_v=512).operation
+    yield "sm_90a", dataclasses.replace(step, latent=True)
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
     yield "sm_90a", Append(BF16, 2, 2, 1, 100, 4, 128, 128, 3, 64)
 

@@ -44,6 +44,8 @@ of = dataclasses.replace
 class Runner:
     """Runs steps: on any grid, with blocks in any order, and states in memory that is looked at."""
 
+    kernel = "attn_decode_wide"
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
         self.monkeypatch, self.folder = monkeypatch, folder
 
@@ -59,7 +61,7 @@ class Runner:
             offsets = render.layout(main.kernel.fields).offsets
             numbers = (int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders"))
             slots, strips, borders = numbers
-            if not folds and slots > 1 and borders:
+            if not folds and (slots > 1 or options.get("split") == "even") and borders:
                 return  # the fold comes, too
             own = main.grid * (attn_decode_wide.TREE_LEVELS - config.kept_levels) if config.fold == "tree" else 0
             words = (max(1, borders) * slots + own) * strips * (16 * case.head_dim_v + 32)
@@ -83,7 +85,7 @@ class Runner:
             assert (states[:AROUND] == SEAL).all() and (states[AROUND + words :] == SEAL).all(), "states lie in their memory"
 
         self.monkeypatch.setattr(gpu.Launch, "__call__", run)
-        o, lse = many.attend(case, kernel="attn_decode_wide", config=config, **options)[:2]
+        o, lse = many.attend(case, kernel=self.kernel, config=config, **options)[:2]
         return o, lse, int(word[0])
 
     def check(self, case: Cached, *args: Any, **options: Any) -> tuple[Any, Any]:
