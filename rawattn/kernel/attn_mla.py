@@ -164,7 +164,6 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
-            "SplitFold": scheduler.ChainFold(),  # of the launch that folds
         }
 
     def fields(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Fields:
@@ -202,7 +201,8 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
-        return attn_decode_fold.source_and_fields(self.options(op, config, arch), SHARED, self.constants(op, config), arch)
+        options = self.options(op, config, arch) | {"SplitFold": scheduler.ChainFold()}
+        return attn_decode_fold.source_and_fields(options, SHARED, self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache, and rows those of all that share one."""
