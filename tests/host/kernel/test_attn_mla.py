@@ -150,9 +150,9 @@ def test_q_as_a_pair(run: MlaRunner) -> None:
     same(rawattn.attention_kvcache((q[..., :512], rope), cache, step, **options), wanted)
 
 
-@pytest.mark.parametrize("late", [31, 127, 128, 159, 170, 290, 383])
+@pytest.mark.parametrize("late", [3, 37, 69, 130, 170, 290, 350])
 def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the warp that finds works, of its warpgroup, of the one that loads, and of the two that multiply by values."""
+    """Of the warps that find works, load, and multiply by values, and of others beside them; works are short."""
     case = of(SAME, heads=5, lengths=((1, 70), (1, 3), (1, 64), (1, 1), (1, 200)))
     wanted = run(case, ONE, 1)
     monkeypatch.setattr(emulator, "late_thread", late)
