@@ -393,9 +393,6 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         }
     });
 }
-static void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
-    tma_load(to, map, full, c0, c1, c2, c3, c4);
-}
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}

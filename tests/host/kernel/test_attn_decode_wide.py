@@ -63,7 +63,8 @@ class Runner:
             slots, strips, borders = numbers
             if not folds and (slots > 1 or options.get("split") == "even") and borders:
                 return  # the fold comes, too
-            own = main.grid * (attn_decode_wide.TREE_LEVELS - config.kept_levels) if config.fold == "tree" else 0
+            is_tree = isinstance(config, AttnDecodeWideConfig) and config.fold == "tree"
+            own = main.grid * (attn_decode_wide.TREE_LEVELS - config.kept_levels) if is_tree else 0
             words = (max(1, borders) * slots + own) * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
