@@ -19,8 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 33960,
     "perf": 5840,
-    "cuda_src": 14470,
-    "tests": 45780,
+    "cuda_src": 14440,
+    "tests": 45700,
 }
 FUNCTION_LINES = 60
 
