@@ -1,4 +1,4 @@
-"""Lists of keys as torch's operators have them, and JAX: compiled, as fake tensors, mapped, over caches, and without gradients."""
+"""Lists of keys as torch's operators have them, and JAX: compiled, as fake tensors, mapped, over caches, without gradients."""
 
 from __future__ import annotations
 
