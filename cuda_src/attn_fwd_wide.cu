@@ -140,7 +140,7 @@ struct Loader {
         expect<T>(stage);
 #pragma unroll
         for (int i = 0; i < T::panels; ++i)
-            tensor.load_all(tile.data[i] + first * 64, smem.full[stage][half<T>(i)], work.rows.kv, i * 64, row + first, head);
+            tensor.load_all(tile.data[i] + first * 64, smem.full[stage][half<T>(i)], (1 << cfg::cluster) - 1, work.rows.kv, i * 64, row + first, head);
     }
 };
 

@@ -168,7 +168,7 @@ def misshapen(config: AttnBwdMmaConfig) -> str | None:
 
 
 def convert_columns(op: Forward) -> int:
-    """The columns of dq that a thread of the last pass has parts of: all, or whole groups of 32, up to 256, so that nothing spills."""
+    """The columns of dq that a thread of the last pass has parts of: all, or groups of 32 up to 256, so that nothing spills."""
     parts = [n for n in (1, 2, 3) if op.head_dim % (32 * n) == 0 and op.head_dim <= 256 * n]
     return op.head_dim // parts[0] if parts else op.head_dim
 
@@ -254,7 +254,8 @@ def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Sour
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     blocks = gradients.Blocks32() if op.element == FP32 else gradients.Blocks16()
     every = backward.options(
-        op, Blocks=blocks, Sharing=gradients.ByColumns() if is_wide(op) else gradients.ByQueries(), Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
+        op, Blocks=blocks, Sharing=gradients.ByColumns() if is_wide(op) else gradients.ByQueries(),
+        Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
         DqStore=STORES[config.store][0],

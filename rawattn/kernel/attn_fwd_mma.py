@@ -69,8 +69,11 @@ def threads(config: AttnFwdMmaConfig, op: Forward) -> int:
 def warp_columns(columns: int, warps: int) -> int:
     """The most columns that one of the ``warps`` of a strip has: of two the first, half of them in whole groups of chunks that
     change places (variant/strip/two_warps.cuh)."""
-    group = next(n for n in (64, 32, 16) if columns % n == 0) if warps == 2 else columns
-    return -(-columns // (warps * group)) * group
+    if warps == 1:
+        return columns
+    whole = -(-columns // 16) * 16
+    group = next(n for n in (64, 32, 16) if whole % n == 0)
+    return -(-whole // (2 * group)) * group
 
 
 def packs(op: Forward) -> bool:
@@ -159,9 +162,6 @@ def size_reasons(op: Forward) -> list[str]:
     reasons = tiling.tensor_core_reasons(op, 128 if op.element == FP32 else 576, (BF16, FP16, FP32))
     if op.element != FP32 and op.head_dim_v > WIDEST_V:
         reasons.append(f"head_dim_v is {op.head_dim_v}; it takes up to {WIDEST_V}")
-    if strip_warps(op) == 2 and (op.head_dim % 16 or op.head_dim_v % 16):
-        sizes = f"head_dim is {op.head_dim} and head_dim_v {op.head_dim_v}"
-        reasons.append(f"{sizes}; it takes multiples of 16 where one is above 256")
     return reasons
 
 

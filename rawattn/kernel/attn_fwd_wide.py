@@ -18,27 +18,28 @@ from .base import ForwardKernel
 from .render import config_header, source, wgmma
 from .tiling import kept_keys, tiles
 
-ROWS = TILE_KV = 64  # query rows of a block; keys of a tile
+ROWS = TILE_KV = 64  # query rows of a block; keys of a tile, which Q takes the place of
 NARROWEST, WIDEST = 257, 512
 # Clocks of a multiprocessor, reckoned from products and L2 (perf/notes/wide_heads.md).
 _CLOCK = 1.755e9  # per second
-_L2 = 64.0  # bytes of L2 in a clock of a multiprocessor, where all read
-_STEP, _WORK = 100.0, 8000.0  # what else a key tile takes, and a work
+_L2 = 24.0  # bytes of L2 in a clock of a multiprocessor, where all read: what attn_mla's lab had
+_STEP, _WORK = 900.0, 8000.0  # what else a key tile takes, and a work; guessed
 
 
 @dataclasses.dataclass(frozen=True)
 class AttnFwdWideConfig:
     """The configuration of attn_fwd_wide.cu. Registers are those of a thread."""
 
-    cluster: int = 2  # blocks that read keys and values together, 64 query rows each
+    tile_q: int = 128  # query rows of a cluster, 64 of each block
+    tile_kv: int = 64
     stages: int = 3  # of the ring of K and V
     weigh_registers: int = 184
     sum_registers: int = 160
 
     @property
-    def tile_q(self) -> int:
-        """The query rows of a cluster."""
-        return ROWS * self.cluster
+    def cluster(self) -> int:
+        """The blocks that read keys and values together."""
+        return self.tile_q // ROWS
 
 
 def half_v(op: Forward) -> int:
@@ -94,8 +95,8 @@ class AttnFwdWide(ForwardKernel):
         return layout.tma_unsupported
 
     def legal(self, config: AttnFwdWideConfig, op: Forward, device: Device) -> str | None:
-        if config.cluster not in (1, 2, 4):
-            return f"cluster is {config.cluster}; it must be 1, 2 or 4"
+        if config.tile_q not in (64, 128, 256) or config.tile_kv != TILE_KV:
+            return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64, 128 or 256, and {TILE_KV}"
         if config.stages < 3:
             return f"stages is {config.stages}; it must be at least 3"
         if config.weigh_registers + 2 * config.sum_registers > 504 or config.weigh_registers < 168 or config.sum_registers > 168:
@@ -131,7 +132,7 @@ class AttnFwdWide(ForwardKernel):
         return tiling.fields(tensors, self.options(op, config))
 
     def render(self, op: Forward, config: AttnFwdWideConfig, arch: str) -> Source:
-        constants = {**dataclasses.asdict(config), "tile_q": config.tile_q, "tile_kv": TILE_KV, "m_tiles_per_warp": 1}
+        constants = {**dataclasses.asdict(config), "cluster": config.cluster, "m_tiles_per_warp": 1}
         constants |= {"q_panels": q_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         qk = [
             wgmma(name, op.element, TILE_KV, a_in_registers=in_registers, b_by_rows=False, negate=op.scale < 0)

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 KERNELS = [pytest.param(ATTN_FWD_WIDE, marks=pytest.mark.gpu, id="attn_fwd_wide"), pytest.param(ATTN_FWD_MMA, id="attn_fwd_mma")]
 SIZES = [(512, 512), (320, 320), (384, 384), (448, 448), (272, 272), (512, 64), (64, 512), (336, 496)]
-CONFIGS = [AttnFwdWideConfig(cluster=n) for n in (1, 2, 4)] + [AttnFwdWideConfig(2, 4), AttnFwdWideConfig(4, 4)]
+CONFIGS = [AttnFwdWideConfig(64 * n) for n in (1, 2, 4)] + [AttnFwdWideConfig(128, stages=4), AttnFwdWideConfig(256, stages=4)]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

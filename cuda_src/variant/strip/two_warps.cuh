@@ -47,9 +47,9 @@ struct TwoWarps {
     };
     template <class T, class Store, class Softmax, int n>
     __device__ static void store(const Store& store, const Softmax& softmax, const float (&o)[n], i32 row, i32 end, float factor) {
-        constexpr int rest = n * (T::blocks - blocks<T>) / blocks<T>;  // of the second warp
-        const Half<Store> own{store, half() * u32(16 * blocks<T>)};
-        if (rest == n || half() == 0) store_fragment(own, softmax, o, row, end, factor);
-        else if constexpr (rest > 0) store_fragment(own, softmax, reinterpret_cast<const float (&)[rest]>(o), row, end, factor);
+        constexpr int all = cfg::head_dim_v / 2, left = n < all ? n : all, right = all - left;  // numbers of the two warps
+        const Half<Store> own{store, half() * u32(2 * left)};
+        if (half() == 0) store_fragment(own, softmax, reinterpret_cast<const float (&)[left]>(o), row, end, factor);
+        else if constexpr (right > 0) store_fragment(own, softmax, reinterpret_cast<const float (&)[right]>(o), row, end, factor);
     }
 };

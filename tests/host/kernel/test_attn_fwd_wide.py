@@ -41,13 +41,13 @@ def run(case: Case, folder: pathlib.Path, config: AttnFwdWideConfig, seed: int =
 
 
 SMALL = {"head_dim": 272, "head_dim_v": 16}
-TWO, ONE, FOUR = (AttnFwdWideConfig(cluster=n) for n in (2, 1, 4))
+TWO, ONE, FOUR = (AttnFwdWideConfig(64 * n) for n in (2, 1, 4))
 CASES = {
     "512": (Case("attn_fwd_wide", 100, 130, 2, head_dim=512, head_dim_v=512), TWO),
     "halves of other widths": (Case("attn_fwd_wide", 128, 200, 1, mask=Full(), head_dim=320, head_dim_v=304), TWO),
     "a warpgroup without columns": (Case("attn_fwd_wide", 64, 65, 2, 2, scale=-0.3, **SMALL), ONE),
     "four blocks": (Case("attn_fwd_wide", 300, 400, 1, sinks=(0.5,), mask=And(Causal(), Window(100)), **SMALL), FOUR),
-    "deep ring": (Case("attn_fwd_wide", 128, 500, 1, score=Softcap(2.0), **SMALL), AttnFwdWideConfig(2, 5)),
+    "deep ring": (Case("attn_fwd_wide", 128, 500, 1, score=Softcap(2.0), **SMALL), AttnFwdWideConfig(128, stages=5)),
     "one tile": (Case("attn_fwd_wide", 3, 60, 2, dropout=0.3, **SMALL), TWO),
     "rows without keys": (Case("attn_fwd_wide", 200, 70, 1, sinks=(-1.0,), **SMALL), TWO),
     "clusters without keys": (Case("attn_fwd_wide", 200, 40, 1, **SMALL), TWO),
@@ -69,7 +69,7 @@ def test_any_order_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
     """Of threads and of copies, and any number of blocks that read keys together."""
     case = Case("attn_fwd_wide", 128, 520, 1, mask=Full(), **SMALL)
     wanted = run(case, tmp_path, ONE)
-    for seed, config in ((1, TWO), (2, TWO), (3, FOUR), (4, AttnFwdWideConfig(4, 4))):
+    for seed, config in ((1, TWO), (2, TWO), (3, FOUR), (4, AttnFwdWideConfig(256, stages=4))):
         found = run(case, tmp_path, config, seed)
         assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True)), (seed, config)
 
@@ -87,7 +87,7 @@ COMPILED += [(size, "window", 2) for size in ((320, 320), (448, 384), (512, 64),
 @pytest.mark.parametrize("size, kind, cluster", COMPILED)
 def test_nothing_spills_and_products_follow_each_other(size: tuple[int, int], kind: str, cluster: int) -> None:
     op = replace(forward(BF16, 2, 4096, 4096, 16, 16, *size, scale=0.1, return_lse=True), **KINDS[kind])
-    for config in {AttnFwdWideConfig(cluster), *ATTN_FWD_WIDE.candidates(op, H200)}:
+    for config in {AttnFwdWideConfig(64 * cluster), *ATTN_FWD_WIDE.candidates(op, H200)}:
         assert ATTN_FWD_WIDE.legal(config, op, H200) is None
         binary = compiler.compile(ATTN_FWD_WIDE.render(op, config, "sm_90a"))
         assert not faults(binary), (config, faults(binary))
@@ -104,7 +104,7 @@ def test_reasons() -> None:
     ):  # fmt: skip
         assert said in "; ".join(ATTN_FWD_WIDE.supports(replace(wide, **changes), H200))
     for config, said in (
-        (AttnFwdWideConfig(3), "cluster is 3"), (AttnFwdWideConfig(stages=2), "stages is 2"),
+        (AttnFwdWideConfig(192), "tile_q is 192"), (AttnFwdWideConfig(stages=2), "stages is 2"),
         (AttnFwdWideConfig(stages=4), "shared memory"),
         (AttnFwdWideConfig(weigh_registers=192), "weigh_registers is 192"),
     ):  # fmt: skip

@@ -247,6 +247,8 @@ CASES = [
     Case("attn_fwd_mma", 13, 50, 4, mask=HEAD_WINDOW, score=Softcap(2.0), scale=-0.3, head_dim=48, head_dim_v=512),
     Case("attn_fwd_mma", 40, 70, 1, split_keys=32, head_dim=384, head_dim_v=64),
     Case("attn_fwd_mma", 40, 70, 1, dropout=0.3, head_dim=576, head_dim_v=512),
+    Case("attn_fwd_mma", 40, 50, 1, head_dim=264, head_dim_v=280),
+    Case("attn_fwd_mma", 20, 50, 1, head_dim=264, head_dim_v=8),
 ]
 
 
