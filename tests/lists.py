@@ -352,6 +352,10 @@ STEPS = {
     "blocks": ListedStep(
         dataclasses.replace(SEQUENCES, lengths=((2, 200), (2, 90)), ragged=False), Lists(3, heads=2, block_kv=32, counts=True)
     ),
+    "blocks of other numbers": ListedStep(  # a head has none, and another ten, which are split
+        dataclasses.replace(SEQUENCES, lengths=((1, 1400), (1, 900)), ragged=False),
+        Lists(10, heads=2, block_kv=128, counts=True, none=0.0, seed=6),
+    ),
     "blocks, ragged": ListedStep(SEQUENCES, Lists(3, heads=2, block_q=2, block_kv=16, counts=True)),
     "blocks of heads": ListedStep(SEQUENCES, Lists(3, heads=4, block_q=2, block_kv=16)),
     "shared": ListedStep(dataclasses.replace(SEQUENCES, pool="shared", head_dim_v=16), Lists(40)),

@@ -21,7 +21,7 @@ from ..variant.mask import And, Causal, Full, Window
 from ..variant.score import Scale, Softcap
 from ..variant.walk import IntervalCursor
 from . import paging, tiling
-from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, register_limit, registers
+from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
 from .render import config_header, source
@@ -218,18 +218,18 @@ class AttnFwdMmaListed(Listed):
     def legal(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> str | None:
         if config.pack_gqa or config.split:
             return "pack_gqa or split is True; over lists heads that share them share tiles, and keys are not split"
-        blocks = over_blocks(op, masked=True)
-        if config.m_tiles_per_warp == 2 and registers(config, blocks) + 24 > register_limit(config, device):
-            return "m_tiles_per_warp is 2; over lists it spills"  # found by compiling
-        reason: str | None = ATTN_FWD_MMA.legal(config, blocks, device)
+        if config.m_tiles_per_warp == 2 and config.tile_kv > 32:
+            return f"m_tiles_per_warp is 2 and tile_kv {config.tile_kv}; over lists it spills"  # found by compiling
+        reason: str | None = ATTN_FWD_MMA.legal(config, over_blocks(op, masked=True), device)
         return reason
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
-        """Those over plain tensors with tiles that a block's rows do not leave half empty, where there are such."""
-        configs = [
-            dataclasses.replace(config, pack_gqa=False, split=False)
-            for config in ATTN_FWD_MMA.candidates(over_blocks(op, masked=True), device)
-        ]
+        """Those over plain tensors, with less of Q in registers, of which lists take some 32, and with tiles that a block's rows
+        do not leave half empty, where there are such."""
+        configs = []
+        for config in ATTN_FWD_MMA.candidates(over_blocks(op, masked=True), device):
+            kept = max(0, config.q_steps_in_registers - 8 // config.m_tiles_per_warp)
+            configs.append(dataclasses.replace(config, pack_gqa=False, split=False, q_steps_in_registers=kept))
         configs = [config for config in dict.fromkeys(configs) if self.legal(config, op, device) is None]
         fitting = [config for config in configs if config.tile_q < 2 * max(32, rows_each(op))]
         return fitting or configs

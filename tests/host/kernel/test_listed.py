@@ -28,7 +28,9 @@ FEW = {  # the cases that are not slow
         "e4m3", "rows, same", "begins",
     },
     "attn_fwd_simt": {"tokens, one head", "blocks", "fp32", "fp64", "dense", "e4m3", "rows"},
-    "attn_decode": {"begins", "many keys", "rows", "blocks", "blocks, ragged", "blocks of heads", "small pages"},
+    "attn_decode": {
+        "begins", "blocks of other numbers", "many keys", "rows", "blocks", "blocks, ragged", "blocks of heads", "small pages",
+    },
 }  # fmt: skip
 
 
