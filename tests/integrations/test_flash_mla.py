@@ -32,7 +32,8 @@ def attend(q: Any, kv: Any, scale: float, keep: Any, d_v: int = 512) -> tuple[An
 def check(name: str, found: Any, wanted: Any, absolute: float, relative: float, cosine: float = 1e-7) -> None:
     """FlashMLA's own comparison: infinities at the same places, each number near, and all together."""
     found, wanted = found.double(), wanted.double()
-    assert found.shape == wanted.shape and torch.equal(found.isinf(), wanted.isinf()), name
+    assert found.shape == wanted.shape, name
+    assert torch.equal(found.isposinf(), wanted.isposinf()) and torch.equal(found.isneginf(), wanted.isneginf()), name
     found, wanted = (x.masked_fill(x.isinf(), 0) for x in (found, wanted))
     error = (found - wanted).abs()
     assert bool(((error < absolute) | (error / (wanted.abs() + 1e-6) < relative)).all()), f"{name}: {error.max()}"
