@@ -21,7 +21,7 @@ template struct TokensOption<Tokens>;
 template struct DestinationOption<Destination>;
 template struct RotaryOption<Rotary, Chunk>;
 template struct QueriesOption<Queries>;
-template struct StorageOption<Storage>;
+template struct StorageOption<Storage, Chunk>;
 template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
@@ -86,15 +86,9 @@ struct Token {
         for (int i = 0; i < strips; ++i) {
             const int column = first + i * step;
             if (column >= row.columns || column < row.first) continue;
-            if (row.is_cached) store(row, column, chunks[i]);
+            if (row.is_cached) Storage::store(row.to, column, chunks, i, row.scale);
             else *reinterpret_cast<Chunk*>(row.to + column * sizeof(Element)) = chunks[i];
         }
-    }
-    __device__ static void store(const Row& row, int column, const Chunk& chunk) {
-        Vector<KvElement, cfg::width> out;
-#pragma unroll
-        for (int x = 0; x < cfg::width; ++x) out.x[x] = Storage::of(chunk.x[x], row.scale);
-        *reinterpret_cast<decltype(out)*>(row.to + column * sizeof(KvElement)) = out;
     }
 };
 

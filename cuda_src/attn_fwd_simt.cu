@@ -216,7 +216,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Kv kv(args, rows, work);
     Walk walk(mask, rows, work, work.q_begin, cfg::tile_q);
     if (walk.more())
-        smem.q.load<QElement>(upto(any_matrix_of(args.q, rows.q, work.head), rows.q_len - 1), work.q_begin, 0, cfg::head_dim, cfg::q_sign);
+        smem.q.load<QElement>(rows_upto(args.q, rows.q, work.head, rows.q_len - 1), work.q_begin, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
 #pragma unroll 1
     for (; walk.more(); walk.advance()) {

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError
 from ..operation import Append, AttentionKVCache, Combine, host_functions
-from ..variant.element import FP8
+from ..reference.records import dequantize, quantize
+from ..variant.element import FP8, Record
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 from .cost import PRODUCTS_PER_SECOND, threads_for
@@ -99,12 +100,12 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
 
 def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
-    q, k, v = views["q"], views["k_cache"], views["v_cache"]
+    q, k, v = views["q"], views["k_cache"], views.get("v_cache", views["k_cache"])
     q = np.concatenate((q, views["q_rope"]), -1) if op.q_rope else q
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
-    interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
+    interval, widens = functools.lru_cache(maxsize=4096)(key_bounds), is_widened(op)
     sequences, places_of_rows, seconds = [], [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_find_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
@@ -122,22 +123,29 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
         sequence = Sequence(i, *places, mask, score, begin, end)
-        sequences.append(_widen(op, views, sequence) if is_fp8 and not op.keys else sequence)
+        sequences.append(_widen(op, views, sequence) if widens and not op.keys else sequence)
         places_of_rows.append(rows)
     threads = min(most_threads, threads_for(seconds, this_cpu()))
     loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
     if op.keys:
-        each = [ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)]
+        each = [
+            ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)
+        ]
         return run_lists(each, op, views["keys"], views.get("keys_counts"), views.get("sinks"), loops)
     run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
-    if is_fp8:
+    if widens:
         for sequence, place in zip(sequences, _find_places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
 
 
+def is_widened(op: AttentionKVCache) -> bool:
+    """Says whether keys and values have eight bits, or are records, and are widened before they are computed with."""
+    return op.kv_element in FP8.values() or isinstance(op.kv_element, Record)
+
+
 def _scales_of(op: AttentionKVCache, views: Views, i: int) -> tuple[Any, Any] | None:
     """What a sequence's keys and values in eight bits are multiplied by, (kv_heads, 1); None for other formats."""
-    if op.kv_element not in FP8.values():
+    if not is_widened(op):
         return None
     numbers = (("k_scale", op.k_scale), ("v_scale", op.v_scale))
     shape, number = (op.kv_heads, 1), op.element.lse_dtype
@@ -152,7 +160,10 @@ def _widen(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
     kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
     pages, at = sequence.pages[kept // op.page_size], kept % op.page_size
     k, v = (np.zeros((1, max(1, sequence.kv_len), op.kv_heads, dim), number) for dim in (op.head_dim, op.head_dim_v))
-    for name, x, scale in (("k", k, op.k_scale), ("v", v, op.v_scale)):
+    if isinstance(op.kv_element, Record):
+        k[0, kept] = dequantize(op.kv_element, views["k_cache"][pages, at], number)
+        v = k[..., : op.head_dim_v]
+    for name, x, scale in () if v.base is not None and v.base is k else (("k", k, op.k_scale), ("v", v, op.v_scale)):
         factor = views[f"{name}_scale"][sequence.batch] if f"{name}_scale" in views else np.asarray(scale, number)
         x[0, kept] = views[f"{name}_cache"][pages, at].astype(number) * factor
     q, o = sequence.q.astype(number), np.zeros(sequence.o.shape, number)
@@ -197,6 +208,9 @@ def append(op: Append, views: Views) -> None:
             rotated = _rotate(op, views, views["q"], positions, 0 if op.q_rope else op.rotary_first)
             q_out[positions >= 0] = rotated[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
+    if isinstance(op.kv_element, Record) and k is not None:
+        views["k_cache"][pages, at] = quantize(op.kv_element, k[written])
+        return
     for name, x in (("k", k), ("v", views.get("v"))):
         if x is None:
             continue

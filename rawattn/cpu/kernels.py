@@ -107,7 +107,9 @@ class Cpu:
         if keys is not None:
             places = sequences_of(q, k, *lengths[:2])
             each = sequences_alone(q, k, v, o, lse, *options[:2], places, q_lens, kv_lens)
-            return run_lists([*map(ListedSequence.of, each, [place[0] for place in places])], op, keys, keys_counts, sinks, config)
+            return run_lists(
+                [*map(ListedSequence.of, each, [place[0] for place in places])], op, keys, keys_counts, sinks, config
+            )
         run_forward(q, k, v, o, lse, *options, *lengths, dropped, config=config, invariant=op.invariant)
 
     def __repr__(self) -> str:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError
-from ..operation.keys import Listed
+from ..operation.keys import ListedKeys
 from ..reference.formula import kept_places
-from ..variant.element import Element
+from ..reference.records import dequantize
+from ..variant.element import RECORDS, Element
 from .forward import ONE_PAGE, CpuConfig, Sequence, _compute, _Work, formula_of, lse_batch_of, sink_logits_of
 from .loops import NOTHING_DROPPED, cap_of, element_of, in_threads, load, table_of
 from .units import BOUNDS, FIELDS, KEY, KEYS, QUERIES, ROW, Array, Units
@@ -37,7 +38,7 @@ class ListedSequence(NamedTuple):
         return cls(sequence, rows.start if isinstance(rows, slice) else rows * len(sequence.q), scales)
 
 
-class _Unit(NamedTuple):
+class _ListedUnit(NamedTuple):
     listed: ListedSequence
     kv_head: int
     queries: range
@@ -48,18 +49,18 @@ def run_lists(
 ) -> None:
     """Computes an operation's sequences, whose lists of keys are these. Raises ProblemError for a number that is no key."""
     units, most = [], op.keys.most * op.spec.keys.block_kv
-    lists = Listed(op.spec.keys, {"keys": keys} | ({} if counts is None else {"keys_counts": counts}), op.heads)
+    lists = ListedKeys(op.spec.keys, {"keys": keys} | ({} if counts is None else {"keys_counts": counts}), op.heads)
     for each in sequences:
         q, step = each.sequence.q, max(1, GATHERED // max(1, most))
         units += [
-            _Unit(each, kv_head, range(first, min(first + step, len(q))))
+            _ListedUnit(each, kv_head, range(first, min(first + step, len(q))))
             for first in range(0, len(q), step)
             for kv_head in range(each.sequence.k.shape[2])
         ]
     in_threads(config.threads, units, functools.partial(_compute_unit, lists, op.scale, sinks, config))
 
 
-def _compute_unit(lists: Listed, scale: float, sinks: Array | None, config: CpuConfig, unit: _Unit) -> None:
+def _compute_unit(lists: ListedKeys, scale: float, sinks: Array | None, config: CpuConfig, unit: _ListedUnit) -> None:
     """Computes the queries of a unit, by the loops where they know mask and score."""
     x, element = unit.listed.sequence, element_of(unit.listed.sequence.q)
     number, group = element.lse_dtype, x.q.shape[1] // x.k.shape[2]
@@ -68,7 +69,6 @@ def _compute_unit(lists: Listed, scale: float, sinks: Array | None, config: CpuC
     cap, alike = cap_of(x.mask, x.score), x.mask.of_head is None and lists.shared_by(group)
     if cap is None or not alike:
         return _compute_by_formula(lists, scale, logits, unit, heads)
-    q_len, kv_len = len(x.q), x.kv_len
     places = [_find_places(lists, unit, query, heads.start) for query in unit.queries]
     ends = np.cumsum([0, *map(len, places)])
     k, v = _gather(unit, np.concatenate(places))
@@ -90,7 +90,7 @@ def _compute_unit(lists: Listed, scale: float, sinks: Array | None, config: CpuC
         x.o[rows, heads] = o
 
 
-def _find_places(lists: Listed, unit: _Unit, query: int, head: int) -> Array:
+def _find_places(lists: ListedKeys, unit: _ListedUnit, query: int, head: int) -> Array:
     """The keys that a query attends to, in order."""
     x = unit.listed.sequence
     if x.begin[query, head] >= x.end[query, head]:  # it keeps none, or is not used
@@ -100,7 +100,7 @@ def _find_places(lists: Listed, unit: _Unit, query: int, head: int) -> Array:
     return kept
 
 
-def _gather(unit: _Unit, places: Array) -> tuple[Array, Array]:
+def _gather(unit: _ListedUnit, places: Array) -> tuple[Array, Array]:
     """The keys and values of these places, (keys, 1, columns)."""
     x, size = unit.listed.sequence, unit.listed.sequence.k.shape[1]
     pages, rows = x.pages[places // size], places % size
@@ -108,6 +108,10 @@ def _gather(unit: _Unit, places: Array) -> tuple[Array, Array]:
         wrong = int(np.argmax((pages < 0) | (pages >= len(x.k))))
         need = f"it must be a page of the cache, from 0 to {len(x.k) - 1}"
         raise ProblemError(f"sequence {x.batch} has page {pages[wrong]} for key {places[wrong]}, which is listed; {need}.")
+    if x.k.dtype == np.uint8:
+        record = RECORDS[x.k.shape[-1]]
+        k = dequantize(record, x.k[pages, rows], element_of(x.q).lse_dtype)
+        return k, k[..., : record.head_dim_v]
     k, v = (array[pages, rows, unit.kv_head, None] for array in (x.k, x.v))
     if unit.listed.scales is None:
         return k, v
@@ -116,7 +120,7 @@ def _gather(unit: _Unit, places: Array) -> tuple[Array, Array]:
     return k.astype(number) * factors[0], v.astype(number) * factors[1]
 
 
-def _compute_by_formula(lists: Listed, scale: float, logits: Array, unit: _Unit, heads: slice) -> None:
+def _compute_by_formula(lists: ListedKeys, scale: float, logits: Array, unit: _ListedUnit, heads: slice) -> None:
     """Computes the queries of a unit by the reference's array operations."""
     x = unit.listed.sequence
     element = element_of(x.q)

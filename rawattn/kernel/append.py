@@ -9,6 +9,7 @@ from ..driver.device import Device
 from ..operation import Append
 from ..operation.operand import Layout
 from ..variant import Option, append, scheduler
+from ..variant.element import E4M3, Record
 from ..variant.field import Field, Fields, View, Violations
 from ..variant.kv import PAGES, KvLens, PageListLens, scales
 from .base import Kernel
@@ -72,9 +73,10 @@ class AppendKernel(Kernel[Append]):
         assert op.kv_element is not None
         same = op.kv_element == op.element
         storage: Option = append.SameStorage() if same else append.QuantizedStorage(*scales(op.k_scales, op.v_scales))
+        kv_element, storage = (E4M3, append.RecordStorage()) if isinstance(op.kv_element, Record) else (op.kv_element, storage)
         return {
             "Element": op.element,
-            "KvElement": op.kv_element,
+            "KvElement": kv_element,
             "Storage": storage,
             "Tokens": append.PackedTokens() if op.ragged and op.lengths else append.SameTokens(),
             "Destination": place if op.k else append.Nowhere(),

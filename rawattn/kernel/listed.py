@@ -1,5 +1,5 @@
-"""attn_fwd_mma.cu and attn_fwd_simt.cu over lists of keys, in plain tensors and caches: each block of queries is a sequence of its own,
-whose keys are those of its list."""
+"""attn_fwd_mma.cu and attn_fwd_simt.cu over lists of keys, in plain tensors and caches: each block of queries is a sequence of
+its own, whose keys are those of its list."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
+from ..operation.kvcache import elements_text
 from ..operation.operand import Layout
 from ..variant import Option, constant_time, kv, rows, scheduler, softmax, store, weight
 from ..variant.element import BF16, FP16
@@ -23,7 +24,6 @@ from . import paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
-from .paging import LONGEST
 from .render import config_header, source
 
 MOST_BLOCKS = 4096  # of queries, by which configurations are compared
@@ -64,25 +64,31 @@ def numbers_of(op: Any) -> TokenLists:
     return (TokenLists if op.spec.keys.by_token else BlockLists)(op.keys.counts)
 
 
+def list_options(op: Any, of_rows: Option, mask: Option, score: Option) -> dict[str, Option]:
+    """The options for rows, masks and scores of blocks, made of those of the real sequences."""
+    lists, numbers = op.spec.keys, numbers_of(op)
+    return {
+        "Rows": ListedRows(of_rows, lists.block_q, lists.block_kv, is_ragged(op), lists.by_token),
+        "Mask": ListedMask(mask, numbers),
+        "Score": score if isinstance(op.score, (Scale, Softcap)) else ListedScore(score, numbers),
+    }
+
+
 def options(op: Any, **kernel_options: Option) -> dict[str, Option]:
-    """The option on each axis; ``kernel_options`` are for one kernel alone, of which "Pages" are inside of its Kv."""
-    lists, numbers, sums = op.spec.keys, numbers_of(op), kernel_options.pop("Softmax")
+    """The option on each axis; ``kernel_options`` are for one kernel alone."""
+    sums = kernel_options.pop("Softmax")
     if isinstance(op, Forward):
         plain = tiling.options(op, Softmax=sums)
-        of_rows, mask, score = plain["Rows"], plain["Mask"], op.score
+        own = list_options(op, plain["Rows"], plain["Mask"], op.score)
     else:
         of_rows = paging.rows_option(op, rows.StridedCacheRows(op.ragged, paging.lengths_option(op)))
-        mask, score = paging.mask_option(op), paging.score_option(op)
-    if not isinstance(op.score, (Scale, Softcap)):
-        score = ListedScore(score, numbers)
+        own = list_options(op, of_rows, paging.mask_option(op), paging.score_option(op))
     sums = softmax.WithSink(sums) if op.sinks else sums
     is_fp8 = not isinstance(op, Forward) and paging.is_fp8(op)
     by_axis: dict[str, Option] = {
         "Element": op.element,
         "KvElement": op.element if isinstance(op, Forward) else op.kv_element,
-        "Rows": ListedRows(of_rows, lists.block_q, lists.block_kv, is_ragged(op), lists.by_token),
-        "Mask": ListedMask(mask, numbers),
-        "Score": score,
+        **own,
         "Weight": weight.Identity(),
         "Softmax": softmax.WithVScale(sums, kv.CacheScale("v_scale")) if is_fp8 else sums,
         "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
@@ -101,10 +107,26 @@ def pages_option(op: Any) -> Option:
     return ListedPages(pages, numbers_of(op))
 
 
-def values(op: Any, tile_q: int, device: Device) -> dict[str, float]:
-    """The run-time numbers of struct Args."""
-    tiles = block_tiles(op, tile_q, device).at(rows_each(op))[0]
-    numbers: dict[str, float] = {"scale": abs(op.scale), **op.spec.values, **tiles, "q_len": op.q_len}
+def over_block_lists(op: AttentionKVCache) -> AttentionKVCache:
+    """The step whose sequences are blocks of queries and their keys, in pages that TMA cannot read."""
+    spec, heads = dataclasses.replace(op.spec, keys=None, mask=Full()), op.heads // heads_each(op)
+    kv_heads = op.kv_heads if heads_each(op) > 1 else heads
+    sizes = count_blocks(op), min(op.spec.keys.block_q, max(1, op.q_len)), op.keys.most * op.spec.keys.block_kv  # type: ignore[union-attr]
+    cleared: dict[str, Any] = {
+        "form": "table",
+        "table": 1,
+        "ragged": False,
+        "total_q": -1,
+        "kv_begin": False,
+        "causal_each": False,
+    }
+    cleared |= {"keys": None, "spec": spec, "pages": 0, "page_size": 1, "heads": op.heads, "kv_heads": kv_heads}
+    return dataclasses.replace(op, batch=sizes[0], q_len=sizes[1], kv_len=sizes[2], **cleared)
+
+
+def values(op: Any) -> dict[str, float]:
+    """The run-time numbers of struct Args, but for those of tiles."""
+    numbers: dict[str, float] = {"scale": abs(op.scale), **op.spec.values, "q_len": op.q_len}
     numbers |= {"total_q": op.total_q} | ({"total_kv": op.total_kv} if isinstance(op, Forward) else paging.values(op))
     heads = heads_each(op)
     numbers |= {"heads": op.heads // heads, "heads_per_kv": op.heads_per_kv // heads, "pack_gqa_heads": 1}
@@ -172,7 +194,7 @@ class Listed(OneLaunch[Any]):
         return block_tiles(op, config.tile_q, device).at(rows_each(op))[1]
 
     def values(self, op: Any, config: Any, device: Device) -> dict[str, float]:
-        return values(op, config.tile_q, device)
+        return {**block_tiles(op, config.tile_q, device).at(rows_each(op))[0], **values(op)}
 
 
 class AttnFwdMmaListed(Listed):
@@ -196,15 +218,18 @@ class AttnFwdMmaListed(Listed):
     def legal(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> str | None:
         if config.pack_gqa or config.split:
             return "pack_gqa or split is True; over lists heads that share them share tiles, and keys are not split"
+        if config.m_tiles_per_warp == 2 and config.tile_kv > 32:
+            return f"m_tiles_per_warp is 2 and tile_kv {config.tile_kv}; over lists it spills"  # found by compiling
         reason: str | None = ATTN_FWD_MMA.legal(config, over_blocks(op, masked=True), device)
         return reason
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
-        """Those over plain tensors with tiles that a block's rows do not leave half empty, where there are such."""
-        configs = [
-            dataclasses.replace(config, pack_gqa=False, split=False)
-            for config in ATTN_FWD_MMA.candidates(over_blocks(op, masked=True), device)
-        ]
+        """Those over plain tensors, with less of Q in registers, of which lists take some 32, and with tiles that a block's rows
+        do not leave half empty, where there are such."""
+        configs = []
+        for config in ATTN_FWD_MMA.candidates(over_blocks(op, masked=True), device):
+            kept = max(0, config.q_steps_in_registers - 8 // config.m_tiles_per_warp)
+            configs.append(dataclasses.replace(config, pack_gqa=False, split=False, q_steps_in_registers=kept))
         configs = [config for config in dict.fromkeys(configs) if self.legal(config, op, device) is None]
         fitting = [config for config in configs if config.tile_q < 2 * max(32, rows_each(op))]
         return fitting or configs
@@ -235,7 +260,7 @@ class AttnFwdSimtListed(Listed):
     def supports(self, op: Any, device: Device) -> list[str]:
         reasons = super().supports(op, device)
         if isinstance(op, AttentionKVCache) and op.kv_element != op.element:
-            reasons.append(f"it takes lists over caches in the format of q, {op.element.name}, not {op.kv_element.name}")
+            reasons.append(f"it takes lists over caches in the format of q: {elements_text(op)}")
         return reasons
 
     def legal(self, config: AttnFwdSimtConfig, op: Any, device: Device) -> str | None:

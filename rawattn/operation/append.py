@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..array.array import Array
 from ..array.memory import overlap
 from ..errors import ProblemError
-from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
+from ..variant.element import ELEMENTS, Element
 from . import kvcache
 from .base import Operation
 from .operand import PLAIN, Layout, Operand, check_form, check_like, check_output, check_whole, common_width
@@ -89,7 +89,7 @@ class Append(Operation):
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         has_lengths = "kv_lens" in arrays or "indptr" in arrays
         check_arrays(arrays, rotary, max_q_len, first_column)
-        k, pool = rows_of(arrays), arrays["k_cache"]
+        k, pool, (kv_element, head_dim, head_dim_v) = rows_of(arrays), arrays["k_cache"], kvcache.format_of(arrays)
         ragged = len(k.shape) == 3
         lengths = kvcache.form_of(arrays) if has_lengths else ""
         form, table = "slots" if "slots" in arrays or "k" not in arrays else lengths, kvcache.table_of(arrays)
@@ -100,13 +100,13 @@ class Append(Operation):
         return cls(
             ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,
             q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
-            pool.shape[2], pool.shape[3], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
+            pool.shape[2], head_dim, head_dim_v, pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
             "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary, first_column),
             lengths, None if cos is None else ELEMENTS[cos.dtype],
-            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, KV_ELEMENTS[pool.dtype],
+            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, kv_element,
             *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays, first_column if rotary else 0,
-            "q" in arrays and arrays["q"].shape[-1] != pool.shape[3],
+            "q" in arrays and arrays["q"].shape[-1] != head_dim,
         )  # fmt: skip
 
     @classmethod
@@ -119,7 +119,7 @@ class Append(Operation):
 
     def check_apart(self, arrays: Mapping[str, Array]) -> None:
         """Raises ProblemError where the cache, or q that is rotated in place, shares memory with what is read."""
-        for name in ("k", "v") if self.k else ():
+        for name in ("k", "v")[: len(kvcache.pool_operands(self))] if self.k else ():
             for other in ("k", "v", "q", "k_scale", "v_scale"):
                 if other in arrays and overlap(arrays[f"{name}_cache"], arrays[other]):
                     raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
@@ -135,13 +135,10 @@ class Append(Operation):
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
-        assert self.kv_element is not None
-        pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
         operands = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))] * self.k
         operands += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        operands += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")] * self.k
-        operands += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")] * self.k
+        operands += kvcache.pool_operands(self, "inout") * self.k
         if self.lengths:
             operands += kvcache.length_operands(self.lengths, self.batch, self.table)
             operands += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
@@ -177,9 +174,7 @@ class Append(Operation):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
-        assert self.kv_element is not None
-        columns = self.head_dim * self.k + self.head_dim_v * self.v
-        rows = self.total * self.kv_heads * columns * self.kv_element.itemsize
+        rows = self.total * kvcache.row_bytes(self, self.head_dim * self.k + self.head_dim_v * self.v)
         read = [operand for operand in self.inputs if operand.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[operand for operand in read if operand.name == "q"]])
 
@@ -221,7 +216,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
             if arrays[name].dtype != k.dtype:
                 raise ProblemError(f"{name} has dtype {arrays[name].dtype} but k has {k.dtype}; they must be the same.")
     rows = tuple(k.shape[:-2])
-    for name, columns in (("k", pool.shape[3]), ("v", arrays["v_cache"].shape[3])):
+    for name, columns in zip("kv", kvcache.format_of(arrays)[1:], strict=True):
         wanted = (*rows, pool.shape[2], columns)
         if name in arrays and tuple(arrays[name].shape) != wanted:
             raise ProblemError(
@@ -242,7 +237,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
 
 
 def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool, first_column: int) -> None:
-    k, cos, head_dim = rows_of(arrays), arrays.get("cos"), arrays["k_cache"].shape[3]
+    k, cos, (_, head_dim, _) = rows_of(arrays), arrays.get("cos"), kvcache.format_of(arrays)
     if rotary:
         assert cos is not None
         if first_column + 2 * cos.shape[1] > head_dim:

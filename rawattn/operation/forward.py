@@ -243,7 +243,12 @@ class Forward(OverKeys):
         """The key of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
         sequences may lie one after the other at any distance that follows from these."""
         q, k, v, *others = forms
-        if options["keys"] is not None or not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
+        if (
+            options["keys"] is not None
+            or not (q and k and v)
+            or not len(q[2]) == len(k[2]) == len(v[2]) == 4
+            or k[2][1] != v[2][1]
+        ):
             return super().layout_key(forms, options)
         if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
             return super().layout_key(forms, options)
@@ -429,7 +434,9 @@ def check_keys(arrays: dict[str, Array], lists: KeyLists | None) -> None:
     if lists is not None and lists.physical:
         raise ProblemError("keys are physical, which are rows of a cache, and k and v are arrays; give places in the sequence.")
     q, starts = arrays["q"], arrays.get("cu_seqlens_q")
-    batch, q_len, tokens = (q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) if starts is None else (starts.shape[0] - 1, None, q.shape[0])
+    batch, q_len, tokens = (
+        (q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) if starts is None else (starts.shape[0] - 1, None, q.shape[0])
+    )
     check_lists(arrays, lists, tokens, batch, q_len, q.shape[-2], arrays["k"].shape[-2])
 
 

@@ -13,8 +13,8 @@ from ..errors import ProblemError
 from .operand import Operand, check_contiguous, check_int32, check_like
 
 NO_GRADIENT = (
-    "keys was given and an input requires grad, and lists of keys have no gradient yet; call under torch.no_grad(), or on detached "
-    "inputs."
+    "keys was given and an input requires grad, and lists of keys have no gradient yet; call under torch.no_grad(), or on "
+    "detached inputs."
 )
 MOST_KEYS = 1 << 30  # of a list, each as often as it is listed
 
@@ -33,9 +33,10 @@ class TopK:
         physical: numbers are page * page_size + row of a cache, for ``Step(keys=...)`` without kv_lens and page_table. Such keys
             have no position: no mask, window or score of positions applies, and ``causal`` of the step is not looked at.
 
-    -1 is none. A number that is no key of the sequence is none, too, and ``violations`` says so; on the CPU it raises. Causal masks,
-    windows and lengths apply to the positions: a listed key that they leave out does not count. A key counts as often as it is
-    listed. Sums go along the list, so its order decides last bits. A token without a key has o = 0 and lse = -inf.
+    -1 is none. A number that is no key of the sequence is none, too, and ``violations`` says so; on the CPU it raises. Masks,
+    windows and lengths apply to the places: a listed key that they leave out does not count. A key counts as often as it is
+    listed. Sums go along the list, so its order decides last bits. A token without a key has o = 0 and lse = -inf. What lies in
+    keys that no list names reaches no result; NaN or inf in a listed v that a mask leaves out may.
     """
 
     positions: Any
@@ -102,8 +103,8 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class KeyLists:
-    """The kind of a call's lists of keys: one for each token, or for each head and block of ``block_q`` queries; of single keys, or
-    of blocks of ``block_kv``; by their places in the sequence, or ``physical``, in the cache."""
+    """The kind of a call's lists of keys: one for each token, or for each head and block of ``block_q`` queries; of single keys,
+    or of blocks of ``block_kv``; by their places in the sequence, or ``physical``, in the cache."""
 
     by_token: bool = True
     block_q: int = 1
@@ -182,14 +183,19 @@ def check_lists(
         if name in arrays:
             check_like(title, arrays[name], "q", arrays["q"])
             check_int32(title, arrays[name])
-    array, found = arrays["keys"], tuple(arrays["keys"].shape)
-    check_contiguous(f"{field} of keys", array)
+            check_contiguous(title, arrays[name])
+    found = tuple(arrays["keys"].shape)
     if lists.by_token:
         if len(found) != 2 or found[0] != tokens:
             raise ProblemError(f"positions of keys has shape {found}; it must be ({tokens}, k), a list for each row of q.")
     else:
         blocks = None if q_len is None else -(-q_len // lists.block_q)
-        wrong = len(found) != 4 or found[0] != batch or found[1] not in (kv_heads, heads) or (blocks is not None and found[2] != blocks)
+        wrong = (
+            len(found) != 4
+            or found[0] != batch
+            or found[1] not in (kv_heads, heads)
+            or (blocks is not None and found[2] != blocks)
+        )
         if wrong:
             counted = "query blocks" if blocks is None else blocks
             either = f"{kv_heads}" if heads == kv_heads else f"{kv_heads} or {heads}"
@@ -198,7 +204,9 @@ def check_lists(
     if found[-1] * lists.block_kv >= MOST_KEYS:
         raise ProblemError(f"{field} of keys has {found[-1]} numbers in a list; with {lists.block_kv} keys each it has too many.")
     if "keys_counts" in arrays and tuple(arrays["keys_counts"].shape) != found[:-1]:
-        raise ProblemError(f"counts of keys has shape {tuple(arrays['keys_counts'].shape)}; it must be {found[:-1]}, one for each list.")
+        raise ProblemError(
+            f"counts of keys has shape {tuple(arrays['keys_counts'].shape)}; it must be {found[:-1]}, one for each list."
+        )
 
 
 def list_operands(lists: KeyLists | None, sizes: ListSizes | None, tokens: int, batch: int) -> list[Operand]:
@@ -209,7 +217,7 @@ def list_operands(lists: KeyLists | None, sizes: ListSizes | None, tokens: int, 
     return [Operand("keys", "int32", (*shape, sizes.most)), *[Operand("keys_counts", "int32", shape)] * sizes.counts]
 
 
-class Listed:
+class ListedKeys:
     """The lists of an operation's arrays, by name, in NumPy: of each query and head the places of its keys."""
 
     def __init__(self, lists: KeyLists, arrays: Mapping[str, Any], heads: int) -> None:
@@ -222,11 +230,12 @@ class Listed:
     def of(self, sequence: int, token: int, query: int, head: int, kv_len: int, strict: bool = True) -> Any:
         """The keys of a query, number ``query`` of its sequence and ``token`` of q's rows, for a head of q: as often as they are
         listed, in the list's order. Raises ProblemError for a number that is none, but where not ``strict``."""
-        lists, at = self.lists, (token,)
+        lists, block = self.lists, query // self.lists.block_q
+        at: tuple[int, ...] = (token,)
         if not lists.by_token:
-            at = sequence, head * self.numbers.shape[1] // self.heads, query // lists.block_q
-            if at[2] >= self.numbers.shape[2]:
-                _refuse(strict, f"indices of keys has {self.numbers.shape[2]} query blocks; query {query} is in block {at[2]}")
+            at = sequence, head * self.numbers.shape[1] // self.heads, block
+            if block >= self.numbers.shape[2]:
+                _refuse(strict, f"indices of keys has {self.numbers.shape[2]} query blocks; query {query} is in block {block}")
                 return np.zeros(0, np.int64)
         numbers = self.numbers[at].astype(np.int64)
         if self.counts is not None:

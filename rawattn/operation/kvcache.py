@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..array.array import Array
 from ..errors import ProblemError
-from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, Element
+from ..variant.element import ELEMENTS, FP8, KV_ELEMENTS, RECORDS, Element, Record
 from ..variant.mask import causal_and, kept_pairs
 from .base import OverKeys
 from .keys import KeyLists, ListSizes, check_lists, list_operands, sizes_of
@@ -98,7 +98,7 @@ class AttentionKVCache(OverKeys):
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len)
         check_keys(arrays, spec.keys)
-        q, k, v = (arrays[name] for name in ("q", "k_cache", "v_cache"))
+        q, k, (kv_element, head_dim, head_dim_v) = arrays["q"], arrays["k_cache"], format_of(arrays)
         form, ragged = form_of(arrays), "cu_seqlens_q" in arrays
         read = [name for name in TENSORS if name in arrays]
         q_len = q.shape[0] if ragged else q.shape[1]
@@ -106,11 +106,10 @@ class AttentionKVCache(OverKeys):
         room = (k.shape[0] if form == "rows" else table) * k.shape[1]
         return cls(
             ELEMENTS[q.dtype], batch_of(arrays), q_len if max_q_len is None else min(q_len, max_q_len),
-            room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], k.shape[3], v.shape[3], k.shape[0],
+            room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], head_dim, head_dim_v, k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
-            "sinks" in arrays, split_keys, KV_ELEMENTS[k.dtype], *scales, "k_scale" in arrays, "v_scale" in arrays,
-            "q_rope" in arrays, latent,
-            PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
+            "sinks" in arrays, split_keys, kv_element, *scales, "k_scale" in arrays, "v_scale" in arrays, "q_rope" in arrays,
+            latent, PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
             sizes_of(arrays, spec.keys),
         )  # fmt: skip
 
@@ -133,13 +132,10 @@ class AttentionKVCache(OverKeys):
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order; those of the cache as (pages, page_size, kv_heads, columns)."""
         rows = (self.total_q,) if self.ragged else (self.batch, self.q_len)
-        pool = self.pages, self.page_size, self.kv_heads
-        assert self.kv_element is not None
         operands = [
             Operand("q", self.element.name, (*rows, self.heads, self.head_dim_v if self.q_rope else self.head_dim)),
             *[Operand("q_rope", self.element.name, (*rows, self.heads, self.head_dim - self.head_dim_v))] * self.q_rope,
-            Operand("k_cache", self.kv_element.name, (*pool, self.head_dim)),
-            Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v)),
+            *pool_operands(self),
             *length_operands(self.form, self.batch, self.table),
         ]
         for name in ("cu_seqlens_q",) * self.ragged + ("kv_begin",) * self.kv_begin + ("causal",) * self.causal_each:
@@ -163,8 +159,8 @@ class AttentionKVCache(OverKeys):
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.page_size, self.spec.kind
         arrays = self.kv_begin, self.causal_each, self.sinks, self.k_scales, self.v_scales, self.q_rope, self.latent
-        arrays += (self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads)),)
-        return (type(self), *sizes, self.form, self.ragged, *arrays)
+        listed = self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads))
+        return (type(self), *sizes, self.form, self.ragged, *arrays, listed)
 
     # ---- its size
 
@@ -185,9 +181,7 @@ class AttentionKVCache(OverKeys):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory, were all sequences as long as the bounds: keys and values of each once."""
-        assert self.kv_element is not None
-        columns = self.head_dim + (0 if self.latent else self.head_dim_v)
-        row = self.kv_heads * columns * self.kv_element.itemsize
+        row = row_bytes(self, self.head_dim + (0 if self.latent else self.head_dim_v))
         kv_len = min(self.kv_len, self.pairs) if self.keys else self.kv_len
         others = [operand for operand in (*self.inputs, *self.outputs) if not operand.name.endswith("_cache")]
         return self.batch * kv_len * row + bytes_of(others)
@@ -210,7 +204,7 @@ class AttentionKVCache(OverKeys):
 
 def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None:
     """Raises ProblemError where these inputs, by name, contradict each other. It reads no memory."""
-    q, k = arrays["q"], arrays["k_cache"]
+    q, k, (_, *dims) = arrays["q"], arrays["k_cache"], format_of(arrays)
     ragged = "cu_seqlens_q" in arrays
     check_rows("q", q, ragged)
     for name, array in arrays.items():
@@ -218,9 +212,9 @@ def check_arrays(arrays: dict[str, Array], max_q_len: int | None = None) -> None
     check_element("q", q, k)
     check_scales(arrays, batch_of(arrays))
     if "q_rope" in arrays:
-        check_pair(q, arrays["q_rope"], k.shape[3], arrays["v_cache"].shape[3])
-    elif q.shape[-1] != k.shape[3]:
-        raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {k.shape[3]}; they must be the same.")
+        check_pair(q, arrays["q_rope"], *dims)
+    elif q.shape[-1] != dims[0]:
+        raise ProblemError(f"q has head_dim {q.shape[-1]} but the cache has {dims[0]}; they must be the same.")
     if q.shape[-2] < 1 or q.shape[-2] % k.shape[2]:
         raise ProblemError(
             f"q has {q.shape[-2]} heads but the cache has {k.shape[2]}; those of q must be a multiple of the cache's."
@@ -264,7 +258,7 @@ def check_rows(name: str, array: Array, ragged: bool) -> None:
 
 def check_element(name: str, array: Array, pool: Array) -> None:
     """Raises ProblemError where rows are of another number format than the cache, which has none of its own."""
-    if array.dtype != pool.dtype and pool.dtype not in FP8:
+    if array.dtype != pool.dtype and pool.dtype not in (*FP8, "uint8"):
         raise ProblemError(f"{name} has dtype {array.dtype} but the cache has {pool.dtype}; they must be the same.")
 
 
@@ -301,6 +295,29 @@ def check_page_size(page_size: int, form: str, table: int) -> None:
         return
     if (page_size := int(page_size)) & (page_size - 1):  # int() of a SymInt, whose & torch 2.4 lacks
         raise ProblemError(f"the cache has page_size {page_size}; it must be a power of two where a sequence has several pages.")
+
+
+def format_of(arrays: dict[str, Array]) -> tuple[Element, int, int]:
+    """The format of a cache, and its head_dim and head_dim_v; records are told by their bytes."""
+    k = arrays["k_cache"]
+    if k.dtype == "uint8":
+        record = RECORDS[int(k.shape[3])]
+        return record, record.head_dim, record.head_dim_v
+    return KV_ELEMENTS[k.dtype], k.shape[3], arrays["v_cache"].shape[3]
+
+
+def pool_operands(op: Any, role: str = "in") -> list[Operand]:
+    """The arrays of a cache, as (pages, page_size, kv_heads, columns); records are one array."""
+    pool, element = (op.pages, op.page_size, op.kv_heads), op.kv_element
+    if isinstance(element, Record):
+        return [Operand("k_cache", "uint8", (*pool, element.bytes), role)]
+    columns = {"k_cache": op.head_dim, "v_cache": op.head_dim_v}
+    return [Operand(name, element.name, (*pool, size), role) for name, size in columns.items()]
+
+
+def row_bytes(op: Any, columns: int) -> int:
+    """The bytes of the heads of a row of a cache that has so many columns, or of a record."""
+    return int(op.kv_heads * (op.kv_element.bytes if isinstance(op.kv_element, Record) else columns * op.kv_element.itemsize))
 
 
 def form_of(arrays: dict[str, Array]) -> str:

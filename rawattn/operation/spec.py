@@ -152,7 +152,11 @@ class Spec:
         """The options that are not the defaults, as JSON can hold them."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            name: option_to_json(value) if isinstance(value, Option) else value.to_json() if isinstance(value, KeyLists) else value
+            name: option_to_json(value)
+            if isinstance(value, Option)
+            else value.to_json()
+            if isinstance(value, KeyLists)
+            else value
             for name, value in fields.items()
             if value != getattr(_DEFAULT, name)
         }
@@ -178,11 +182,17 @@ _DEFAULT = Spec()
 def _check_beside_keys(spec: Spec) -> None:
     """Raises ProblemError for an option that lists of keys do not go with."""
     if spec.dropout:
-        raise ProblemError(f"keys was given beside dropout {spec.dropout}, which drops pairs, and a key may be listed twice; give one.")
+        raise ProblemError(
+            f"keys was given beside dropout {spec.dropout}, which drops pairs, and a key may be listed twice; give one."
+        )
     if spec.offsets is not None:
-        raise ProblemError("keys was given beside q_offset or kv_offset; its numbers are those of the rows of k: leave the offsets out.")
+        raise ProblemError(
+            "keys was given beside q_offset or kv_offset; its numbers are those of the rows of k: leave the offsets out."
+        )
     if spec.keys is not None and spec.keys.physical and not (isinstance(spec.mask, masks.Full) and not spec.score.is_function):
-        raise ProblemError(f"keys are physical, and have no positions, which {spec.mask} and {spec.score} may ask for; give none.")
+        raise ProblemError(
+            f"keys are physical, and have no positions, which {spec.mask} and {spec.score} may ask for; give none."
+        )
 
 
 def option_to_json(option: Option) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from ..errors import ProblemError
 from ..operation import arguments, functions
 from ..operation.keys import parted
 from ..operation.spec import Options, make_mask, make_score
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import ELEMENTS, Element, Record
 from ..variant.mask import FromKey, Intersection, Mask, Pairs, causal_and
 from ..variant.score import Score
 from .formula import INF, listed, make_formula, to_numpy
+from .records import dequantize, quantize
 
 if TYPE_CHECKING:
     from ..serving import KVCache, Rotary, Step
@@ -49,7 +50,7 @@ def attention_kvcache(
         kv_len, page_and_row = _find_pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
-        kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
+        kept: Sequence[int] = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
         token = i * queries.shape[1] if isinstance(rows, int) else rows.start
         if lists is not None:
@@ -57,7 +58,7 @@ def attention_kvcache(
             named = {j for place in places for j in lists.of(i, *place, kv_len, strict=False).tolist()}
             kept = sorted(named & {*kept})
         for j in kept:  # the others may lie nowhere
-            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _get_scale(cache, n, i) for n in "kv")
+            k[0, j], v[0, j] = _read_key(cache, i, *page_and_row(j))
         sequence_q = queries[rows][None]
         mask_function = mask if functions.is_function(mask) else None
         formula = make_formula(
@@ -97,9 +98,10 @@ def append(
     Returns:
         Copies of cache.k and cache.v with the new rows, and with ``q`` the rotated q; NumPy, float64. Rows of q that belong to no
         sequence are NaN. A cache of e4m3 or e5m2 holds a row in its own format divided by the cache's scale, in float32, rounded
-        to nearest even, the largest finite number for one beyond it, and NaN for NaN.
+        to nearest even, the largest finite number for one beyond it, and NaN for NaN. Records are one array of uint8.
     """
-    pools = [to_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
+    is_record = isinstance(cache.element, Record)
+    pools = [to_numpy(cache.k).copy()] if is_record else [to_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
     new_k, new_v, new_q = (None if x is None else to_numpy(x) for x in (k, v, q))
     rows = new_q if new_k is None else new_k
     assert rows is not None
@@ -127,10 +129,13 @@ def append(
                 q_first = rotary.first_column - (cache.head_dim - new_q.shape[-1])
                 q_out[at] = _rotate(new_q[at], rotary, position, q_first)
         owner = at[0] if len(at) == 2 else owners[at[0]]
-        for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
+        if isinstance(cache.element, Record) and row_k is not None and page >= 0:
+            pools[0][page, row] = quantize(cache.element, row_k[0])
+            continue
+        for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=False):
             if x is not None and page >= 0:
                 _row(pool, cache.layout, page, row)[...] = _store(cache, name, x, owner, element)
-    if cache.v_in_k:
+    if cache.v_in_k and not is_record:
         first_column = (cache.arrays["v"].pointer - cache.arrays["k"].pointer) // cache.element.itemsize
         pools[1] = pools[0][..., first_column : first_column + cache.head_dim_v]
     return tuple(pools) if q_out is None else (*pools, q_out)
@@ -198,6 +203,15 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
     """(kv_heads, columns) of a row of a page."""
     x = pool[page][row] if layout == "NHD" else pool[page][:, row]
     return x if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else to_numpy(x)
+
+
+def _read_key(cache: KVCache, i: int, page: int, row: int) -> tuple[Any, Any]:
+    """The key and the value of a sequence that lie in a row of a page, (kv_heads, columns)."""
+    if isinstance(cache.element, Record):
+        x = dequantize(cache.element, to_numpy(cache.k[page])[row][None])
+        return x, x[:, : cache.head_dim_v]
+    k, v = (_row(getattr(cache, n), cache.layout, page, row) * _get_scale(cache, n, i) for n in "kv")
+    return k, v
 
 
 def _get_scale(cache: KVCache, name: str, i: int) -> Any:

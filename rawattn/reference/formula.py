@@ -31,7 +31,7 @@ from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
 from ..operation import arguments, captures, functions, host_functions
 from ..operation.forward import limits as limits_of
-from ..operation.keys import NO_GRADIENT, KeyLists, Listed, parted
+from ..operation.keys import NO_GRADIENT, KeyLists, ListedKeys, parted
 from ..operation.spec import Options, Spec, named
 from ..variant import weight
 from ..variant.mask import Pairs, of_head
@@ -77,7 +77,7 @@ def attention(
     chosen, starts = arguments.choose(Options, attention, options), (cu_seqlens_q, cu_seqlens_kv)
     formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
     if chosen.keys is not None:
-        formula = dataclasses.replace(formula, lists=listed(chosen.keys, *lists, q.shape[-2]))
+        formula = dataclasses.replace(formula, lists=listed(chosen.keys, lists[0], lists[1], q.shape[-2]))
     o, lse = formula.forward(q, k, v, sinks, *starts, rows, (q_lens, kv_lens))
     return (o, lse) if chosen.return_lse else o
 
@@ -157,10 +157,10 @@ def make_formula(
     return Formula(xp, device, xp.float32 if rounded else xp.float64, rounding, *pairs, factor, dropped)
 
 
-def listed(lists: KeyLists, numbers: Any, counts: Any, heads: int) -> Listed:
+def listed(lists: KeyLists, numbers: Any, counts: Any, heads: int) -> ListedKeys:
     """The lists of keys of a call on q of these heads, in NumPy."""
     arrays = {"keys": to_numpy(numbers)} | ({} if counts is None else {"keys_counts": to_numpy(counts)})
-    return Listed(lists, arrays, heads)
+    return ListedKeys(lists, arrays, heads)
 
 
 def kept_places(
@@ -228,7 +228,7 @@ class Formula:
     scale: float
     dropout: Dropped | None = None
     first: int = 0  # the number of the first sequence
-    lists: Listed | None = None  # of the keys of each query, which a mask may leave out
+    lists: ListedKeys | None = None  # of the keys of each query, which a mask may leave out
     token: int = 0  # the number of its first row among those that have lists
     sums: dict[int, npt.NDArray[np.float64]] | None = None  # to which gradients of captured arrays are added, by their numbers
 

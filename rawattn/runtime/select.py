@@ -19,6 +19,7 @@ from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from ..kernel.attn_decode_listed import ATTN_DECODE_LISTED
 from ..kernel.attn_decode_wide import ATTN_DECODE_WIDE
 from ..kernel.attn_fwd import ATTN_FWD
 from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
@@ -45,7 +46,7 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
 }  # fmt: skip
 LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of keys, which no other kernel is asked for
     Forward: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
-    AttentionKVCache: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
+    AttentionKVCache: (ATTN_DECODE_LISTED, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
 }
 
 

@@ -143,8 +143,8 @@ _OPTIONS = tuple(inspect.signature(attention_kvcache).parameters)[4:-1]
 
 def _check_writable(cache: KVCache) -> None:
     """Raises ProblemError where the cache cannot be written in place."""
-    for name in ("k", "v"):
-        pool, array = getattr(cache, name), cache.arrays[name]
+    for name, array in cache.arrays.items():
+        pool = getattr(cache, name)
         if array.object is not pool:
             raise ProblemError(
                 f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy "

@@ -41,8 +41,7 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
-            Over a latent cache, whose v is the first columns of its k, it may be a pair of arrays, (q_nope, q_rope): of the first
-            head_dim_v columns and of the rest.
+            Over a latent cache (``cache.is_latent``) it may be a pair, (q_nope, q_rope), of head_dim_v columns and of the rest.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
@@ -85,9 +84,8 @@ def attention_kvcache(
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
     if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        return one_or_all(
-            front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)[: 2 if return_lse else 1]
-        )
+        found = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
+        return one_or_all(found if return_lse else found[:1])
     check_objects(cache, step)
     return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
@@ -126,7 +124,7 @@ def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> CacheRequest:
     """The request of a call. A mask that is a function also keeps to ``causal`` of the step."""
-    mask, score, options = options["mask"], options["score"], {**options, "keys": step.lists}
+    mask, score, options = options["mask"], options["score"], _with_lists(step, options)
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
             return plain_request(step.is_causal, options, return_lse, split, kernel, config)
@@ -135,6 +133,11 @@ def request_of(
     options, captured = captures.take(options)
     request, split_keys = request_with(step, options, captured, return_lse), split_keys_of(split)
     return request._replace(split_keys=split_keys, kernel=kernel, config=config)
+
+
+def _with_lists(step: Step, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call, with the kind of the step's lists of keys, where there are some."""
+    return options if step.lists is None else {**options, "keys": step.lists}
 
 
 def plain_request(
@@ -156,7 +159,7 @@ def _make_plain_request(
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
     """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
-    options = {**options, "keys": step.lists}
+    options = _with_lists(step, options)
     if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)

@@ -19,11 +19,12 @@ from ..operation.spec import Spec
 from ..runtime.plan import NO_GRAD
 from ..serving import KVCache, Rotary, Step, attention
 from ..serving.append import write
-from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, scale_array
+from ..serving.cache import LAYOUTS, broadcast, check_pools, check_scale, read_records, scale_array
 from ..serving.merge import merge_states
 from ..serving.plan import KVCachePlan
 from ..serving.rotary import check_angles
 from ..serving.step import check_lengths
+from ..variant.element import FP8_DS_MLA
 from .autograd import NO_TANGENT
 from .operators import describe
 from .option_text import from_constants, to_constants
@@ -33,10 +34,10 @@ _LENGTHS = ", ".join(f"Tensor? {name}=None" for name in LENGTHS)
 _BOUNDS = 'str layout="NHD", SymInt? max_q_len=None, SymInt? max_kv_len=None'
 _SCALES = "Tensor? k_scales=None, Tensor? v_scales=None, float k_scale=1.0, float v_scale=1.0"  # arrays and numbers
 _SCHEMAS = (
-    f"attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
+    f"attention_kvcache(Tensor q, Tensor k_cache, Tensor? v_cache, {_LENGTHS}, Tensor? sinks=None, {_BOUNDS}, int split_keys=0, "
     f'str spec="{{}}", Tensor[]? captured=None, {_SCALES}, Tensor? keys=None, Tensor? keys_counts=None, Tensor? q_rope=None) -> '
     "(Tensor o, Tensor lse)",
-    f"append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
+    f"append(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? k, Tensor? v, {_LENGTHS}, Tensor? slots=None, Tensor? cos=None, "
     f"Tensor? sin=None, Tensor? positions=None, Tensor? q=None, {_BOUNDS}, bool interleaved=False, {_SCALES}, "
     "int first_column=0) -> Tensor",
 )
@@ -137,6 +138,8 @@ def _fill_defaults(args: Sequence[Any], schema: Any, named: dict[str, Any]) -> l
 
 
 def _make_cache(k: Any, v: Any, layout: str, k_scales: Any, v_scales: Any, k_scale: float, v_scale: float) -> KVCache:
+    if v is None:
+        return KVCache.records(k)
     scales = [number if array is None else array for array, number in ((k_scales, k_scale), (v_scales, v_scale))]
     return KVCache(k, v, layout, *scales)
 
@@ -173,13 +176,16 @@ def _describe_arrays(tensors: dict[str, Any], layout: str, scales: Sequence[Any]
     arrays = {name: describe(x) for name, x in tensors.items() if x is not None}
     if layout not in LAYOUTS:
         raise ProblemError(f"layout is {layout!r}; it must be 'NHD' or 'HND'.")
-    for name in ("k_cache", "v_cache"):
+    if "v_cache" not in arrays:
+        arrays["k_cache"] = read_records(arrays["k_cache"], FP8_DS_MLA)
+    for name in ("k_cache", "v_cache") if "v_cache" in arrays else ():
         array = arrays[name]
         if len(array.shape) != 4:
             raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have 4.")
         shape, strides = (tuple(x[axis] for axis in LAYOUTS[layout]) for x in (array.shape, array.strides))
         arrays[name] = array._replace(shape=shape, strides=strides)
-    check_pools(arrays["k_cache"], arrays["v_cache"], layout)
+    if "v_cache" in arrays:
+        check_pools(arrays["k_cache"], arrays["v_cache"], layout)
     k, lengths = arrays["k_cache"], {name: x for name, x in arrays.items() if name in (*LENGTHS, "keys")}
     if lengths:
         check_lengths(lengths, "keys" in lengths and "kv_lens" not in lengths and "indptr" not in lengths)
@@ -207,7 +213,8 @@ def _fake_attention(*args: Any, **named: Any) -> tuple[Any, Any]:
     arrays |= dict(zip(captures.names(by_role), map(describe, captured or ()), strict=True))
     captures.check(captures.labels(by_role), arrays)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
+    head_dim_v = kvcache.format_of(arrays)[2]
+    return q.new_empty((*q.shape[:-1], head_dim_v)), q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=lse_dtype)
 
 
 def _fake_append(*args: Any, **named: Any) -> Any:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Wrapper
+from .element import BF16
 from .field import Field, Fields, Pointer, Stride, View
 
 
@@ -92,6 +93,16 @@ class QuantizedStorage(Option):
     @property
     def fields(self) -> Fields:
         return (*self.k.fields, *self.v.fields)
+
+
+class RecordStorage(Option):
+    """A cache holds records: columns in e4m3, with a scale for each 128 of them that follows from these, and columns in bf16."""
+
+    source: ClassVar[str] = "variant/append/storage_record.cuh"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*BF16.sources, self.source)
 
 
 class NoQueries(Option):

@@ -69,7 +69,7 @@ class PagedTmaKv(Wrapper):
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"page_rows": self.page_rows}
+        return {**self.base.constants, "page_rows": self.page_rows}
 
 
 class SmallPagesTmaKv(PagedTmaKv):

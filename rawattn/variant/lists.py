@@ -108,6 +108,10 @@ class ListedMask(_OfLists):
     source: ClassVar[str] = "variant/mask/listed.cuh"
 
 
+class ListedMaskOfHeads(ListedMask):
+    """The same, for all heads together, whose lists may be of different lengths."""
+
+
 class ListedScore(_OfLists):
     """A score of positions, which are those of the keys in lists."""
 

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32760,
+    "rawattn": 33960,
     "perf": 5840,
-    "cuda_src": 14040,
-    "tests": 44980,
+    "cuda_src": 14440,
+    "tests": 45700,
 }
 FUNCTION_LINES = 60
 

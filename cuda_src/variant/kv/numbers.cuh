@@ -4,12 +4,12 @@
 #include "variant/work_tile.cuh"
 
 struct NumbersKv {
-    const RowsUpto<AnyMatrix> of_k, of_v;
+    const TensorRowsUpto of_k, of_v;
 
-    __device__ NumbersKv(const Args& args, const Rows& rows, const WorkTile& work)
-        : of_k(upto(any_matrix_of(args.k, rows.kv, work.head / args.heads_per_kv), rows.kv_len - 1)),
-          of_v(upto(any_matrix_of(args.v, rows.kv, work.head / args.heads_per_kv), rows.kv_len - 1)) {}
+    __device__ NumbersKv(const Args& args, const Rows& rows, const WorkTile& work) : NumbersKv(args, rows, work.head / args.heads_per_kv, rows.kv_len - 1) {}
+    __device__ NumbersKv(const Args& args, const Rows& rows, i32 head, i32 last)
+        : of_k(rows_upto(args.k, rows.kv, head, last)), of_v(rows_upto(args.v, rows.kv, head, last)) {}
 
-    __device__ const RowsUpto<AnyMatrix>& k() const { return of_k; }
-    __device__ const RowsUpto<AnyMatrix>& v() const { return of_v; }
+    __device__ const TensorRowsUpto& k() const { return of_k; }
+    __device__ const TensorRowsUpto& v() const { return of_v; }
 };

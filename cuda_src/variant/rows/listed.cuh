@@ -3,8 +3,8 @@
 // and its keys are those of the list. Rows are its queries, for each of them the args.listed_heads heads that share a list. What masks and
 // scores see is the real sequence, whole().
 #include "tile/keys.cuh"
+#include "tile/rows_upto.cuh"
 #include "tile/sequence.cuh"
-#include "tile/strided_tensor.cuh"
 #include "tile/violated.cuh"
 
 struct QueryBlock { i32 sequence, first; };  // the first of its queries
@@ -28,9 +28,10 @@ __device__ auto matrix_of(const StridedTensor& tensor, const ListedEntry<Place>&
     return ListedMatrix<decltype(rows)>{rows, tensor.head_bytes, at.first, at.heads};
 }
 template <class Place>
-__device__ auto any_matrix_of(const StridedTensor& tensor, const ListedEntry<Place>& at, i32 head) {
+__device__ auto rows_upto(const StridedTensor& tensor, const ListedEntry<Place>& at, i32 head, i32 last) {
     const auto rows = any_matrix_of(tensor, at.place, head * at.heads);
-    return ListedMatrix<decltype(rows)>{rows, tensor.head_bytes, at.first, at.heads};
+    const ListedMatrix<decltype(rows)> of_block{rows, tensor.head_bytes, at.first, at.heads};
+    return MatrixRowsUpto<decltype(of_block)>{of_block, last};
 }
 
 template <class R, class Place>
@@ -41,8 +42,12 @@ struct ListedRows : R {
     ListedEntry<decltype(R::q)> q;
 
     __device__ ListedRows(const Args& args, i32 block) : ListedRows(args, Place::of(args, block)) {}
-    __device__ ListedRows(const Args& args, QueryBlock at)
-        : R(args, at.sequence), sequence(at.sequence), first(at.first), heads(args.listed_heads), q{R::q, at.first, args.listed_heads} {
+    template <class Load>
+    __device__ ListedRows(const Args& args, i32 block, Load load) : ListedRows(args, Place::of(args, block), load) {}
+    template <class... Load>
+    __device__ ListedRows(const Args& args, QueryBlock at, Load... load)
+        : R(args, at.sequence, load...), sequence(at.sequence), first(at.first), heads(args.listed_heads),
+          q{R::q, at.first, args.listed_heads} {
         const i32 queries = R::is_cut ? 0 : max(0, min(R::q_len - first, cfg::listed_block_q));
         q_len = queries * heads, kv_len = queries > 0 && R::kv_len > 0 ? args.listed * cfg::listed_block_kv : 0;
     }
@@ -51,6 +56,7 @@ struct ListedRows : R {
         rows.q_len = R::q_len, rows.kv_len = R::kv_len;
         return rows;
     }
+    __device__ static void prefetch(const Args&) {}
     // Says what is wrong with the sequence.
     __device__ void report(const Args& args) const {
         if constexpr (requires(const R& r) { r.violations; })

@@ -13,6 +13,7 @@ import pytest
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, reference
 from rawattn.array import array, reading
+from rawattn.array.array import DTYPES
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.append import APPEND, AppendConfig
@@ -20,7 +21,7 @@ from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.runtime import call_cache
 from rawattn.testing import _move
-from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
+from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
@@ -51,6 +52,8 @@ class Call:
     positions_count: int = 40
     first: int = 0  # the first column that is rotated
     q_rope: bool = False  # q has the columns from there on
+    spread: bool = False  # k has numbers of all sizes, NaN and infinity
+    record: int = 0  # bytes from a row to the next where rows are records, with a row between two pages
 
 
 FP64, SLOTS = dataclasses.replace(CASE, dtype="fp64"), (5, -1, 0, 9, 2, 44, 3, -7, 1, 11)
@@ -102,6 +105,17 @@ CALLS = {
     ),
     "from a column on, in a middle": Call(dataclasses.replace(CASE, head_dim=32), 4, first=8, q=True, q_rope=True, in_place=True),
     "from a column between two chunks": Call(dataclasses.replace(CASE, head_dim=32), 4, first=2, q=True),
+    "records": Call(LATENT, record=656),
+    "records of sizes": Call(dataclasses.replace(LATENT, seed=5), record=656, spread=True),
+    "records, rotated": Call(
+        dataclasses.replace(LATENT, form="indptr", page_size=1), 32, True, first=512, q=True, q_rope=True, record=656
+    ),
+    "records of fp16": Call(dataclasses.replace(LATENT, dtype="fp16"), record=656, slots=SLOTS, lengths=False),
+    "records of fp32": Call(dataclasses.replace(LATENT, dtype="fp32"), record=656),
+    "records of fp64, by pairs": Call(dataclasses.replace(LATENT, dtype="fp64"), record=656, spread=True),
+    "records with bytes between": Call(LATENT, record=664),
+    "records by elements": Call(LATENT, record=656, width=1, spread=True),
+    "records by four": Call(LATENT, record=656, width=4, spread=True),
     "many sequences": Call(
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
     ),
@@ -112,11 +126,17 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
     """The arrays of a call by name, without the cache's."""
     case = call.case
     found = {"k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2)}
+    if call.spread:
+        size = np.exp2(case.rng().integers(-30, 30, (*found["k"].shape[:-1], 9)).repeat(64, -1)).astype(np.float32)
+        found["k"] = (found["k"].astype(np.float32) * size).astype(found["k"].dtype)
+        found["k"][0, 0, 3], found["k"][1, 0, 200], found["k"][2, 0, 256:384] = np.nan, np.inf, 0
+        found["k"][2, 0, 384:512] = 448
     if call.q:
         found["q"] = case.rows(case.heads, case.head_dim - call.first * call.q_rope, 3)
     found = {name: np.concatenate([x, np.full_like(x[: call.padded], np.nan)]) for name, x in found.items()}
     rows = found["k"].shape[:-2]
-    cache = case.made(*case.pools())
+    pages = np.full((len(case.pools()[0]), case.page_size + 1, max(call.record, 656)), 255, np.uint8)[:, : case.page_size, :656]
+    cache = KVCache.records(pages) if call.record else case.made(*case.pools())
     if cache.v_in_k:
         del found["v"]
     rotary = None
@@ -177,7 +197,7 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
 
 def words(array: array.Array) -> bytes:
     """The StridedTensor of an array."""
-    size = KV_ELEMENTS[array.dtype].itemsize
+    size = DTYPES[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return np.array([array.pointer, *(s * size for s in (batch, *array.strides[-3:-1]))], np.int64).tobytes()
 
@@ -189,7 +209,12 @@ def test_kernel(call: Call, tmp_path: pathlib.Path) -> None:
     found, q_out, violations = run(call, tmp_path)
     assert violations == 0
     eps = {"bf16": 2.0**-8, "fp32": 2.0**-22, "fp64": 2.0**-51}[call.case.dtype] if call.half else 0
-    for x, exact in zip((found.k, found.v, q_out), wanted, strict=False):
+    if call.record:
+        x, exact, *wanted = found.k, *wanted
+        np.testing.assert_array_equal(x[..., :528], exact[..., :528])
+        bf16 = [rows[..., 528:].copy().view(BF16.dtype).astype(np.float32) for rows in (x, exact)]
+        np.testing.assert_allclose(*bf16, rtol=2.0**-7 if call.half else 0, atol=2.0**-7 if call.half else 0)
+    for x, exact in zip((q_out,) if call.record else (found.k, found.v, q_out), wanted, strict=False):
         if x is q_out and call.in_place:  # rows that take no part stay
             exact = np.where(np.isnan(exact), given["q"], exact)
         if eps and call.case.kv_dtype and x is not q_out:  # few are the number before or after
@@ -279,6 +304,8 @@ SHAPES: dict[str, Call] = {
     ),
     "latent": Call(LATENT, 32, True, q=True, first=512),
     "latent, q_rope": Call(LATENT, 32, q=True, first=512, q_rope=True),
+    "records": Call(LATENT, 32, True, q=True, first=512, q_rope=True, record=656),
+    "records of fp16": Call(dataclasses.replace(LATENT, dtype="fp16"), slots=SLOTS, record=656),
     "end to end": Call(
         dataclasses.replace(CASE, form="indptr", dtype="bf16", head_dim=64, head_dim_v=64), 32, True, q=True, in_place=True
     ),

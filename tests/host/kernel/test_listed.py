@@ -11,137 +11,123 @@ import numpy as np
 import pytest
 
 import rawattn
+from rawattn import UnsupportedError
 from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.kernel.attn_fwd_simt import AttnFwdSimtConfig
-from rawattn.variant.element import ELEMENTS
+from rawattn.testing import _move
 from tests.emulator.gpu import stand_in
-from tests.lists import Lists, by_hand
+from tests.lists import CASES, OTHERS, STEPS, WRONG, ListedCase, ListedStep, Lists, to_numpy
 
 torch = pytest.importorskip("torch")
 CONFIGS = {"attn_fwd_mma": AttnFwdMmaConfig(32, 32, 2, 1, 1, 1), "attn_fwd_simt": AttnFwdSimtConfig(8, 16, 16, 16, 128, 1)}
+BY = {"attn_decode": None, **CONFIGS}
+REFUSED = {"attn_decode": ("blocks of heads",), "attn_fwd_simt": ("e4m3",)}
+FEW = {  # the cases that are not slow
+    "attn_fwd_mma": {
+        "tokens, causal", "tokens, packed", "blocks of heads", "blocks, packed", "lengths", "functions", "wide", "fp64", "indptr",
+        "e4m3", "rows, same", "begins",
+    },
+    "attn_fwd_simt": {"tokens, one head", "blocks", "fp32", "fp64", "dense", "e4m3", "rows"},
+    "attn_decode": {
+        "begins", "blocks of other numbers", "many keys", "rows", "blocks", "blocks, ragged", "blocks of heads", "small pages",
+    },
+}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call on plain tensors; sequences are packed where their lengths differ."""
-
-    lists: Lists
-    lengths: tuple[tuple[int, int], ...] = ((6, 90), (6, 90))
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 24
-    head_dim_v: int = 16
-    dtype: str = "bf16"
-    causal: bool = False
-    options: Any = dataclasses.field(default_factory=dict)  # a function of these makes a key kept, or a score
-    keep: Any = None
-    score: Any = None
-    sinks: bool = False
-    used: Any = None  # q_lens and kv_lens
-
-    @property
-    def packed(self) -> bool:
-        return len(set(self.lengths)) > 1
-
-    def arrays(self) -> list[Any]:
-        """q, k and v of each sequence."""
-        rng, dtype = np.random.default_rng(3), ELEMENTS[self.dtype].dtype
-        sizes = (0, self.heads, self.head_dim), (1, self.kv_heads, self.head_dim), (1, self.kv_heads, self.head_dim_v)
-        return [[rng.standard_normal((n[i], *rest)).astype(dtype) for i, *rest in sizes] for n in self.lengths]
-
-    def wanted(self, numbers: Any, counts: Any) -> list[Any]:
-        """o and lse of each sequence by hand."""
-        token, found = 0, []
-        for i, ((q_len, kv_len), (q, k, v)) in enumerate(zip(self.lengths, self.arrays(), strict=True)):
-            used, there = (q_len, kv_len) if self.used is None else (self.used[0][i], self.used[1][i])
-
-            def keep(h: int, n: int, j: int, used: int = used, there: int = there, i: int = i) -> bool:
-                kept = n < used and (not self.causal or j <= n + there - used)
-                return kept and (self.keep is None or bool(self.keep(i, h, n, j)))
-
-            def places(h: int, n: int, i: int = i, token: int = token, there: int = there) -> list[int]:
-                return self.lists.places(numbers, counts, (i, token + n, h, n), self.heads, there)
-
-            score = None if self.score is None else lambda s, h, n, j, i=i: self.score(s, i, h, n, j)
-            sinks = np.linspace(-1, 2, self.heads) if self.sinks else None
-            found.append(by_hand(q, k, v, places, sinks=sinks, keep=keep, score=score))
-            token += q_len
-        return found
-
-    def call(self, **options: Any) -> tuple[Any, Any, list[Any]]:
-        """o and lse of each sequence, and what they should be."""
-        q_lens, kv_lens = (list(x) for x in zip(*self.lengths, strict=True))
-        there = kv_lens if self.used is None else self.used[1]
-        numbers, counts = self.lists.of(q_lens, list(there), not self.packed)
-        put = lambda x: None if x is None else from_numpy(x)  # noqa: E731
-        options |= self.options | {"causal": self.causal, "return_lse": True, "keys": self.lists.keys(put(numbers), put(counts))}
-        options |= {"sinks": torch.linspace(-1, 2, self.heads)} if self.sinks else {}
-        if self.used is not None:
-            options |= {name: torch.tensor(x, dtype=torch.int32) for name, x in zip(("q_lens", "kv_lens"), self.used, strict=True)}
-        join = np.concatenate if self.packed else np.stack
-        q, k, v = (from_numpy(join(x)) for x in zip(*self.arrays(), strict=True))
-        if not self.packed:
-            o, lse = rawattn.attention(q, k, v, **options)
-            return [*o.double().numpy()], [*lse.double().numpy()], self.wanted(numbers, counts)
-        starts = [torch.tensor(np.cumsum([0, *x]), dtype=torch.int32) for x in (q_lens, kv_lens)]
-        o, lse = rawattn.attention_varlen(q, k, v, *starts, **options)
-        ends = np.cumsum(q_lens)[:-1]
-        return np.split(o.double().numpy(), ends), np.split(lse.double().numpy(), ends, axis=1), self.wanted(numbers, counts)
+def each(kernels: Any, names: Any) -> Any:
+    """Every kernel with every case, of which some are slow."""
+    pairs = [(kernel, name) for kernel in kernels for name in names]
+    marks = {True: (), False: pytest.mark.slow}
+    parameters = [pytest.param(*pair, marks=marks[pair[1] in FEW[pair[0]]], id=" ".join(pair)) for pair in pairs]
+    return pytest.mark.parametrize(("kernel", "name"), parameters)
 
 
-def from_numpy(x: Any) -> Any:
-    """A torch tensor; bf16 by way of float32."""
-    x = np.ascontiguousarray(x)
-    return torch.from_numpy(x.astype(np.float32)).bfloat16() if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+def put(x: Any) -> Any:
+    return _move(x, "torch", "cpu")
 
 
-def check(case: Case, o: Any, lse: Any, wanted: Any) -> None:
-    tolerance = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5, "fp64": 1e-12}[case.dtype]
-    for own, own_lse, (o_wanted, lse_wanted) in zip(o, lse, wanted, strict=True):
-        np.testing.assert_allclose(own, o_wanted, atol=tolerance, rtol=tolerance)
-        np.testing.assert_allclose(own_lse, lse_wanted, atol=min(tolerance, 2e-3), rtol=1e-4)
-
-
-TOKENS, BLOCKS = Lists(70), Lists(3, heads=2, block_q=4, block_kv=16)
-RAGGED = ((6, 90), (0, 5), (1, 33), (3, 0), (9, 64))
-CASES = {
-    "tokens": Case(TOKENS),
-    "tokens, causal": Case(TOKENS, causal=True, sinks=True),
-    "tokens, one head": Case(Lists(33, counts=True, empty=True), heads=1, kv_heads=1),
-    "tokens, many heads": Case(Lists(40), heads=70, kv_heads=1, lengths=((2, 50),)),
-    "tokens, packed": Case(Lists(40, counts=True), lengths=RAGGED, causal=True),
-    "blocks": Case(BLOCKS, causal=True),
-    "blocks of heads": Case(dataclasses.replace(BLOCKS, heads=4, counts=True), causal=True),
-    "blocks of one query": Case(Lists(2, heads=2, block_kv=32, empty=True), lengths=((3, 90), (3, 90))),
-    "blocks, packed": Case(dataclasses.replace(BLOCKS, counts=True), lengths=RAGGED, causal=True),
-    "blocks of 64": Case(Lists(2, heads=2, block_q=64, block_kv=64), lengths=((70, 90),), heads=2),
-    "window": Case(TOKENS, options={"window": (30, 2)}, keep=lambda b, h, q, kv: -30 <= kv - q - 84 <= 2),
-    "lengths": Case(TOKENS, used=((3, 6), (90, 41)), causal=True),
-    "softcap": Case(TOKENS, options={"softcap": 0.7}, score=lambda s, b, h, q, kv: 0.7 * np.tanh(s / 0.7)),
-    "functions": Case(
-        TOKENS,
-        options={"mask": lambda b, h, q, kv: (kv + q + h) % 3 != b, "score": lambda s, b, h, q, kv: s + (kv - q) * 0.02},
-        keep=lambda b, h, q, kv: (kv + q + h) % 3 != b,
-        score=lambda s, b, h, q, kv: s + (kv - q) * 0.02,
-    ),
-    "invariant": Case(TOKENS, options={"invariant": True}),
-}
-OTHERS = {
-    "fp32": Case(Lists(40, counts=True), dtype="fp32", causal=True),
-    "fp64": Case(Lists(2, heads=4, block_q=3, block_kv=8), dtype="fp64", lengths=RAGGED, causal=True),
-    "wide": Case(Lists(20), dtype="fp16", head_dim=320, head_dim_v=300, lengths=((2, 40),), heads=2, kv_heads=1),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tensor_cores(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word = stand_in(monkeypatch, tmp_path)
-    check(CASES[name], *CASES[name].call(kernel="attn_fwd_mma", config=CONFIGS["attn_fwd_mma"]))
+@each(CONFIGS, [*CASES, *OTHERS])
+def test_plain_tensors(name: str, kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, word = (CASES | OTHERS)[name], stand_in(monkeypatch, tmp_path)
+    if kernel == "attn_fwd_mma" and name in OTHERS:
+        with pytest.raises(UnsupportedError, match="it takes"):
+            case.call(put, kernel=kernel)
+        return
+    case.check(case.call(put, kernel=kernel, config=CONFIGS[kernel]))
     assert word[0] == 0
 
 
-@pytest.mark.parametrize("name", [*CASES, *OTHERS])
-def test_plain_arithmetic(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word, case = stand_in(monkeypatch, tmp_path), (CASES | OTHERS)[name]
-    check(case, *case.call(kernel="attn_fwd_simt", config=CONFIGS["attn_fwd_simt"]))
+def attend(step: ListedStep, kernel: str, **changes: Any) -> Any:
+    case, sinks = step.case, step.case.sink_logits()
+    options = {"kernel": kernel, "config": BY[kernel], "window": case.window, "softcap": case.softcap}
+    options["sinks"] = None if sinks is None else put(sinks)
+    made, q = step.step(put, "torch"), put(case.rows(case.heads, case.head_dim, 1))
+    return map(to_numpy, rawattn.attention_kvcache(q, step.cache("torch"), made, return_lse=True, **(options | changes)))
+
+
+@each(BY, STEPS)
+def test_caches(name: str, kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word = stand_in(monkeypatch, tmp_path, sm_count=5)
+    if name in REFUSED.get(kernel, ()):
+        with pytest.raises(UnsupportedError, match="it takes"):
+            attend(STEPS[name], kernel)
+        return
+    STEPS[name].check(*attend(STEPS[name], kernel), 2e-2)
     assert word[0] == 0
+
+
+@pytest.mark.parametrize("kernel", BY)
+@pytest.mark.parametrize("wrong", ["number", "count"])
+def test_violations(wrong: str, kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers beyond a sequence are no keys, and said so, and a count is cut; -1 is none without a word, as other tests see."""
+    word, step = stand_in(monkeypatch, tmp_path), STEPS["table"]
+    lists = dataclasses.replace(step.lists, most=20, wrong=0.3 * (wrong == "number"), none=0.5, counts=wrong == "count")
+    step = dataclasses.replace(step, lists=lists)
+    numbers, counts = step.numbers
+    if counts is not None:
+        counts[0], counts[3] = WRONG, -5
+        numbers[3] = -1
+        monkeypatch.setattr(Lists, "of", lambda *_: (numbers, counts))
+        monkeypatch.setattr(Lists, "places", _places_of_counted(Lists.places))
+    step.check(*attend(step, kernel), 2e-2)
+    assert word[0] == 256
+
+
+def _places_of_counted(places: Any) -> Any:
+    return lambda self, numbers, counts, *rest: places(self, numbers, np.clip(counts, 0, self.most), *rest)
+
+
+@pytest.mark.parametrize("kernel", CONFIGS)
+def test_all_keys_have_the_bits_of_dense_attention(kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... where the kernel and its tiles are the same; in another order sums round otherwise."""
+    stand_in(monkeypatch, tmp_path)
+    q, k, v = (torch.randn(n, dtype=torch.float32).bfloat16() for n in ((2, 3, 4, 32), (2, 90, 1, 32), (2, 90, 1, 32)))
+    every = torch.arange(90, dtype=torch.int32).expand(6, 90)
+    options = {"causal": True, "invariant": True, "kernel": kernel, "config": CONFIGS[kernel], "return_lse": True}
+    dense, listed, turned = (
+        rawattn.attention(q, k, v, **options, **keys)
+        for keys in ({}, {"keys": rawattn.TopK(every.contiguous())}, {"keys": rawattn.TopK(every.flip(1).contiguous())})
+    )
+    assert all(torch.equal(a, b) for a, b in zip(dense, listed, strict=True))
+    assert not torch.equal(dense[1], turned[1]) and torch.allclose(dense[0].float(), turned[0].float(), atol=2e-2)
+
+
+def test_a_step_of_all_keys_has_the_bits_of_the_plain_step(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By attn_decode: pages of any size are the same tiles, split at the same keys."""
+    stand_in(monkeypatch, tmp_path, sm_count=5)
+    case = dataclasses.replace(STEPS["many keys"].case, lengths=((1, 700), (1, 700)), page_size=1)
+    numbers = np.tile(np.arange(700, dtype=np.int32), (2, 1))
+    monkeypatch.setattr(Lists, "of", lambda *_: (numbers, None))
+    step = ListedStep(case, Lists(700))
+    q, cache = put(case.rows(case.heads, case.head_dim, 1)), step.cache("torch")
+    plain, listed = (
+        rawattn.attention_kvcache(q, cache, made, kernel="attn_decode", return_lse=True)
+        for made in (case.step("torch"), step.step(put, "torch"))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, listed, strict=True))
+
+
+def test_a_case_without_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path)
+    case = ListedCase(Lists(5), lengths=((0, 9), (0, 9)))
+    assert [x.shape for x in case.call(put)[0]] == [(0, 4, 16)] * 2
