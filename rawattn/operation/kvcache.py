@@ -108,9 +108,8 @@ class AttentionKVCache(OverKeys):
             ELEMENTS[q.dtype], batch_of(arrays), q_len if max_q_len is None else min(q_len, max_q_len),
             room if max_kv_len is None else min(room, max_kv_len), q.shape[-2], k.shape[2], head_dim, head_dim_v, k.shape[0],
             k.shape[1], spec, form, table, ragged, q.shape[0] if ragged else -1, "kv_begin" in arrays, "causal" in arrays,
-            "sinks" in arrays, split_keys, kv_element, *scales, "k_scale" in arrays, "v_scale" in arrays,
-            "q_rope" in arrays, latent,
-            PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
+            "sinks" in arrays, split_keys, kv_element, *scales, "k_scale" in arrays, "v_scale" in arrays, "q_rope" in arrays,
+            latent, PLAIN if q.is_cpu else layout_of((name.removesuffix("_cache"), arrays[name]) for name in read),
             sizes_of(arrays, spec.keys),
         )  # fmt: skip
 
