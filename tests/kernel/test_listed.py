@@ -11,7 +11,7 @@ import pytest
 import rawattn
 from rawattn import UnsupportedError
 from rawattn.testing import _move
-from tests.lists import CASES, OTHERS, SIZES, STEPS, Cached, ListedStep, Lists, to_numpy
+from tests.key_lists import CASES, OTHERS, SIZES, STEPS, Cached, ListedStep, Lists, to_numpy
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")

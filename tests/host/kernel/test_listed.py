@@ -16,7 +16,7 @@ from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
 from rawattn.kernel.attn_fwd_simt import AttnFwdSimtConfig
 from rawattn.testing import _move
 from tests.emulator.gpu import stand_in
-from tests.lists import CASES, OTHERS, STEPS, WRONG, ListedCase, ListedStep, Lists, to_numpy
+from tests.key_lists import CASES, OTHERS, STEPS, WRONG, ListedCase, ListedStep, Lists, to_numpy
 
 torch = pytest.importorskip("torch")
 CONFIGS = {"attn_fwd_mma": AttnFwdMmaConfig(32, 32, 2, 1, 1, 1), "attn_fwd_simt": AttnFwdSimtConfig(8, 16, 16, 16, 128, 1)}

@@ -16,7 +16,7 @@ from rawattn import Blocks, ProblemError, Step, TopK, UnsupportedError
 from rawattn.operation import Forward, from_json
 from rawattn.variant.element import BF16, ELEMENTS
 from tests.caches import caches
-from tests.lists import CASES, OTHERS, STEPS, ListedCase, ListedStep, lists, to_numpy
+from tests.key_lists import CASES, OTHERS, STEPS, ListedCase, ListedStep, lists, to_numpy
 
 SLOW = {"tokens, many heads", "wide"}
 
