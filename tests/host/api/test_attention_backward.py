@@ -309,7 +309,6 @@ SELECTED: list[tuple[dict[str, Any], str, str, bool]] = [  # changes, architectu
     ({"head_dim_v": 256}, "sm_90a", "attn_bwd_pair", False),
     ({"head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
     ({"head_dim": 264}, "sm_90a", "attn_bwd_mma", False),
-    ({"head_dim": 520}, "sm_90a", "attn_bwd_simt", True),
     ({"element": FP32}, "sm_90a", "attn_bwd_mma", False),
     ({"element": FP32, "head_dim": 256}, "sm_90a", "attn_bwd_mma", False),
     ({"element": FP32, "head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
