@@ -21,7 +21,7 @@ from ..variant.mask import And, Causal, Full, Window
 from ..variant.score import Scale, Softcap
 from ..variant.walk import IntervalCursor
 from . import paging, tiling
-from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
+from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
 from .render import config_header, source
@@ -237,7 +237,8 @@ class AttnFwdMmaListed(Listed):
     def options(self, op: Any, config: AttnFwdMmaConfig) -> dict[str, Option]:
         widens = isinstance(op, AttentionKVCache) and paging.is_fp8(op)
         source_of_rows = (kv.PagedRowsWidenedKv if widens else kv.PagedRowsKv)(pages_option(op))
-        return options(op, Softmax=softmax.SpeculativeMax(), Kv=source_of_rows, Blocks=Blocks16())
+        strip = strip_option(over_blocks(op))
+        return options(op, Softmax=softmax.SpeculativeMax(), Kv=source_of_rows, Blocks=Blocks16(), Strip=strip)
 
     def render(self, op: Any, config: AttnFwdMmaConfig, arch: str) -> Source:
         constants = ATTN_FWD_MMA.constants(over_blocks(op), config)
