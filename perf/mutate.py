@@ -48,7 +48,6 @@ TESTS = {  # module -> the files of its tests in tests/host, quickest first, whe
     "rawattn/array/reading.py": "api/attention torch/operators driver/driver runtime/bound_call",
     "rawattn/array/torch_state.py": "torch/operators torch/traced runtime/bound_call", "rawattn/command/demo.py": "main",
     "rawattn/command/doctor.py": "main", "rawattn/compile/cache.py": "compile/cache compile/compiler",
-    "rawattn/compile/tokens.py": "compile/compiler",
     **{f"rawattn/cpu/{name}.py": "cpu/kernels cpu/backward" for name in ("cost", "forward", "lanes", "loops", "units")},
     "rawattn/driver/device.py": "runtime/select",
     **{f"rawattn/driver/{name}.py": "driver/driver" for name in ("context", "counters", "graph", "launch", "tensor_map")},

@@ -48,15 +48,6 @@ def ratio(numerator: Samples, denominator: Samples, level: float = 0.95, draws: 
     return Ratio(value, min(float(low), value), max(float(high), value))
 
 
-def mean_ratio(ratios: Sequence[Ratio]) -> Ratio:
-    """The geometric mean of ratios that were measured apart; its interval narrows as independent noise does."""
-    middle = [math.log(each.value) for each in ratios]
-    below = [(at - math.log(each.low)) ** 2 for at, each in zip(middle, ratios, strict=True)]
-    above = [(math.log(each.high) - at) ** 2 for at, each in zip(middle, ratios, strict=True)]
-    mean, (down, up) = sum(middle) / len(middle), (math.sqrt(sum(squares)) / len(middle) for squares in (below, above))
-    return Ratio(math.exp(mean), math.exp(mean - down), math.exp(mean + up))
-
-
 def _bootstrap_medians(samples: Sequence[float], draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     """Medians of ``draws`` resamples, without sorting any: the rank of a resample's median is Beta distributed."""
     ordered, count = np.sort(np.asarray(samples, np.float64)), len(samples)

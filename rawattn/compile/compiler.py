@@ -30,17 +30,15 @@ from typing import Any, Literal
 
 from ..errors import INSTALL, INSTALL_EITHER, CompileError, UnsupportedError
 from . import cache
-from .tokens import code
 
 NVRTC_SINCE = {"sm_103": (12, 9), "sm_110": (13, 0), "sm_121": (12, 9)}  # the first that knows it, where 12.8 does not
-LINE_INFO = "--generate-line-info"  # for profilers and sanitizers: the same machine code in four times the file
 NO_CACHE = "--no-cache"  # NVRTC's own, from which it takes a kernel without its log; 12.8 has none, and refuses the option
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
     NO_CACHE,
     "--no-source-include",  # else a header missing from Source.headers is taken from the current directory
-    LINE_INFO,
+    "--generate-line-info",  # for profilers and sanitizers: the same machine code in four times the file
     "--ptxas-options=-v",
 )
 LOCK_SECONDS = 60.0  # longest wait for a process that compiles the same kernel; a kernel takes about one second
@@ -75,13 +73,6 @@ class Source:
     def key(self) -> str:
         """The sha256 of the source, in hexadecimal, without NVRTC's version: so a filled cache serves where there is no NVRTC."""
         return _hash(self.name, self.text, sorted(self.headers), self.options)
-
-    @functools.cached_property
-    def code_key(self) -> str:
-        """The sha256 of what the machine code depends on: the tokens, and options but for line numbers. A comment, a line that
-        is wrapped elsewhere and the name of the file change ``key`` and leave this one alone."""
-        headers = [(path, code(text)) for path, text in sorted(self.headers)]
-        return _hash(code(self.text), headers, [option for option in self.options if option != LINE_INFO])
 
 
 @dataclasses.dataclass(frozen=True)

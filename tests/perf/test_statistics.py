@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from perf.lib.statistics import Ratio, geometric_mean, mean_ratio, ratio, welch_t
+from perf.lib.statistics import geometric_mean, ratio, welch_t
 from rawattn.command.timing import median_of_rounds
 
 
@@ -19,14 +19,6 @@ def test_means() -> None:
     assert geometric_mean([2, 0.5]) == pytest.approx(1) and geometric_mean([4, 1]) == pytest.approx(2)
     assert math.isnan(geometric_mean([]))
     assert median_of_rounds([[1, 2, 3], [2, 2, 90], [50, 60, 70]]) == 2
-
-
-def test_mean_of_ratios() -> None:
-    """Four of the same noise halve it; opposite ratios cancel."""
-    found = mean_ratio([Ratio(1.02, 1.02 / 1.01, 1.02 * 1.01)] * 4)
-    assert found.value == pytest.approx(1.02) and found.low == pytest.approx(1.02 / 1.01**0.5)
-    assert found.high == pytest.approx(1.02 * 1.01**0.5)
-    assert mean_ratio([Ratio(2, 2, 2), Ratio(0.5, 0.5, 0.5)]) == Ratio(1, 1, 1)
 
 
 def test_interval_covers_the_true_ratio() -> None:

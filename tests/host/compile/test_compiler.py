@@ -7,12 +7,10 @@ import json
 import linecache
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -24,7 +22,6 @@ import pytest
 
 from rawattn import errors
 from rawattn.compile import cache, compiler
-from rawattn.compile.tokens import code
 from rawattn.errors import CompileError, RawattnError, UnsupportedError
 from tests.threads import at_once
 
@@ -152,84 +149,6 @@ def test_order_of_headers_is_not_in_the_key() -> None:
     assert dataclasses.replace(SOURCE, headers=HEADERS[::-1]).key == SOURCE.key
 
 
-SAME_CODE = {
-    "comment": TEXT.replace("{ x[", "{ /* twice */ x[") + "// the end",
-    "blank lines": TEXT.replace("\n", "\n\n"),
-    "wrapped": TEXT.replace("(float* x)", "(\n    float* x\n)").replace(" + ", "\n+ "),
-    "tighter": TEXT.replace(" = ", "=").replace("{ ", "{"),
-    "comment in a directive": TEXT.replace('"config.cuh"', '"config.cuh"  // constants'),
-    "comment that goes on": TEXT + "// a comment \\\n__device__ int x;",
-}
-OTHER_CODE = {
-    "token": TEXT.replace("+", "-"),
-    "string": TEXT.replace("twice(x", 'twice("// x"[0], x'),
-    "in a string": TEXT.replace("twice(x", 'twice("//  x"[0], x'),
-    "words": TEXT.replace("float*", "flo at*"),
-    "operator": TEXT.replace(") + ", ") + + "),
-    "joined operator": TEXT.replace(") + ", ") ++ "),
-    "directive": TEXT.replace('"config.cuh"\n', '"config.cuh" '),
-    "comment that is code": TEXT.replace("+ cfg", "/ * + * / cfg"),
-}
-
-
-@pytest.mark.parametrize("name", [*SAME_CODE, *OTHER_CODE])
-def test_code_key_of_a_text(name: str) -> None:
-    text = {**SAME_CODE, **OTHER_CODE}[name]
-    changed = dataclasses.replace(SOURCE, text=text)
-    assert changed.key != SOURCE.key
-    assert (changed.code_key == SOURCE.code_key) is (name in SAME_CODE)
-    before, after = (dataclasses.replace(SOURCE, headers=(("a.cuh", each), *HEADERS)) for each in (TEXT, text))
-    assert (after.code_key == before.code_key) is (name in SAME_CODE)
-    assert after.code_key != SOURCE.code_key
-
-
-def test_code_keys_of_other_code_differ() -> None:
-    assert len({dataclasses.replace(SOURCE, text=text).code_key for text in OTHER_CODE.values()}) == len(OTHER_CODE)
-
-
-def test_what_is_in_the_code_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Target and options, but neither the file's name nor whether line numbers are wanted."""
-    assert dataclasses.replace(SOURCE, name="other.cu").code_key == SOURCE.code_key
-    assert dataclasses.replace(SOURCE, arch="sm_80").code_key != SOURCE.code_key
-    options = compiler.OPTIONS
-    monkeypatch.setattr(compiler, "OPTIONS", tuple(each for each in options if each != compiler.LINE_INFO))
-    assert dataclasses.replace(SOURCE).code_key == SOURCE.code_key and dataclasses.replace(SOURCE).key != SOURCE.key
-    monkeypatch.setattr(compiler, "OPTIONS", (*options, "--use_fast_math"))
-    assert dataclasses.replace(SOURCE).code_key != SOURCE.code_key
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [
-        ("a+++b // c", ["a", "++", "+", "b"]),
-        ('s = "a\\" // b" /* c */;', ["s", "=", '"a\\" // b"', ";"]),
-        ("c = '\"'; // d", ["c", "=", "'\"'", ";"]),
-        ("0x1p-3 1e+5f 1'000'000 .5 1-2", ["0x1p-3", "1e+5f", "1'000'000", ".5", "1", "-", "2"]),
-        ('R"x(// )" a)x" // b', ['R"x(// )" a)x"']),
-        ("#pragma unroll // n\nfor", ["#", "pragma", "unroll", "", "for"]),
-        ("a # b\nc", ["a", "#", "b", "c"]),
-        ("x /* a\nb */ # y\nz", ["x", "#", "y", "z"]),
-        ("a /= b / *c", ["a", "/=", "b", "/", "*", "c"]),
-        ("#error don't\nx'", ["#", "error", "don", "'", "t", "", "x", "'"]),
-    ],
-)
-def test_tokens(text: str, tokens: list[str]) -> None:
-    assert code(text).split("\n") == tokens
-
-
-def test_equal_code_is_equal_machine_code() -> None:
-    """Line numbers aside, of which a disassembly without them knows nothing."""
-    disassembled = set()
-    for text in (TEXT, *SAME_CODE.values()):
-        binary = compiler.compile(dataclasses.replace(SOURCE, text=text))
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(binary.cubin)
-            file.flush()
-            listing = instructions(pathlib.Path(file.name))
-        disassembled.add("\n".join(line for line in listing.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)))
-    assert len(disassembled) == 1 and "TID.X" in disassembled.pop()
-
-
 def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Neither the folder that the sources are read from nor the current one is in a key: names are relative to cuda_src."""
     from rawattn.driver.device import TYPICAL
@@ -251,7 +170,7 @@ def test_key_knows_no_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib
         there = source()
     finally:
         render._read.cache_clear()
-    assert (there.key, there.code_key) == (here.key, here.code_key)
+    assert there.key == here.key
     texts = [there.name, there.text, *there.options, *(part for header in there.headers for part in header)]
     assert not [text for text in texts if str(tmp_path) in text or str(render.FOLDER) in text]
 
