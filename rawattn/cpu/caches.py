@@ -144,7 +144,7 @@ def is_widened(op: AttentionKVCache) -> bool:
 
 
 def _scales_of(op: AttentionKVCache, views: Views, i: int) -> tuple[Any, Any] | None:
-    """What a sequence's keys and values in eight bits are multiplied by, (kv_heads, 1); None for other formats."""
+    """The factors of a sequence's keys and values in eight bits, (kv_heads, 1); None for other formats."""
     if not is_widened(op):
         return None
     numbers = (("k_scale", op.k_scale), ("v_scale", op.v_scale))

@@ -92,7 +92,7 @@ class AttnBwdColumns(AttnBwd):
 
 
 def _fixed(config: AttnBwdConfig) -> dict[str, int]:
-    """What a configuration says of tiles, stages and registers, and of parts of heads."""
+    """The numbers of a configuration that are always the same: tiles, stages, registers, parts of heads."""
     free = ("dq_sums", "heads_together", "bundle")
     return {name: x for name, x in dataclasses.asdict(config).items() if isinstance(x, int) and name not in free}
 

@@ -39,7 +39,7 @@ def rows_of_all_sizes(count: int, seed: int = 0) -> Array:
 
 
 def quantized_by_torch(rows: Any) -> Any:
-    """What FlashMLA's tests say of rows in bf16, (n, 576)."""
+    """Makes of rows in bf16, (n, 576), the bytes that FlashMLA's tests say."""
     groups = rows[:, :512].unflatten(1, (4, 128))
     scale = torch.pow(2, (groups.abs().amax(-1).float() / 448.0).clamp_min(1e-4).log2().ceil()).float()
     eight = (groups.float() / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)
