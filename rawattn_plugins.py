@@ -12,19 +12,25 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-PATH = "rawattn.integrations.vllm_backend.RawattnBackend"
+PATHS = {
+    "RAWATTN": "rawattn.integrations.vllm_backend.RawattnBackend",
+    "RAWATTN_MLA": "rawattn.integrations.vllm_mla_backend.RawattnMLABackend",
+    "RAWATTN_MLA_SPARSE": "rawattn.integrations.vllm_mla_backend.RawattnMLASparseBackend",
+}
 _warned: set[str] = set()
 
 
 def vllm() -> None:
-    """Makes the backend known to vLLM, from version 0.33 on, as RAWATTN. It may be called several times.
+    """Makes the backends known to vLLM, from version 0.33 on, as RAWATTN, RAWATTN_MLA and RAWATTN_MLA_SPARSE. It may be called
+    several times.
 
     A vLLM of another version, which cannot be told of the backend, gets a warning and runs without it."""
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-        if "RAWATTN" not in AttentionBackendEnum.__members__:
-            register_backend("RAWATTN", PATH)
+        for name, path in PATHS.items():
+            if name not in AttentionBackendEnum.__members__:
+                register_backend(name, path)
     except (ImportError, AttributeError, TypeError) as error:
         _warn("vLLM", "RAWATTN", error)
 

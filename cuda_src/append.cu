@@ -21,7 +21,7 @@ template struct TokensOption<Tokens>;
 template struct DestinationOption<Destination>;
 template struct RotaryOption<Rotary, Chunk>;
 template struct QueriesOption<Queries>;
-template struct StorageOption<Storage>;
+template struct StorageOption<Storage, Chunk>;
 template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {0, sizeof(Args), cfg::threads, Launch::uses_pdl};
@@ -33,7 +33,8 @@ constexpr int step = cfg::lanes * cfg::width, strips = (columns + step - 1) / st
 struct Row {
     const Element* from;
     unsigned char* to;
-    i32 columns;  // 0 for a row that takes no part
+    i32 columns;  // up to which it goes; 0 for a row that takes no part
+    i32 first;  // the column that it begins with
     bool rotates, is_cached;
     Storage::Scale scale;
 };
@@ -58,7 +59,7 @@ struct Token {
     __device__ Row cached(const StridedTensor& from, const StridedTensor& pool, i32 head, i32 columns, bool rotates, Storage::Scale scale) const {
         const unsigned char* to = pool.rows(BatchEntry{place.page}, head) + place.row * pool.row_bytes;
         const bool takes_part = place.page >= 0 && rotary.exists;
-        return {reinterpret_cast<const Element*>(in(from, head)), const_cast<unsigned char*>(to), takes_part ? columns : 0, rotates, true, scale};
+        return {reinterpret_cast<const Element*>(in(from, head)), const_cast<unsigned char*>(to), takes_part ? columns : 0, 0, rotates, true, scale};
     }
     __device__ Row row(i32 i) const {
         if (i < args.kv_heads) return cached(args.k, args.k_cache, i, cfg::head_dim, true, Storage::of_k(args, tokens.batch, i));
@@ -66,7 +67,9 @@ struct Token {
         if (i < args.v_heads) return cached(args.v, args.v_cache, i, cfg::head_dim_v, false, Storage::of_v(args, tokens.batch, i));
         i -= args.v_heads;
         const bool takes_part = i < queries.heads && rotary.exists && tokens.exists;
-        return {reinterpret_cast<const Element*>(in(queries.from(args), i)), const_cast<unsigned char*>(in(queries.to(args), i)), takes_part ? cfg::head_dim : 0, true, false, {}};
+        constexpr int first = Queries::first_column;
+        const Element* from = reinterpret_cast<const Element*>(in(queries.from(args), i)) - first;
+        return {from, const_cast<unsigned char*>(in(queries.to(args), i)) - first * sizeof(Element), takes_part ? cfg::head_dim : 0, first, true, false, {}};
     }
     // Moves a row by its lanes; the whole warp calls it together.
     __device__ void move(const Row& row) const {
@@ -75,23 +78,17 @@ struct Token {
 #pragma unroll
         for (int i = 0; i < strips; ++i) {
             const int column = first + i * step;
-            if (column >= row.columns) continue;
+            if (column >= row.columns || column < row.first) continue;
             chunks[i] = row.rotates ? rotary.template chunk<Chunk>(row.from, column) : *reinterpret_cast<const Chunk*>(row.from + column);
         }
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < strips; ++i) {
             const int column = first + i * step;
-            if (column >= row.columns) continue;
-            if (row.is_cached) store(row, column, chunks[i]);
+            if (column >= row.columns || column < row.first) continue;
+            if (row.is_cached) Storage::store(row.to, column, chunks, i, row.scale);
             else *reinterpret_cast<Chunk*>(row.to + column * sizeof(Element)) = chunks[i];
         }
-    }
-    __device__ static void store(const Row& row, int column, const Chunk& chunk) {
-        Vector<KvElement, cfg::width> out;
-#pragma unroll
-        for (int x = 0; x < cfg::width; ++x) out.x[x] = Storage::of(chunk.x[x], row.scale);
-        *reinterpret_cast<decltype(out)*>(row.to + column * sizeof(KvElement)) = out;
     }
 };
 

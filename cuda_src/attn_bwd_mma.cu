@@ -5,9 +5,9 @@
 //
 // A block owns cfg::tile_kv keys of one head of k and v and goes over the query tiles that keep any of them, for each query head of
 // the group: dk and dv stay in registers, whole, without atomics. cfg::sharing warps have the same 16 * cfg::m_tiles_per_warp keys.
-// S and dP are transposed (a row is a key), and each of these warps computes them for its part of the queries. Then each computes
-// dk and dv of its part of the columns, for all of the tile's queries: alone, a warp has P' and dS' as left operands in its registers;
-// several meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
+// S and dP are transposed (a row is a key), and each of these warps computes them for its part of the queries, or adds its part of the
+// columns to them: the option Sharing says which. Then each computes dk and dv of its part of the columns, for all of the tile's
+// queries: with all of them, a warp has P' and dS' as left operands in its registers; else they meet in shared memory. dq needs dS of all keys, and is shared out again; its parts go from registers to the sum of their
 // tile in scratch, where DqStore sets the order. Every thread loads: K and V once, Q and dO a step ahead.
 // Numbers have 16 bits or 32, sums 32. A product goes over blocks of 16 x 16 numbers: Blocks brings them from tiles to registers and
 // makes them of sums, Element multiplies them.
@@ -21,6 +21,7 @@
 //                                                          read; where a warp has keys alone: Q and dO until read
 //   __syncthreads, third     every thread   every thread   dO until read, where it has one stage and several warps share keys
 //   __syncthreads, fourth    every thread   every thread   Q likewise
+//   the option Sharing may have named barriers between the warps that have the same keys: smem.sums until written, and until read
 //   args.turns[tile]         first thread   every thread   a dq tile: key tiles add in one order
 //
 // A turn is passed on a step later, when the adds are long under way: the fence before it then has little to wait for. Each thread asks
@@ -28,7 +29,7 @@
 // and turn of this one's dq, come behind a product, whose last mma.sync are on their way meanwhile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, StridedOutput, Args, and the options
-                       // Element, Blocks, Rows, Mask, Score, Weight, Group, DkvBlocks, Scheduler, Turn, Walk, DqStore, Launch
+                       // Element, Blocks, Sharing, Rows, Mask, Score, Weight, Group, DkvBlocks, Scheduler, Turn, Walk, DqStore, Launch
 #include "tile/facts.cuh"
 #include "tile/swizzled.cuh"
 #include "tile/warp_sums.cuh"
@@ -50,7 +51,7 @@ struct Smem {
     VTile v;
     QTile q[cfg::q_stages];
     DoTile d_o[cfg::do_stages];
-    PTile ds[cfg::sharing > 1 ? 2 : 1];  // and P
+    PTile ds[Sharing::meets ? 2 : 1];  // and P
     alignas(16) float lse_log2[2][cfg::tile_q], delta[2][cfg::tile_q];
     Step steps[2];  // this one and the next
     i32 places[2];  // of dq tiles: this step's and that of the step before
@@ -58,6 +59,7 @@ struct Smem {
     Walk::Board board;
     KvWorkTile work;  // here to free registers, as the sequence
     alignas(8) unsigned char rows[sizeof(Rows)];
+    [[no_unique_address]] alignas(16) Sharing::Board sums;
 };
 template struct BlocksOption<Blocks, Element, PTile>;
 template struct SameElements<Element, QElement, KvElement>;
@@ -74,7 +76,7 @@ template struct LaunchOption<Launch>;
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
 constexpr int warp_count = cfg::threads / 32, m_tiles = cfg::m_tiles_per_warp;
-constexpr int chunk_q = cfg::chunk_q, part_q = cfg::tile_q / cfg::sharing, q_chunks = part_q / chunk_q;  // of a warp's queries
+constexpr int chunk_q = cfg::chunk_q, part_q = Sharing::queries, q_chunks = part_q / chunk_q;  // of a warp's queries
 constexpr int blocks = QTile::blocks, v_blocks = DoTile::blocks;                                          // of 16 columns
 constexpr int dk_blocks = ceil_div(blocks, cfg::sharing), dv_blocks = ceil_div(v_blocks, cfg::sharing);
 constexpr int dq_column_warps = warp_count / cfg::dq_row_warps;
@@ -164,15 +166,23 @@ struct Warp {
         clear(dv);
     }
 
-    // sums = a b' of this warp's keys and queries from first_q on.
+    // sums = a b' of this warp's keys and queries from first_q on; `again`: of this step others were made before.
     template <int steps, class A, class B>
-    __device__ void multiply_columns(Sums (&sums)[chunk_q / 16], const A& a, const B& b, u32 first_q) const {
-        const Blocks::Left<A> keys(a, first_key);
-        const Blocks::Right<B> queries(b, first_q);
+    __device__ void multiply_columns(Sums (&sums)[chunk_q / 16], const A& a, const B& b, u32 first_q, bool again) const {
+        constexpr int stride = Sharing::stride, own = ceil_div(steps, stride);
+        const u32 first = Sharing::first_block(member);
+        const Blocks::Left<A> keys(a, first_key, first);
+        const Blocks::Right<B> queries(b, first_q, first);
+        const auto empty = [&](Operand& to, int step) {  // past the last column
+            if (steps % stride != 0 && step * stride + first >= steps)
+#pragma unroll
+                for (u32& x : to) x = 0;
+        };
         clear(sums);
-        const auto load_keys = [&](Operand& to, int step, int i) { keys.load(to, i, step); };
-        const auto load_queries = [&](Operand& to, int step, int j) { queries.load(to, j, step); };
-        multiply<steps, Blocks::unrolled(steps)>(sums, load_keys, load_queries);
+        const auto load_keys = [&](Operand& to, int step, int i) { keys.load(to, i, step * stride), empty(to, step); };
+        const auto load_queries = [&](Operand& to, int step, int j) { queries.load(to, j, step * stride), empty(to, step); };
+        multiply<own, Blocks::unrolled(own)>(sums, load_keys, load_queries);
+        Sharing::add_up(smem.sums, sums, member, again);
     }
     // sums += a b over queries from first_q on, for this warp's part of the columns; `unrolled` steps at a time.
     template <int steps, int unrolled, int columns, class A, class B>
@@ -200,9 +210,11 @@ struct Warp {
     __device__ void leave(PTile& to, const Words (&words)[chunk_q / 16], u32 first_q) const {
         const Blocks::Writer<PTile> writer(first_key, first_q / 16, ptx::lane_id());
 #pragma unroll
-        for (int j = 0; j < chunk_q / 16; ++j)
+        for (int j = 0; j < chunk_q / 16; ++j) {
+            if (!Sharing::leaves(j, member)) continue;
 #pragma unroll
             for (int i = 0; i < m_tiles; ++i) writer.store(to, i, j, words[j][i]);
+        }
     }
 
     // P and dS of this warp's keys and chunk_q queries; `meanwhile` is called behind the product of S.
@@ -210,18 +222,18 @@ struct Warp {
     __device__ void weigh_chunk(const Stage& stage, const Pairs& pairs, const Weights& weights, bool full, u32 first_q, Meanwhile meanwhile) {
         Sums s[chunk_q / 16], dp[chunk_q / 16];
         Words words[chunk_q / 16];
-        multiply_columns<blocks>(s, smem.k, stage.q, first_q);
+        multiply_columns<blocks>(s, smem.k, stage.q, first_q, false);
         meanwhile();
         const float* lse_log2 = stage.lse_log2 + first_q + lane % 4 * 2;
         if (full) weigh(s, words, pairs, EveryPair{}, weights, lse_log2);
         else weigh(s, words, pairs, kept_pairs<chunk_q / 16>(pairs.mask, pairs.q, pairs.kv), weights, lse_log2);
-        if (cfg::sharing == 1) multiply_own(dv, words, stage.d_o, first_q);
-        else leave(smem.ds[cfg::sharing > 1], words, first_q);
-        multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q);
-        if (cfg::sharing > 1) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
+        if (!Sharing::meets) multiply_own(dv, words, stage.d_o, first_q);
+        else leave(smem.ds[Sharing::meets], words, first_q);
+        multiply_columns<v_blocks>(dp, smem.v, stage.d_o, first_q, true);
+        if (Sharing::meets) __syncwarp();  // else NVRTC 13.0 goes on in the midst of the product, and spills
         differentiate(s, dp, words, weights.again(), stage.factor, stage.delta + first_q + lane % 4 * 2);
         leave(smem.ds[0], words, first_q);
-        if (cfg::sharing == 1) multiply_own(dk, words, stage.q, first_q);
+        if (!Sharing::meets) multiply_own(dk, words, stage.q, first_q);
     }
     // Adds this block's part of dq of a tile to its sum.
     __device__ void add_dq(const Args& args, i32 place, const Turn& turn) const {
@@ -342,7 +354,7 @@ struct Block {
         const Weight weight(args, rows, own);
 #pragma unroll 1
         for (int i = 0; i < q_chunks; ++i) {
-            const i32 first = i32(warp.member) * part_q + i * chunk_q;
+            const i32 first = i32(Sharing::first_query(warp.member)) + i * chunk_q;
             const Pairs pairs = {mask, score, own.q_begin + first + i32(warp.lane) % 4 * 2, first_key()};
             const auto weights = weight.template kept<chunk_q / 16, m_tiles>(pairs.q, pairs.kv);
             warp.weigh_chunk(stage, pairs, weights, step.full, first, [&] {
@@ -359,13 +371,13 @@ struct Block {
         if (count > 0) pass_turn();
         weigh(stage);
         __syncthreads();
-        if (cfg::sharing > 1) warp.multiply_shared(warp.dv, smem.ds[cfg::sharing > 1], stage.d_o);
+        if (Sharing::meets) warp.multiply_shared(warp.dv, smem.ds[Sharing::meets], stage.d_o);
         find_step();
-        if (cfg::sharing > 1 && cfg::do_stages == 1) __syncthreads();
-        if (cfg::q_stages == 1 && cfg::sharing == 1) load_q(count + 1);
+        if (Sharing::meets && cfg::do_stages == 1) __syncthreads();
+        if (cfg::q_stages == 1 && !Sharing::meets) load_q(count + 1);
         if (cfg::do_stages == 1) load_do(count + 1);
         warp.add_dq(args, smem.places[at], smem.turns[at]);
-        if (cfg::sharing > 1) {
+        if (Sharing::meets) {
             warp.multiply_shared(warp.dk, smem.ds[0], stage.q);
             if (cfg::q_stages == 1) {
                 __syncthreads();

@@ -1,6 +1,7 @@
 // Forward attention for many query rows on any GPU from Ampere on: o = softmax(mask(score(q k^T))) v, with mma.sync and cp.async.
 //
-// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::m_tiles_per_warp of them.
+// A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::m_tiles_per_warp of them,
+// a strip; the option Strip says whether it has all of their columns, or shares them with another.
 // Every thread loads: Q first, then key and value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a
 // ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_steps_in_registers contraction steps.
 //
@@ -9,11 +10,12 @@
 //   __syncthreads, for t  every thread   every thread   all parts of tile t until they are there, and the slot of tile t - 1, which
 //                                                       tile t - 1 + cfg::stages takes, until read
 //   __syncthreads, last   every thread   every thread   smem.work until written
+//   the option Strip may have named barriers between the warps of a strip: smem.board until written, and until read
 //
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Blocks, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
+                       // Element, Blocks, Strip, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
@@ -33,6 +35,7 @@ struct Smem {
     QTile q;
     Slot ring[cfg::stages];
     WorkTile work;  // kept here until the end, to free registers
+    [[no_unique_address]] alignas(16) Strip::Board board;
 };
 static_assert(requires(float* d, const u32* a) { Element::multiply(d, a, a); }, "Element: multiply(d, a, b), 16 x 8 x 16");
 static_assert(Blocks::words == 2 * sizeof(Element), "Blocks: words, of a block of Element");
@@ -102,18 +105,20 @@ struct Work {
 
 // This is what a warp computes: cfg::m_tiles_per_warp times 16 rows. Registers are laid out as in tile/fragment.cuh.
 struct Warp {
-    static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, qk_steps = QTile::blocks, pv_steps = cfg::tile_kv / 16;
+    static constexpr int m_tiles_per_warp = cfg::m_tiles_per_warp, pv_steps = cfg::tile_kv / 16;
+    static constexpr int qk_steps = Strip::blocks<QTile>, v_blocks_each = Strip::blocks<VTile>;
+    static constexpr int columns = Strip::warps == 1 ? cfg::head_dim_v : 16 * v_blocks_each;
     const u32 first_row;  // in the tile
     const Blocks::Left<QTile> q_blocks;
     const Blocks::Right<KTile> k_blocks;
     const Blocks::RightTransposed<VTile> v_blocks;
     u32 q[cfg::q_steps_in_registers + 1][m_tiles_per_warp][Blocks::words];  // the last one for the steps that are not kept
     u32 p[pv_steps][m_tiles_per_warp][Blocks::words];
-    float s[m_tiles_per_warp * cfg::tile_kv / 2], o[m_tiles_per_warp * cfg::head_dim_v / 2];
+    float s[m_tiles_per_warp * cfg::tile_kv / 2], o[m_tiles_per_warp * columns / 2];
 
     // The compiler takes what is uniform() for the same in the whole warp, and keeps what follows from it out of the registers.
     __device__ explicit Warp(const Smem& smem)
-        : first_row(ptx::uniform(threadIdx.x / 32) * (16 * m_tiles_per_warp)), q_blocks(smem.q, 0),
+        : first_row(ptx::uniform(threadIdx.x / 32) / Strip::warps * (16 * m_tiles_per_warp)), q_blocks(smem.q, 0),
           k_blocks(smem.ring[0].k, 0), v_blocks(smem.ring[0].v, 0, 0, threadIdx.x % 32) {
 #pragma unroll
         for (float& x : o) x = 0.f;
@@ -122,7 +127,7 @@ struct Warp {
     __device__ void load_q(u32 (&to)[m_tiles_per_warp][Blocks::words], int step) {
 #pragma unroll
         for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
-            q_blocks.load(to[slab], slab, step, first_row * QTile::row_bytes);
+            q_blocks.load(to[slab], slab, step, first_row * QTile::row_bytes + Strip::first<QTile>());
 #pragma unroll
             for (u32& x : to[slab]) x ^= u32(cfg::q_signs);
         }
@@ -133,19 +138,23 @@ struct Warp {
     }
 
     // s = q k^T
-    __device__ void multiply_qk(u32 slot) {
+    __device__ void multiply_qk(Strip::Board& board, u32 slot) {
+        slot += Strip::first<KTile>();
 #pragma unroll
         for (float& x : s) x = 0.f;
 #pragma unroll
-        for (int step = 0; step < cfg::q_steps_in_registers; ++step) multiply_qk(q[step], step, slot);
+        for (int step = 0; step < cfg::q_steps_in_registers; ++step)
+            if (Strip::has<QTile>(step)) multiply_qk(q[step], step, slot);
         constexpr int unrolled = Blocks::unrolled(qk_steps - cfg::q_steps_in_registers);
 #pragma unroll 1
         for (int first = cfg::q_steps_in_registers; first < qk_steps; first += unrolled)
 #pragma unroll
             for (int step = first; step < first + unrolled; ++step) {
+                if (!Strip::has<QTile>(step)) break;
                 load_q(q[cfg::q_steps_in_registers], step);
                 multiply_qk(q[cfg::q_steps_in_registers], step, slot);
             }
+        Strip::add_up(board, s);
     }
     __device__ void multiply_qk(const u32 (&a)[m_tiles_per_warp][Blocks::words], int step, u32 slot) {
 #pragma unroll
@@ -161,16 +170,18 @@ struct Warp {
     }
     // o += p v
     __device__ void multiply_pv(u32 slot) {
+        slot += Strip::first<VTile>();
 #pragma unroll
         for (int step = 0; step < pv_steps; ++step)
 #pragma unroll
-            for (int i = 0; i < VTile::blocks; ++i) {
+            for (int i = 0; i < v_blocks_each; ++i) {
+                if (!Strip::has<VTile>(i)) break;
                 u32 b[Blocks::words];
                 v_blocks.load(b, step, i, slot);
 #pragma unroll
                 for (int slab = 0; slab < m_tiles_per_warp; ++slab) {
                     Element::multiply(o + fragment_index(2 * i, 2 * slab), p[step][slab], b);
-                    if (16 * i + 8 < cfg::head_dim_v) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + Blocks::words / 2);
+                    if (16 * i + 8 < columns) Element::multiply(o + fragment_index(2 * i + 1, 2 * slab), p[step][slab], b + Blocks::words / 2);
                 }
             }
     }
@@ -198,11 +209,11 @@ struct Warp {
         if (!full) mask_fragment(work.mask, s, work.row, first);
     }
     // The weights of one key tile.
-    __device__ void weigh(Work& work, bool full, i32 tile, u32 slot) {
+    __device__ void weigh(Work& work, Strip::Board& board, bool full, i32 tile, u32 slot) {
         const i32 first = tile * cfg::tile_kv + ptx::lane_id() % 4 * 2;
-        const auto multiply = [&] { multiply_qk(slot); };
-        multiply();
-        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, multiply);
+        const auto again = [&] { Strip::meet(), multiply_qk(board, slot); };
+        multiply_qk(board, slot);
+        const bool moved = work.softmax.next(s, PlacedScore<Score>{work.score, work.row, first}, full, [&] { mask_and_score(work, full, first); }, again);
         if (moved) work.softmax.rescale(o);
         pack_p(work, first);
     }
@@ -210,8 +221,8 @@ struct Warp {
         __syncthreads();
         const WorkTile& work = smem.work;
         const Rows rows(args, work.batch);
-        const i32 row = work.q_begin + threadIdx.x / 32 * (16 * m_tiles_per_warp) + threadIdx.x % 32 / 4;
-        store_fragment(Store(args, rows, work), softmax, o, row, rows.q_len, Weight::factor(args));
+        const i32 row = work.q_begin + threadIdx.x / 32 / Strip::warps * (16 * m_tiles_per_warp) + threadIdx.x % 32 / 4;
+        Strip::store<VTile>(Store(args, rows, work), softmax, o, row, rows.q_len, Weight::factor(args));
     }
 };
 
@@ -231,7 +242,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& tile) {
     for (; walk.more(); walk.advance()) {
         const u32 k = tiles.arrive(0);
         if (walk.is_first()) warp.keep_q();
-        if (walk.is_own()) warp.weigh(work, walk.is_full(), walk.tile(), k);
+        if (walk.is_own()) warp.weigh(work, smem.board, walk.is_full(), walk.tile(), k);
         const u32 v = tiles.arrive(1);
         if (walk.is_own()) warp.multiply_pv(v);
     }

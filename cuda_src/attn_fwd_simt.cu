@@ -10,12 +10,12 @@
 //   __syncthreads, read     every thread   every thread   smem.kv (with V smem.p) until read
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Rows, Mask, Score, Softmax, Weight, Scheduler, Store, Walk
+                       // Element, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/log_sum.cuh"
 #include "tile/number.cuh"
 #include "tile/range.cuh"
-#include "tile/strided_tensor.cuh"
+#include "tile/rows_upto.cuh"
 #include "variant/interfaces.cuh"
 
 template struct NumberElements<QElement, KvElement, OElement>;
@@ -24,6 +24,7 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct WeightOption<Weight>;
+template struct NumbersKvOption<Kv>;
 template struct SchedulerOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct CursorOption<Walk, Mask>;
@@ -45,9 +46,9 @@ struct alignas(16) Numbers {
     }
 
     // Every thread of the block loads its share of rows [first, first + rows), from column `column` of `end`. Columns past the end
-    // are zeros. Sixteen loads of a thread are on their way together. Rows past the last are copies of it: what they give is masked, and they hold only numbers that the sequence has.
-    template <class E>
-    __device__ void load(const StridedTensor& tensor, const unsigned char* head, i32 first, i32 last, int column, int end, int sign = 1) {
+    // are zeros, and so are rows that are not there. Sixteen loads of a thread are on their way together.
+    template <class E, class Source>
+    __device__ void load(const Source& source, i32 first, int column, int end, int sign = 1) {
         constexpr int warps = cfg::threads / 32, pieces = (columns + 31) / 32, ahead = pieces < 16 ? 16 / pieces * warps : warps;
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -55,10 +56,11 @@ struct alignas(16) Numbers {
 #pragma unroll
             for (int r = begin; r < begin + ahead; r += warps) {
                 if (rows % ahead != 0 && r >= rows) break;
-                const E* from = reinterpret_cast<const E*>(head + min(first + r, last) * tensor.row_bytes) + column;
+                const unsigned char* row = source.row(first + r);
+                const E* from = reinterpret_cast<const E*>(row) + column;
 #pragma unroll
                 for (int c = lane; c < lane + columns; c += 32)
-                    if (columns % 32 == 0 || c < columns) data[r][c] = column + c < end ? E::widen(from[c]) * sign : Number(0);
+                    if (columns % 32 == 0 || c < columns) data[r][c] = column + c < end && Source::is_there(row) ? E::widen(from[c]) * sign : Number(0);
             }
     }
 };
@@ -211,18 +213,17 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
     const Mask mask(args, rows, work);
     const Score score(args, rows, work);
     const Weight weight(args, rows, work);
-    const i32 kv_head = work.head / args.heads_per_kv, last = rows.kv_len - 1;
-    const unsigned char *k = args.k.rows(rows.kv, kv_head), *v = args.v.rows(rows.kv, kv_head);
+    const Kv kv(args, rows, work);
     Walk walk(mask, rows, work, work.q_begin, cfg::tile_q);
     if (walk.more())
-        smem.q.load<QElement>(args.q, args.q.rows(rows.q, work.head), work.q_begin, rows.q_len - 1, 0, cfg::head_dim, cfg::q_sign);
+        smem.q.load<QElement>(rows_upto(args.q, rows.q, work.head, rows.q_len - 1), work.q_begin, 0, cfg::head_dim, cfg::q_sign);
     Thread thread(score);
 #pragma unroll 1
     for (; walk.more(); walk.advance()) {
         const i32 first = walk.tile() * cfg::tile_kv;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            smem.kv.k.load<KvElement>(args.k, k, first, last, chunk * cfg::chunk, cfg::head_dim);
+            smem.kv.k.load<KvElement>(kv.k(), first, chunk * cfg::chunk, cfg::head_dim);
             __syncthreads();
             thread.multiply_qk(smem, chunk);
             __syncthreads();
@@ -231,7 +232,7 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& work) {
         thread.softmax(smem, weight, score.scale_log2, work.q_begin, first);
 #pragma unroll
         for (int chunk = 0; chunk < v_chunks; ++chunk) {
-            smem.kv.v.load<KvElement>(args.v, v, first, last, chunk * cfg::v_chunk, cfg::head_dim_v);
+            smem.kv.v.load<KvElement>(kv.v(), first, chunk * cfg::v_chunk, cfg::head_dim_v);
             __syncthreads();
             thread.multiply_pv(smem, chunk);
             __syncthreads();

@@ -8,6 +8,7 @@ from . import mask, reference, score
 from .api.attention import attention, attention_backward, attention_varlen, explain, explain_backward, plan, plan_backward
 from .errors import CompileError, DeviceError, LayoutWarning, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
+from .operation.keys import Blocks, TopK
 from .operation.spec import Spec
 from .package import __version__ as __version__
 from .runtime.bundle import load_bundle, save_bundle
@@ -22,13 +23,52 @@ from .serving.cache import kvcache_bytes
 from .serving.merge import merge_states
 from .serving.plan import KVCachePlan, plan_kvcache
 from .serving.violations import violations
+from .variant.element import FP8_DS_MLA
 
 __all__ = [
-    "Append", "AttentionKVCache", "Backward", "Combine", "CompileError", "DeviceError", "Explanation", "Forward", "KVCache",
-    "KVCachePlan", "LayoutWarning", "Plan", "ProblemError", "RawattnError", "Rotary", "SlowKernelWarning", "Spec", "Step",
-    "UnsupportedError", "append", "attention", "attention_append", "attention_backward", "attention_kvcache", "attention_varlen",
-    "explain", "explain_backward", "explain_kvcache", "kvcache_bytes", "load_bundle", "mask", "merge_states", "plan",
-    "plan_backward", "plan_kvcache", "reference", "save_bundle", "score", "violations", "warm_up",
+    "FP8_DS_MLA",
+    "Append",
+    "AttentionKVCache",
+    "Backward",
+    "Blocks",
+    "Combine",
+    "CompileError",
+    "DeviceError",
+    "Explanation",
+    "Forward",
+    "KVCache",
+    "KVCachePlan",
+    "LayoutWarning",
+    "Plan",
+    "ProblemError",
+    "RawattnError",
+    "Rotary",
+    "SlowKernelWarning",
+    "Spec",
+    "Step",
+    "TopK",
+    "UnsupportedError",
+    "append",
+    "attention",
+    "attention_append",
+    "attention_backward",
+    "attention_kvcache",
+    "attention_varlen",
+    "explain",
+    "explain_backward",
+    "explain_kvcache",
+    "kvcache_bytes",
+    "load_bundle",
+    "mask",
+    "merge_states",
+    "plan",
+    "plan_backward",
+    "plan_kvcache",
+    "reference",
+    "save_bundle",
+    "score",
+    "violations",
+    "warm_up",
 ]  # fmt: skip
 
 _load_torch()  # torch.ops.rawattn: compiled and saved programs may name it before any call

@@ -28,6 +28,7 @@ from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, captures, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
+from .operation.keys import NO_GRADIENT, Blocks, TopK, parted
 from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
 from .runtime.request import request_for
@@ -47,7 +48,7 @@ def attention(
     scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None,
     bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, return_lse: bool = False,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0.0, seed: Any = None, invariant: bool = False,
+    dropout: float = 0.0, seed: Any = None, invariant: bool = False, keys: TopK | Blocks | None = None,
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head, of JAX arrays.
 
@@ -77,16 +78,18 @@ def attention(
     alibi, bias = (x if x is None else _take(name, x) for name, x in (("alibi", alibi), ("bias", bias)))
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
+    numbers, counts, lists = parted(keys)
     all_options = Options(
         causal=causal, window=window, softcap=softcap, scale=scale, mask=mask, score=score, return_lse=True,
         constant_time=constant_time, deterministic=deterministic, q_offset=q_offset, kv_offset=kv_offset, dropout=dropout,
-        invariant=invariant,
+        invariant=invariant, keys=lists,
     )  # fmt: skip
     options, captured = captures.take(named(all_options))
     for words, x in zip(captures.labels(options).values(), captured, strict=True):
         if not isinstance(x, jax.Array):
             raise ProblemError(f"{words} is a {type(x).__name__}; it must be a JAX array, as q is here.")
-    operands = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens}
+    operands = {"q": q, "k": k, "v": v, "sinks": sinks, "q_lens": q_lens, "kv_lens": kv_lens, "keys": numbers}
+    operands["keys_counts"] = counts
     operands = {name: _take(name, x) for name, x in operands.items() if x is not None or name in "qkv"}
     seed_words = None if seed is None else _split_seed(seed)
     if make_dropout(dropout):
@@ -230,6 +233,8 @@ def _attend_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any
         if name.startswith("mask"):
             words = captures.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
+    if dict(options)["keys"] is not None:
+        raise UnsupportedError(NO_GRADIENT)
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attend(options, operands)

@@ -20,7 +20,7 @@ from rawattn.array import tma
 from rawattn.compile.compiler import Source
 from rawattn.kernel import render
 from rawattn.kernel.program import Launch
-from rawattn.variant.field import AxisStride, Counter, Dim, PageRows, TensorMap, Value, View
+from rawattn.variant.field import AxisStride, Counter, Dim, PageRows, Stride, TensorMap, Value, View
 from tests.emulator import built, precompiled
 
 BASE = r"""
@@ -33,6 +33,7 @@ BASE = r"""
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -40,6 +41,7 @@ BASE = r"""
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -107,7 +109,9 @@ struct HostBlock {
     unsigned char* raw = static_cast<unsigned char*>(std::aligned_alloc(1024, host_smem_bytes));
     std::vector<HostPhase> phases = std::vector<HostPhase>(host_smem_bytes / 8);
     std::vector<HostWarp> warps;
-    HostMeeting all;
+    HostMeeting all, named[16];
+    u32 rank = 0;  // in its cluster
+    std::vector<HostBlock*> cluster{this};
     explicit HostBlock(i32 threads) : warps(threads / 32), all{threads} { std::memset(raw, 0xff, host_smem_bytes); }
     ~HostBlock() { std::free(raw); }
 };
@@ -173,8 +177,10 @@ inline float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 inline u32 __float_as_uint(float x) { return __builtin_bit_cast(u32, x); }
 
 namespace ptx {
-inline u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - host_block->raw); }
+inline u32 host_offset(const void* p) { return u32(static_cast<const unsigned char*>(p) - host_block->raw); }
+inline u32 smem_address(const void* p) { return host_offset(p) | host_block->rank << 24; }
 inline u32 uniform(u32 x) { return __shfl_sync(0, x, 0); }
+inline u32 lane_id() { return host_lane(); }
 inline u32 opaque(u32 x) { return x; }
 inline float exp2(float x) { return std::exp2(x); }
 inline double exp2(double x) { return std::exp2(x); }
@@ -194,7 +200,7 @@ namespace ptx {
 struct Mbarrier {
     u64 state;
 
-    HostPhase& phase() { return host_block->phases[smem_address(this) / 8]; }
+    HostPhase& phase() { return host_block->phases[host_offset(this) / 8]; }
     void init(u32 arrivals) { phase().expected = phase().pending = arrivals; }
     void change(i64 arrivals, i64 bytes) {
         HostPhase& p = phase();
@@ -269,14 +275,14 @@ inline void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
                 for (int i = 0; i < 5; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
                 u16 x = 0;
                 if (inside) std::memcpy(&x, reinterpret_cast<const void*>(address), 2);
-                const u32 place = smem_address(to) + r * 128 + c * 2;
+                const u32 place = host_offset(to) + r * 128 + c * 2;
                 std::memcpy(host_block->raw + (place ^ (place >> 7 & 7) << 4), &x, 2);
             }
         full.complete(map.box_rows * 128);
     });
 }
-inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
-    tma_load(to, map, full, c0, c1, c2, c3);
+inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4 = 0) {
+    tma_load(to, map, full, c0, c1, c2, c3, c4);
 }
 inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {
     check_box(c0);
@@ -287,7 +293,7 @@ inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0
             u64 address = map.data;
             bool inside = true;
             for (int i = 0; i < 4; ++i) address += at[i] * map.strides[i], inside &= at[i] < map.sizes[i];
-            const u32 place = smem_address(from) + r * 128 + c * 2;
+            const u32 place = host_offset(from) + r * 128 + c * 2;
             if (inside) std::memcpy(reinterpret_cast<void*>(address), host_block->raw + (place ^ (place >> 7 & 7) << 4), 2);
         }
 }
@@ -298,17 +304,71 @@ STMATRIX = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-inline void stmatrix_transposed(u32 address, const u32* words) {
-    struct Given { u32 address, words[4]; };
-    Given mine{address, {words[0], words[1], words[2], words[3]}};
-    host_exchange(mine, [&](auto of) {
+template <bool transposed>
+void store_matrices(u32 address, const u32* words) {
+    host_exchange(address & 0xffffff, [&](auto of) {
         for (u32 m = 0; m < 4; ++m)
             for (u32 e = 0; e < 2; ++e) {
                 const u16 x = u16(words[m] >> 16 * e);
-                std::memcpy(host_block->raw + of(8 * m + host_lane() % 4 * 2 + e).address + host_lane() / 4 * 2, &x, 2);
+                const u32 along = host_lane() % 4 * 2 + e, across = host_lane() / 4;
+                const u32 row = of(8 * m + (transposed ? along : across));
+                std::memcpy(host_block->raw + row + (transposed ? across : along) * 2, &x, 2);
             }
         return 0;
     });
+}
+inline void stmatrix_transposed(u32 address, const u32* words) { store_matrices<true>(address, words); }
+inline void stmatrix(u32 address, const u32* words) { store_matrices<false>(address, words); }
+}
+"""
+BARRIER = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline void bar_sync(u32 id, u32 threads) {
+    host_block->named[id].threads = threads;
+    host_block->named[id].arrive_and_wait();
+}
+}
+"""
+ELECT = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+inline bool elect() { return __syncwarp(), host_lane() == 0; }
+inline i32 from_lane(i32 x, i32 lane) { return __shfl_sync(0, x, lane); }
+}
+"""
+# Blocks reach each other by rank; an address has the rank from bit 24 on, as on a GPU.
+CLUSTER = r"""
+#pragma once
+#include "ptx/tma.cuh"
+namespace ptx {
+inline u32 cluster_rank() { return host_block->rank; }
+inline u32 own_address(const void* p) { return smem_address(p) & 0xffffff; }
+inline void cluster_sync() {
+    HostMeeting& all = host_block->cluster[0]->named[15];
+    all.threads = i32(host_block->cluster.size() * host_block->warps.size() * 32);
+    all.arrive_and_wait();
+}
+template <class F>
+void host_in(HostBlock* block, F f) {
+    HostBlock* const own = std::exchange(host_block, block);
+    f();
+    host_block = own;
+}
+inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
+    HostBlock* const there = host_block->cluster[rank];
+    Mbarrier& other = *reinterpret_cast<Mbarrier*>(there->raw + host_offset(&barrier));
+    host_in(there, [&] { other.change(count, 0); });
+}
+inline void wait_for_cluster(Mbarrier& barrier, u32 parity) { barrier.wait(parity); }
+template <class... C>
+void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, C... c) {
+    const u32 place = host_offset(to), barrier = host_offset(&full);
+    for (HostBlock* block : host_block->cluster)
+        if (ranks >> block->rank & 1)
+            host_in(block, [&] { tma_load(block->raw + place, map, *reinterpret_cast<Mbarrier*>(block->raw + barrier), c...); });
 }
 }
 """
@@ -346,17 +406,23 @@ LDMATRIX = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-inline void ldmatrix_transposed(u32 (&d)[4], u32 address) {
-    host_exchange(address, [&](auto of) {
+template <bool transposed>
+void load_matrices(u32 (&d)[4], u32 address) {
+    host_exchange(address & 0xffffff, [&](auto of) {
         for (u32 m = 0; m < 4; ++m) {
             u16 x[2];
-            for (u32 e = 0; e < 2; ++e)
-                std::memcpy(&x[e], host_block->raw + of(8 * m + host_lane() % 4 * 2 + e) + host_lane() / 4 * 2, 2);
+            for (u32 e = 0; e < 2; ++e) {
+                const u32 along = host_lane() % 4 * 2 + e, across = host_lane() / 4;
+                const u32 row = of(8 * m + (transposed ? along : across));
+                std::memcpy(&x[e], host_block->raw + row + (transposed ? across : along) * 2, 2);
+            }
             d[m] = x[0] | u32(x[1]) << 16;
         }
         return 0;
     });
 }
+inline void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+inline void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 }
 """
 WGMMA = r"""
@@ -419,7 +485,10 @@ struct {name} {{
 }};
 """
 FROM_SMEM = """\
-const auto read = [=](u32 row, u32 k) {{ return HostProduct::read(a, 0, HostProduct::row_of(row), k); }};
+const auto read = [=](u32 row, u32 k) {{
+            const u32 m = HostProduct::row_of(row);
+            return {a_by_rows} ? HostProduct::read(a, 0, k, m) : HostProduct::read(a, 0, m, k);
+        }};
         HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
@@ -436,7 +505,7 @@ struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
 RENDERED = re.compile(
     r"struct (\w+) \{\n    static constexpr int accumulators = (\d+);\n    static constexpr float sign = (-?1)\.f;\n"
     r"    __device__ static void multiply\(float \(&d\)\[\d+\], (.*?), u64 b, bool add\) \{"
-    r".*?, (-?1), 1(?:, 0)?, ([01]); \}\".*?\n\};\n",
+    r".*?, (-?1), 1(?:, ([01]))?, ([01]); \}\".*?\n\};\n",
     re.DOTALL,
 )
 LAUNCH = r"""
@@ -453,12 +522,15 @@ static void host_resume(HostThread& thread) {
     thread.begun = true;
     setcontext(&thread.first);
 }
-// `together` blocks at a time. In every second one all first lanes come before all second ones, those of the last warp first.
-extern "C" void launch(const Args* args, int blocks, int together) {
+// `together` blocks at a time, `cluster` of which reach each other. In every second one all first lanes come before all second
+// ones, those of the last warp first. With a seed some threads come on, in any order, and some copies arrive, in any order.
+extern "C" void launch(const Args* args, int blocks, int together, int cluster, unsigned seed) {
+    std::minstd_rand random(seed);
     gridDim.x = blocks, host_body = [=] { KERNEL(*args); };
     for (int first = 0; first < blocks; first += together) {
         std::vector<std::unique_ptr<HostBlock>> made;
         std::vector<HostThread> threads(min(together, blocks - first) * facts.threads);
+        std::vector<HostThread*> order;
         const i32 warps = facts.threads / 32;
         for (HostThread& each : threads) {
             const i32 at = &each - threads.data(), index = at % facts.threads;
@@ -468,14 +540,21 @@ extern "C" void launch(const Args* args, int blocks, int together) {
             getcontext(&each.first);
             each.first.uc_stack.ss_sp = each.stack.get(), each.first.uc_stack.ss_size = 1 << 18, each.first.uc_link = nullptr;
             makecontext(&each.first, host_start, 0);
+            order.push_back(&each);
         }
-        for (int idle = 0; idle < 8; ++idle) {  // one that looks at a turn yields before it
+        for (size_t i = 0; i < made.size(); ++i) {
+            made[i]->rank = i % cluster, made[i]->cluster.clear();
+            for (int j = 0; j < cluster; ++j) made[i]->cluster.push_back(made[i / cluster * cluster + j].get());
+        }
+        for (int idle = 0; idle < (seed ? 64 : 8); ++idle) {  // one that looks at a turn yields before it
             const long before = host_progress;
-            for (HostThread& each : threads)
-                if (!each.ended) host_resume(each);
+            if (seed) std::shuffle(order.begin(), order.end(), random);
+            for (HostThread* each : order)
+                if (!each->ended && (!seed || random() % 4)) host_resume(*each);
             if (host_progress == before && host_copies.empty()) continue;
             idle = 0;
-            if (host_progress != before) continue;
+            if (host_copies.empty() || (seed ? random() % 4 > 0 : host_progress != before)) continue;
+            if (seed) std::swap(host_copies[random() % host_copies.size()], host_copies.back());
             const auto [block, copy] = std::move(host_copies.back());
             host_copies.pop_back(), host_block = block, copy();
         }
@@ -493,7 +572,7 @@ extern "C" void launch(const Args* args, int blocks, int together) {
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
     "ptx/stmatrix.cuh": STMATRIX, "ptx/ldmatrix.cuh": LDMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16,
-    "ptx/movmatrix.cuh": MOVMATRIX,
+    "ptx/movmatrix.cuh": MOVMATRIX, "ptx/barrier.cuh": BARRIER, "ptx/elect.cuh": ELECT, "ptx/cluster.cuh": CLUSTER,
     "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip
@@ -501,9 +580,10 @@ STUBS = {
 
 def product(found: re.Match[str]) -> str:
     """A rendered product in C++."""
-    name, accumulators, sign, kind, factor, by_rows = found.groups()
+    name, accumulators, sign, kind, factor, a_by_rows, by_rows = found.groups()
     assert sign == factor
-    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(by_rows="true" if by_rows == "1" else "false")
+    flags = {"by_rows": "true" if by_rows == "1" else "false", "a_by_rows": "true" if a_by_rows == "1" else "false"}
+    body = (FROM_REGISTERS if "*" in kind else FROM_SMEM).format(**flags)
     return STRUCT.format(name=name, accumulators=accumulators, sign=sign, kind=kind, body=body)
 
 
@@ -566,6 +646,9 @@ def arguments(launch: Launch, memory: Mapping[str, np.ndarray[Any, Any]], number
             data = np.array([memory[name].ctypes.data, *steps[:3]], np.int64).tobytes()
         elif isinstance(fill, Dim):
             data = struct.pack(form, memory[name].shape[fill.axis])
+        elif isinstance(fill, Stride):
+            axis = ("batch", "row", "head").index(fill.axis) - 4
+            data = struct.pack(form, memory[name].strides[axis] // memory[name].itemsize if axis >= -memory[name].ndim else 0)
         elif isinstance(fill, AxisStride):
             data = struct.pack(form, memory[name].strides[fill.axis] // memory[name].itemsize)
         else:
@@ -574,13 +657,13 @@ def arguments(launch: Launch, memory: Mapping[str, np.ndarray[Any, Any]], number
     return bytes(space)
 
 
-def run(launch: Launch, folder: pathlib.Path, args: bytes, together: int = 1) -> None:
-    """Issues a launch on the host. ``together`` blocks run at a time; a kernel that draws its works from a counter gets no more
-    blocks."""
+def run(launch: Launch, folder: pathlib.Path, args: bytes, together: int = 1, cluster: int = 1, seed: int = 0) -> None:
+    """Issues a launch on the host. ``together`` blocks run at a time, in clusters of ``cluster``; a kernel that draws its works
+    from a counter gets no more blocks. With a ``seed`` threads and copies come in any order."""
     cuda, persistent = library(launch.source, folder), any(isinstance(field.fill, Counter) for field in launch.fields)
     assert cuda.args_bytes() == len(args), "the host lays Args out as the compiler does"
     space = np.zeros(len(args) + 64, np.uint8)
     start = -space.ctypes.data % 64
     space[start : start + len(args)] = np.frombuffer(args, np.uint8)
     blocks = min(launch.grid, together) if persistent else launch.grid
-    cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together)
+    cuda.launch(ctypes.c_void_p(space.ctypes.data + start), blocks, together, cluster, seed)

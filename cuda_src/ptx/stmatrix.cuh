@@ -5,6 +5,9 @@
 
 namespace ptx {
 
+__device__ inline void stmatrix(u32 address, const u32* words) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+}
 // Of the transposed matrices: the addresses are those of their rows, the words those of a matrix as it is.
 __device__ inline void stmatrix_transposed(u32 address, const u32* words) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");

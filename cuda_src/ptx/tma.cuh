@@ -27,6 +27,10 @@ __device__ inline void tma_load_evict_first(void* to, const TensorMap& map, Mbar
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
                  : : "r"(smem_address(to)), "l"(&map), "r"(smem_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(evict_first()) : "memory");
 }
+__device__ inline void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                 : : "r"(smem_address(to)), "l"(&map), "r"(smem_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(evict_first()) : "memory");
+}
 // A box of shared memory goes to the tensor, and leaves L2 likewise; what is outside of the tensor is not written. The copy is in the
 // thread's bulk groups (ptx/bulk.cuh).
 __device__ inline void tma_store_evict_first(const TensorMap& map, const void* from, i32 c0, i32 c1, i32 c2, i32 c3) {

@@ -11,4 +11,5 @@ struct TmaPageBoxes {
     // Where a page of a head begins; no page arrives as zeros.
     __device__ i32 place(i32 page, i32 head) const { return page < 0 ? -1 : page * page_steps + head * head_steps; }
     __device__ void load(void* to, ptx::Mbarrier& full, i32 place) const { ptx::tma_load(to, map, full, 0, 0, 0, 0, place); }
+    __device__ void load_once(void* to, ptx::Mbarrier& full, i32 place) const { ptx::tma_load_evict_first(to, map, full, 0, 0, 0, 0, place); }
 };

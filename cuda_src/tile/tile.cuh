@@ -43,3 +43,18 @@ struct SmemDescriptor {
         return d;
     }
 };
+
+// Rows of sixteen columns, 32 bytes, whose halves change places in every second four rows: that is a swizzle of 32 bytes.
+template <int rows>
+struct alignas(256) NarrowTile {
+    u16 data[rows * 16];
+
+    __device__ static constexpr u32 offset(u32 row, u32 chunk) { return row * 32 + (chunk ^ row / 4 % 2) * 16; }
+    // As an operand that is contracted along its columns.
+    __device__ u64 columns() const {
+        const u32 low_word = ptx::smem_address(this) >> 4 | 1u << 16;
+        u64 d;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low_word), "r"(0xc0000000 | 256 / 16));
+        return d;
+    }
+};

@@ -11,6 +11,7 @@
 #include "tile/log_sum.cuh"
 #include "variant/work_tile.cuh"
 
+struct KeysFrom;                       // tile/keys.cuh
 struct TileRange;                      // tile/range.cuh, for kernels with tiles
 template <class S> struct PlacedScore;  // tile/softmax.cuh, for kernels whose warps have fragments
 template <class A, class B> constexpr bool is_same = false;
@@ -145,6 +146,15 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static_assert(requires { board.init(), K::at(board, i, kv.page(i, kv.find(i))); }, "Kv: Board in shared memory, at(board, index, page(index, find(index)))");
     static_assert(requires { kv.load_k(k, full, K::at(board, i, i)), kv.load_v(v, full, K::at(board, i, i)); }, "Kv: load_k, load_v(tile, full, at(...))");
 };
+// ... or, where values are columns of keys, of a tile in two parts: the first panels complete on the first barrier, by a warp.
+template <class K, class Tile> struct LatentKvOption : Given {
+    static const K kv;
+    static Tile& tile;
+    static ptx::Mbarrier (&full)[2];
+    static const KeysFrom& keys;
+    static_assert(requires { K(args, work, keys); }, "Kv(args, work, keys of the sequence)");
+    static_assert(requires { kv.template load<1>(tile, full, i); }, "Kv: load<first panels>(tile, full, index)");
+};
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static const K kv;
@@ -152,6 +162,12 @@ template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static VTile& v;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { kv.load_k(k, i), kv.load_v(v, i); }, "Kv: load_k, load_v(tile, index)");
+};
+// ... or gives rows, which threads widen: null, or whatever is_there tells from others, where there is none.
+template <class K> struct NumbersKvOption : Given {
+    static const K kv;
+    static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
+    static_assert(requires { bool(kv.k().is_there(kv.k().row(i))), bool(kv.v().is_there(kv.v().row(i))); }, "Kv: k(), v(): row(i), is_there(row)");
 };
 // ... or, where a warp loads from pages: find says where the lane's part of a tile lies, load starts filling it, and the arrivals of
 // each of two barriers are `arrivals` for a tile.
@@ -166,6 +182,11 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
     static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args); }, "Kv: arrivals, fence_barriers(), prefetch(args)");
     static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
+};
+// q columns: where those of a row of q lie that meet values, and the rest.
+template <class Q> struct QColumnsOption : Given {
+    static const Q q;
+    static_assert(requires { Q(args, rows, i), q.first() == q.rest(); }, "QColumns(args, rows, row): first(), rest()");
 };
 // walk: the key tiles of a block's splits, which producers load in their order; those that are left out pass without their bytes ...
 template <class W, class M> struct SplitWalkOption : Given {
@@ -217,6 +238,15 @@ template <class P> struct PartsOption : Given {
 // launch: whether a kernel may begin before the launch in front of it has ended.
 template <class L> struct LaunchOption {
     static_assert(requires { bool(L::uses_pdl), L::wait(), L::launch_dependents(); }, "Launch: uses_pdl, wait(), launch_dependents()");
+};
+// split fold: in which order the splits of a work are folded. What a block needs that finds them ...
+template <class F, class SplitRun> struct SplitFoldOption {
+    static_assert(sizeof(typename F::Board), "SplitFold: Board: a block's shared memory for it");
+    static_assert(requires(const SplitRun& run) { i32(F::owned(run)), i32(F::splits(run)); }, "SplitFold: owned(run), splits(run): of a work that is cut");
+};
+// ... and a warp of the launch that folds states.
+template <class F, int columns> struct StatesFoldOption {
+    static_assert(sizeof(typename F::template Room<columns>), "SplitFold: Room<columns>: a warp's shared memory for it");
 };
 // element: number formats. Element is that of the operands of products, and its Number what is computed in; QElement is that of q and
 // dq, KvElement of k, v, dk and dv, OElement of o and do. For tensor cores (ptx/mma.cuh) ...

@@ -57,6 +57,18 @@ def packed_flash(task: Task) -> Call:
     return Call(lambda: forward(*inputs, scale=task.case.scale)[0])
 
 
+def ffpa(task: Task) -> Call:
+    """ffpa-attn, which is for heads above 256 and gives others to torch."""
+    from ffpa_attn import ffpa_attn_func
+
+    task.refuse("lengths", "window", "softcap")
+    case = task.case
+    if max(case.head_dim, case.head_dim_v) <= 256 or case.head_dim != case.head_dim_v or case.q_len != case.kv_len:
+        raise Unserved("is for square calls with equal sizes above 256")
+    more = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.heads != case.kv_heads}
+    return Call(functools.partial(ffpa_attn_func, *task.heads_first, **more), lambda o: o.transpose(1, 2))
+
+
 def flex(task: Task) -> Call:
     """torch's FlexAttention, compiled, on a block mask that is made before."""
     import torch
@@ -156,6 +168,7 @@ PEERS: dict[str, tuple[str, Adapter]] = {  # name -> the module that brings it, 
     "flash_attn": ("flash_attn_2_cuda", functools.partial(flash, "flash_attn")),
     "fa4": ("flash_attn", functools.partial(flash, "flash_attn.cute")),
     "flashinfer": ("flashinfer", flashinfer),
+    "ffpa": ("ffpa_attn", ffpa),
 }
 
 

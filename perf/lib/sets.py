@@ -12,6 +12,7 @@ import numpy as np
 from rawattn.array.array import contiguous
 from rawattn.operation import AttentionKVCache, Backward, Forward
 from rawattn.operation.captures import FLOATS, with_captured
+from rawattn.operation.kvcache import EVEN
 from rawattn.operation.spec import Spec
 from rawattn.testing import Case
 from rawattn.variant.mask import kept_pairs
@@ -71,12 +72,15 @@ SCALES = 1.25, 0.75  # of keys and values in eight bits
 @dataclasses.dataclass(frozen=True)
 class StepCase(Case):
     """A causal step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache, ``cache`` its number format.
-    ``chunks`` are the queries of the last sequences, which have more than the others."""
+    ``chunks`` are the queries of the last sequences, which have more than the others. In a ``latent`` cache values are the first
+    columns of keys; ``split`` is the call's."""
 
     kv_lens: tuple[int, ...] = ()
     page: int = 0
     cache: str = "bf16"
     chunks: tuple[int, ...] = ()
+    latent: bool = False
+    split: str | int = "auto"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,7 +94,8 @@ class StepCase(Case):
     @property
     def key_bytes(self) -> int:
         """Bytes of a key and its value."""
-        return (2 if self.cache == "bf16" else 1) * self.kv_heads * (self.head_dim + self.head_dim_v)
+        columns = self.head_dim + (0 if self.latent else self.head_dim_v)
+        return (2 if self.cache == "bf16" else 1) * self.kv_heads * columns
 
     @property
     def pool_shape(self) -> tuple[int, int, int]:
@@ -118,7 +123,8 @@ class StepCase(Case):
         arrays |= {"page_table": contiguous((self.batch, width), "int32")} if self.page else {}
         arrays |= {"cu_seqlens_q": contiguous((self.batch + 1,), "int32")} if self.chunks else {}
         scales = (1.0, 1.0) if self.cache == "bf16" else SCALES
-        return AttentionKVCache.of(arrays, Spec.of(causal=True, window=self.window), max(self.q_lens), scales=scales)
+        spec, split_keys = Spec.of(causal=True, window=self.window), {"auto": 0, "even": EVEN}.get(str(self.split), self.split)
+        return AttentionKVCache.of(arrays, spec, max(self.q_lens), None, int(split_keys), scales, self.latent)
 
 
 def step(
@@ -128,6 +134,11 @@ def step(
     own: dict[str, Any] = {"batch": len(kv_lens), "kv_len": max(kv_lens), "kv_lens": kv_lens, "page": page, "q_len": q_len}
     own |= {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "head_dim_v": head_dim, "causal": True}
     return StepCase(**{**own, **more})
+
+
+def latent(batch: int, q_len: int, heads: int, kv_len: int, split: str | int = "auto") -> StepCase:
+    """A step over latent caches as DeepSeek's models have them."""
+    return step((kv_len,) * batch, 64, q_len, heads, 1, 576, head_dim_v=512, latent=True, split=split)
 
 
 def zipf(count: int, total: int) -> tuple[int, ...]:
@@ -201,9 +212,17 @@ SETS = {
         *(dense(16384 // n, n, heads, 192, True, head_dim_v=128) for heads in (16, 128) for n in (4096, 16384)),
         *(packed(8, 192, heads=heads, head_dim_v=128) for heads in (16, 128)),
     ],
+    "wide": [dense(1, 16384, 16, 512, causal) for causal in MASKS],  # heads above 256
     "smoke": [dense(1, 512, 8, 64, False), dense(4, 2048, 16, 128, True), packed(8, 128)],
     "gate": [*grid(1024, 4096), dense(1, 512, 8, 64, False), dense(4, 4096, 32, 128, True, kv_heads=8), packed(16, 128)],
 }
+LATENT = (  # sequences, queries, heads, keys
+    (64, 1, 128, 4096), (64, 1, 128, 8192), (128, 1, 128, 8192), (128, 2, 128, 4096), (64, 1, 16, 4096), (128, 1, 16, 8192),
+    (16, 1, 128, 32768), (1, 1, 128, 32768), (1, 1, 16, 8192),
+)  # fmt: skip
+SETS["mla-decode"] = [latent(*shape) for shape in LATENT]
+SETS["mla-decode-even"] = [latent(*shape, split="even") for shape in LATENT]
+SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] for keys in (4096, 8192)]  # fewer borders
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "masks": of_functions(functions.MASKS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
@@ -213,6 +232,7 @@ SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
 SETS["mla-bwd"] = backward(SETS["mla"])
+SETS["wide-bwd"] = backward(SETS["wide"])
 FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1), (4096, 32, 8))]  # of a layer on several GPUs
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]
@@ -274,7 +294,8 @@ def label(case: Case) -> str:
     """A case in a few characters, such as ``16x1024 h16 d128 causal``."""
     length = f"{case.q_len}" if case.q_len == case.kv_len else f"{case.q_len}:{case.kv_len}"
     shape = f"{len(case.lengths)} seqs" if case.lengths is not None else f"{case.batch}x{length}"
-    shape += f" page {case.page}" if isinstance(case, StepCase) else ""
+    if isinstance(case, StepCase):
+        shape += f" page {case.page}" + (f" split {case.split}" if case.split != "auto" else "")
     count = f"h{case.heads}" if case.heads == case.kv_heads else f"h{case.heads}/{case.kv_heads}"
     dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
     rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else "", getattr(case, "kernel", "")]

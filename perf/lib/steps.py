@@ -68,7 +68,8 @@ class Caches:
         count = max(2, -(-cold_bytes // case.pool_bytes))
         self.dtype = getattr(torch, DTYPES[case.cache].name)
         sizes = (count, pages, rows, case.kv_heads, case.head_dim), (count, pages, rows, case.kv_heads, case.head_dim_v)
-        self.pools: list[tuple[Any, ...]] = list(zip(*(normal(*size).to(self.dtype) for size in sizes), strict=True))
+        pools = [normal(*size).to(self.dtype) for size in sizes[: 2 - case.latent]]
+        self.pools: list[tuple[Any, ...]] = list(zip(pools[0], pools[-1][..., : case.head_dim_v], strict=True))
         self.scales = SCALES if self.dtype.itemsize == 1 else (1.0, 1.0)
 
     def keys(self, i: int, cache: int = 0) -> tuple[Any, Any]:
@@ -105,7 +106,9 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
     made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
-    return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
+    return [
+        functools.partial(rawattn.attention_kvcache, caches.q, cache, step, split=caches.case.split, **options) for cache in made
+    ]
 
 
 def tensors(caches: Caches) -> list[Callable[[], Any]]:
@@ -152,11 +155,12 @@ def read(caches: Caches) -> list[Callable[[], Any]]:
     import torch
 
     kernel, out = cupy.RawKernel(READ, "read"), torch.empty(16, dtype=torch.uint8, device="cuda")
-    size, blocks = caches.case.bytes // 2, 8 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    arrays = 1 if caches.case.latent else 2
+    size, blocks = caches.case.bytes // arrays, 8 * torch.cuda.get_device_properties("cuda").multi_processor_count
 
     def call(pools: tuple[Any, Any]) -> None:
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            for pool in pools:
+            for pool in pools[:arrays]:
                 kernel((blocks,), (256,), (pool.data_ptr(), size // 16, out.data_ptr()))
 
     return [functools.partial(call, pools) for pools in caches.pools]

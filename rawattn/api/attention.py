@@ -10,6 +10,7 @@ from ..errors import ProblemError
 from ..operation import Backward, Forward, Operation, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
 from ..operation.inputs import BackwardInputs, ForwardInputs
+from ..operation.keys import Blocks, TopK, parted
 from ..operation.spec import MaskLike, Options, ScoreLike, Window, named
 from ..runtime import front_end
 from ..runtime.calls import call_on, forward, run
@@ -25,8 +26,8 @@ def attention(
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
     alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
     return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None,
-    config: Any = None, **unknown: Unpack[Nothing],
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False,
+    keys: TopK | Blocks | None = None, kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """softmax(mask(score(q k^T))) v, for each batch and head (arXiv 1706.03762, equation 1); ``rawattn.reference`` specifies it.
 
@@ -56,12 +57,12 @@ def attention(
         deterministic: results are always the same bits, and so are gradients, unless it is False (``attention_backward``).
         q_offset, kv_offset: positions, ints >= 0, of the first rows of q and k in sequences of which these are parts. All options
             then see positions, and no alignment applies. Where one is given the other is 0.
-        dropout: probability, from 0.0 up and less than 1.0, with which a weight is dropped: it becomes 0 after the softmax, and
-            the others are divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-8; what would
-            be rounded to 0 or 1 is refused.
+        dropout: probability, from 0.0 up, with which a weight is dropped: it becomes 0 after the softmax, and the others are
+            divided by 1 - dropout. lse is of all. It is rounded to a multiple of 2^-8; what that makes 0 or 1 is refused.
         seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
+        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``, lists of each query's keys; without dropout, offsets and gradients.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -76,9 +77,9 @@ def attention(
         arguments.refuse(attention, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
-    inputs = ForwardInputs(q, k, v, None, None, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
+    inputs = ForwardInputs(q, k, v, None, None, sinks, q_lens, kv_lens, seed_array(q, dropout, seed), *parted(keys)[:2])
     options = Options(causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
-                      dropout, invariant)  # fmt: skip
+                      dropout, invariant, None if keys is None else keys.lists)  # fmt: skip
     return forward(inputs, options, NO_LENGTHS, kernel, config, out)
 
 
@@ -88,8 +89,8 @@ def attention_varlen(
     softcap: float | None = None, scale: float | None = None, mask: MaskLike | None = None, score: ScoreLike | None = None,
     alibi: Any = None, bias: Any = None, sinks: Any = None, q_lens: Any = None, kv_lens: Any = None, out: Any = None,
     return_lse: bool = False, constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None,
-    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False, kernel: str | None = None,
-    config: Any = None, **unknown: Unpack[Nothing],
+    kv_offset: int | None = None, dropout: float = 0, seed: Any = None, invariant: bool = False,
+    keys: TopK | Blocks | None = None, kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> Any:  # fmt: skip
     """``attention`` on sequences of different lengths, packed end to end.
 
@@ -114,9 +115,10 @@ def attention_varlen(
         arguments.refuse(attention_varlen, unknown, beyond)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
+    rest = q_lens, kv_lens, seed_array(q, dropout, seed), *parted(keys)[:2]
+    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, *rest)
     options = Options(causal, window, softcap, scale, mask, score, return_lse, constant_time, deterministic, q_offset, kv_offset,
-                      dropout, invariant)  # fmt: skip
-    inputs = ForwardInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed_array(q, dropout, seed))
+                      dropout, invariant, None if keys is None else keys.lists)  # fmt: skip
     for name, array in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if array is None:
             raise ProblemError(f"{name} is missing; packed sequences need cu_seqlens_q and cu_seqlens_kv.")

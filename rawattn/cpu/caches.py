@@ -15,11 +15,13 @@ import numpy.typing as npt
 from ..driver.device import cpu as this_cpu
 from ..errors import ProblemError
 from ..operation import Append, AttentionKVCache, Combine, host_functions
-from ..variant.element import FP8
+from ..reference.records import dequantize, quantize
+from ..variant.element import FP8, Record
 from ..variant.mask import FromKey, causal_and
 from ..variant.offset import OffsetMask, OffsetScore
 from .cost import PRODUCTS_PER_SECOND, threads_for
 from .forward import ONE_PAGE, CpuConfig, Sequence, run_sequences
+from .lists import ListedSequence, run_lists
 from .units import key_bounds
 
 Array = npt.NDArray[Any]
@@ -64,7 +66,7 @@ def _find_places(op: AttentionKVCache | Append, views: Views, q_len: int) -> Ite
 def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
     """The keys of each sequence. Raises ProblemError where pages that lie end to end contradict each other."""
     if "indptr" not in views:
-        return views["kv_lens"]
+        return views["kv_lens"] if "kv_lens" in views else np.full(op.batch, op.kv_len)
     indptr, last, size = views["indptr"], views["last_page_len"], op.page_size
     if indptr[0] < 0 or (np.diff(indptr) < 0).any() or indptr[-1] > len(views["indices"]):
         text = np.array2string(indptr, threshold=8)
@@ -80,6 +82,8 @@ def kv_lens_of(op: AttentionKVCache | Append, views: Views) -> Array:
 def _find_pages(op: AttentionKVCache | Append, views: Views, i: int) -> Array:
     if "indptr" in views:
         return views["indices"][views["indptr"][i] : views["indptr"][i + 1]]
+    if "kv_lens" not in views:
+        return np.arange(op.pages)
     return views["page_table"][i] if "page_table" in views else np.array([i], np.int32)
 
 
@@ -96,12 +100,13 @@ def _check_pages(op: AttentionKVCache | Append, views: Views, i: int, pages: Arr
 
 def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse: Array | None) -> None:
     """Computes attention over a cache, writing o and lse in place. Rows of q that belong to no sequence are left as they are."""
-    q, k, v = views["q"], views["k_cache"], views["v_cache"]
+    q, k, v = views["q"], views["k_cache"], views.get("v_cache", views["k_cache"])
+    q = np.concatenate((q, views["q_rope"]), -1) if op.q_rope else q
     causal_each, first = views.get("causal"), views.get("kv_begin")
     spec = host_functions.on_host(op.spec, views)
     masks = {False: spec.mask, True: causal_and(op.mask) if causal_each is not None else spec.mask}
-    interval, is_fp8 = functools.lru_cache(maxsize=4096)(key_bounds), op.kv_element in FP8.values()
-    sequences, seconds = [], 0.0
+    interval, widens = functools.lru_cache(maxsize=4096)(key_bounds), is_widened(op)
+    sequences, places_of_rows, seconds = [], [], 0.0
     for i, (rows, at, q_len, kv_len, pages) in enumerate(_find_places(op, views, op.q_len)):
         mask, score = masks[causal_each is not None and bool(causal_each[i])], spec.score
         if spec is not op.spec:  # functions see positions
@@ -113,18 +118,39 @@ def attend(op: AttentionKVCache, most_threads: int, views: Views, o: Array, lse:
             mask = FromKey(mask, max(0, int(first[i])))
         begin, end = interval(mask, op.heads, q_len, kv_len)
         some = begin < end
-        if some.any():
+        if some.any() and not op.keys:
             _check_pages(op, views, i, pages, int(begin[some].min()), int(end[some].max()))
         seconds += q_len * kv_len * op.heads * (op.head_dim + op.head_dim_v) / PRODUCTS_PER_SECOND
         places = q[rows], k, v, pages, kv_len, o[rows], None if lse is None else lse[at]
         sequence = Sequence(i, *places, mask, score, begin, end)
-        sequences.append(_widen(op, views, sequence) if is_fp8 else sequence)
+        sequences.append(_widen(op, views, sequence) if widens and not op.keys else sequence)
+        places_of_rows.append(rows)
     threads = min(most_threads, threads_for(seconds, this_cpu()))
     loops = CpuConfig(256, 96 if op.head_dim + op.head_dim_v <= 512 else 48, threads)
+    if op.keys:
+        each = [
+            ListedSequence.of(x, rows, _scales_of(op, views, x.batch)) for x, rows in zip(sequences, places_of_rows, strict=True)
+        ]
+        return run_lists(each, op, views["keys"], views.get("keys_counts"), views.get("sinks"), loops)
     run_sequences(sequences, op.heads, op.scale, views.get("sinks"), loops, invariant=op.spec.invariant)
-    if is_fp8:
+    if widens:
         for sequence, place in zip(sequences, _find_places(op, views, op.q_len), strict=True):
             o[place.rows] = sequence.o
+
+
+def is_widened(op: AttentionKVCache) -> bool:
+    """Says whether keys and values have eight bits, or are records, and are widened before they are computed with."""
+    return op.kv_element in FP8.values() or isinstance(op.kv_element, Record)
+
+
+def _scales_of(op: AttentionKVCache, views: Views, i: int) -> tuple[Any, Any] | None:
+    """The factors of a sequence's keys and values in eight bits, (kv_heads, 1); None for other formats."""
+    if not is_widened(op):
+        return None
+    numbers = (("k_scale", op.k_scale), ("v_scale", op.v_scale))
+    shape, number = (op.kv_heads, 1), op.element.lse_dtype
+    k, v = (views[name][i] if name in views else np.full(shape, x, number) for name, x in numbers)
+    return k, v
 
 
 def _widen(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
@@ -134,7 +160,10 @@ def _widen(op: AttentionKVCache, views: Views, sequence: Sequence) -> Sequence:
     kept = np.arange(sequence.begin[some].min(initial=sequence.kv_len), sequence.end[some].max(initial=0))
     pages, at = sequence.pages[kept // op.page_size], kept % op.page_size
     k, v = (np.zeros((1, max(1, sequence.kv_len), op.kv_heads, dim), number) for dim in (op.head_dim, op.head_dim_v))
-    for name, x, scale in (("k", k, op.k_scale), ("v", v, op.v_scale)):
+    if isinstance(op.kv_element, Record):
+        k[0, kept] = dequantize(op.kv_element, views["k_cache"][pages, at], number)
+        v = k[..., : op.head_dim_v]
+    for name, x, scale in () if v.base is not None and v.base is k else (("k", k, op.k_scale), ("v", v, op.v_scale)):
         factor = views[f"{name}_scale"][sequence.batch] if f"{name}_scale" in views else np.asarray(scale, number)
         x[0, kept] = views[f"{name}_cache"][pages, at].astype(number) * factor
     q, o = sequence.q.astype(number), np.zeros(sequence.o.shape, number)
@@ -174,10 +203,14 @@ def append(op: Append, views: Views) -> None:
             raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
         if (positions >= op.max_positions).any():
             raise ProblemError(f"a row has position {positions.max()}; cos and sin have {op.max_positions} positions.")
-        k = None if k is None else _rotate(op, views, k, positions)
+        k = None if k is None else _rotate(op, views, k, positions, op.rotary_first)
         if q_out is not None:
-            q_out[positions >= 0] = _rotate(op, views, views["q"], positions)[positions >= 0]
+            rotated = _rotate(op, views, views["q"], positions, 0 if op.q_rope else op.rotary_first)
+            q_out[positions >= 0] = rotated[positions >= 0]
     pages, at = slots[written] // size, slots[written] % size
+    if isinstance(op.kv_element, Record) and k is not None:
+        views["k_cache"][pages, at] = quantize(op.kv_element, k[written])
+        return
     for name, x in (("k", k), ("v", views.get("v"))):
         if x is None:
             continue
@@ -195,11 +228,12 @@ def _store(op: Append, views: Views, name: str, x: Array, owners: Array) -> Arra
         return np.clip(x.astype(np.float32) / scale, -largest, largest).astype(op.kv_element.dtype)
 
 
-def _rotate(op: Append, views: Views, x: Array, positions: Array) -> Array:
-    """x, (..., heads, head_dim), rotated by its rows' positions in float32, or float64."""
-    number, half = op.element.lse_dtype, op.rotary_dim // 2
+def _rotate(op: Append, views: Views, x: Array, positions: Array, first: int) -> Array:
+    """x, (..., heads, columns), rotated from a column on by its rows' positions, in float32, or float64."""
+    number, half, last = op.element.lse_dtype, first + op.rotary_dim // 2, first + op.rotary_dim
     cos, sin = (views[name][np.maximum(positions, 0)][..., None, :].astype(number) for name in ("cos", "sin"))
-    pairs = (slice(half), slice(half, 2 * half)) if op.rotary == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    neox, interleaved = (slice(first, half), slice(half, last)), (slice(first, last, 2), slice(first + 1, last, 2))
+    pairs = neox if op.rotary == "neox" else interleaved
     result = x.copy()
     a, b = (x[..., columns].astype(number) for columns in pairs)
     with np.errstate(all="ignore"):

@@ -106,16 +106,25 @@ def run_forward(
         pages = np.arange(max(1, len(k)), dtype=np.int32) if q.ndim == 4 else ONE_PAGE
         whole = _Work(batch_of(q), batch_of(k), batch_of(v), pages, batch_of(o), lse_batch_of(lse, element), units)
         return _run_loops([whole], cap, scale, sinks, config, dropped)
+    sequences = sequences_alone(q, k, v, o, lse, mask, score, places, q_lens, kv_lens)
+    run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
+
+
+def sequences_alone(
+    q: Array, k: Array, v: Array, o: Array, lse: Array | None, mask: Pairs, score: Score, places: list[tuple[Any, Any, Any]],
+    q_lens: Array | None, kv_lens: Array | None,
+) -> list[Sequence]:  # fmt: skip
+    """The sequences at these places, each alone."""
     sequences, bounds_of = [], functools.cache(key_bounds)
     for i, (rows, keys, at) in enumerate(places):
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
         own_mask = mask if used == q_len else FirstQueries(mask, used)
-        bounds, arrays = bounds_of(own_mask, heads, q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
+        bounds, arrays = bounds_of(own_mask, q.shape[-2], q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = score.of_lengths(used, kv_len)
         sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))
-    run_sequences(sequences, heads, scale, sinks, config, dropped, invariant)
+    return sequences
 
 
 def batch_of(x: Array) -> Array:

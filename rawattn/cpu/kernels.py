@@ -14,8 +14,9 @@ from ..variant.mask import kept_pairs
 from .backward import run_backward
 from .caches import append, attend, combine
 from .cost import PRODUCTS_PER_SECOND, SECONDS_PER_NUMBER, SECONDS_PER_THREAD, SECONDS_PER_UNIT, backward_seconds, threads_for
-from .forward import CpuConfig, run_forward, undefined_reason
-from .units import Array
+from .forward import CpuConfig, run_forward, sequences_alone, undefined_reason
+from .lists import ListedSequence, run_lists
+from .units import Array, sequences_of
 
 
 def _count_queries(config: CpuConfig, op: Forward) -> int:
@@ -28,6 +29,7 @@ class Cpu:
 
     name = "cpu"
     alignment = 1
+    places_back = 1.5
     config_type = CpuConfig
 
     def runs_on(self, device: Device) -> bool:
@@ -96,12 +98,19 @@ class Cpu:
     def run(
         self, op: Forward, config: CpuConfig, q: Array, k: Array, v: Array, o: Array, lse: Array | None = None,
         cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, sinks: Array | None = None,
-        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, **captured: Array,
+        q_lens: Array | None = None, kv_lens: Array | None = None, seed: Array | None = None, keys: Array | None = None,
+        keys_counts: Array | None = None, **captured: Array,
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``captured`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
         spec, dropped = host_functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
         options = spec.placed_mask, spec.placed_score, op.scale, sinks
+        if keys is not None:
+            places = sequences_of(q, k, *lengths[:2])
+            each = sequences_alone(q, k, v, o, lse, *options[:2], places, q_lens, kv_lens)
+            return run_lists(
+                [*map(ListedSequence.of, each, [place[0] for place in places])], op, keys, keys_counts, sinks, config
+            )
         run_forward(q, k, v, o, lse, *options, *lengths, dropped, config=config, invariant=op.invariant)
 
     def __repr__(self) -> str:

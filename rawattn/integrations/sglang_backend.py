@@ -2,8 +2,8 @@
 have, by ``attention_kvcache``.
 
 New keys and values are written by SGLang's pool. Served are decoders with one pool, or with a second one for layers with a
-window; what else a model asks for is refused by name: MLA, speculative decoding, attention over encoders, and options that
-rawattn has not.
+window, and MLA over a pool of latent rows; what else a model asks for is refused by name: speculative decoding, attention over
+encoders, and options that rawattn has not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from .. import serving
+from ..api import attention
 from ..errors import UnsupportedError
 from ..serving.attention import attention_kvcache
 
@@ -39,6 +40,7 @@ class RawattnBackend(AttentionBackend):
         self.longest = model_runner.model_config.context_len
         self.has_window_pool = hasattr(self.pool, "swa_kv_pool")
         self.window = model_runner.sliding_window_size if self.has_window_pool else None
+        self.is_latent = bool(getattr(model_runner, "use_mla_backend", False))
         self.invariant = bool(model_runner.server_args.enable_deterministic_inference)
         _check_runner(model_runner, self.pool)
         self.forward_metadata: Any = None
@@ -134,27 +136,58 @@ class RawattnBackend(AttentionBackend):
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, more)
 
     def _attend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool, more: dict[str, Any]) -> Any:
-        sinks = more.pop("sinks", None)
+        sinks, metadata = more.pop("sinks", None), self.forward_metadata
+        ropes = [more.pop(name, None) for name in ("q_rope", "k_rope")] if self.is_latent else [None, None]
         _check_layer(layer, more)
-        metadata = self.forward_metadata
+        if self.is_latent and layer.v_head_dim != self.pool.kv_lora_rank:
+            return self._attend_prompts(q, k, v, layer, forward_batch, metadata.step)
         if save and k is not None:
-            loc = KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.window_slots)
-            self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+            self._write(layer, KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.window_slots), k, v, ropes[1])
         options: dict[str, Any] = {"scale": layer.scaling, "softcap": layer.logit_cap or None, "invariant": self.invariant}
         if layer.sliding_window_size is not None and layer.sliding_window_size >= 0:
             options["window"] = (layer.sliding_window_size, 0)
         if sinks is not None:
             options["sinks"] = sinks.float()  # each time: SGLang does not say when weights are loaded anew
-        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        heads, columns = layer.tp_q_head_num, layer.qk_head_dim
+        if ropes[0] is not None:  # q is the columns before these
+            columns = layer.v_head_dim
+            ropes[0] = ropes[0].reshape(-1, heads, layer.qk_head_dim - columns)
+        rows = q.reshape(-1, heads, columns)
+        rows = rows if ropes[0] is None else (rows, ropes[0])
         in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         step = metadata.window_step if in_window_pool else metadata.step
         return attention_kvcache(rows, self._find_cache(layer), step, **options).flatten(1)
+
+    def _write(self, layer: Any, loc: Any, k: Any, v: Any, k_rope: Any) -> None:
+        if not self.is_latent:
+            self.pool.set_kv_buffer(layer, loc, k, v, layer.k_scale, layer.v_scale)
+        elif k_rope is None:
+            self.pool.set_kv_buffer(layer, loc, k, v)
+        else:
+            self.pool.set_mla_kv_buffer(layer, loc, k, k_rope)
+
+    def _attend_prompts(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, step: serving.Step) -> Any:
+        """Computes o of whole prompts, whose keys and values were projected from latent rows, without the pool."""
+        if k is None or any(forward_batch.extend_prefix_lens_cpu or ()):
+            raise UnsupportedError(
+                "extend_prefix_lens are not 0 beside projected keys; rawattn reads earlier ones as latent rows alone."
+            )
+        sizes = (
+            (layer.tp_q_head_num, layer.qk_head_dim),
+            (layer.tp_k_head_num, layer.qk_head_dim),
+            (layer.tp_k_head_num, layer.v_head_dim),
+        )
+        q, k, v = (x.reshape(-1, *size) for x, size in zip((q, k, v), sizes, strict=True))
+        starts, longest = step.cu_seqlens_q, step.max_q_len
+        options = {"scale": layer.scaling, "softcap": layer.logit_cap or None, "invariant": self.invariant, "causal": True}
+        return attention.attention_varlen(q, k, v, starts, starts, longest, longest, **options).flatten(1)
 
     def _find_cache(self, layer: Any) -> serving.KVCache:
         k, v = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
         kept = self._caches.get(layer.layer_id)
         if kept is None or kept[0] != k.data_ptr():
             k, v = (x.unflatten(0, (-1, self.page_size)) for x in (k, v))
+            v = k[..., : layer.v_head_dim] if self.is_latent else v
             scales = (layer.k_scale_float, layer.v_scale_float) if k.element_size() == 1 else (None, None)
             cache = serving.KVCache(k, v, "NHD", *(1.0 if x is None else x for x in scales))
             kept = self._caches[layer.layer_id] = (k.data_ptr(), cache)
@@ -164,7 +197,10 @@ class RawattnBackend(AttentionBackend):
 def _check_runner(model_runner: Any, pool: Any) -> None:
     """Raises UnsupportedError for what a model's runner asks for beyond what is served."""
     if getattr(model_runner, "use_mla_backend", False):
-        raise UnsupportedError("use_mla_backend is True; rawattn does not serve it in SGLang.")
+        if getattr(pool, "use_dsa", False):
+            raise UnsupportedError("use_dsa is True; rawattn does not serve an indexer's keys in SGLang, whose own backends do.")
+        if pool.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise UnsupportedError(f"kv_cache_dtype is {pool.dtype}; beside MLA rawattn serves pools of 16 bits in SGLang.")
     if type(pool).__name__.startswith("Unified"):  # its tables hold virtual numbers
         raise UnsupportedError(f"the pool is a {type(pool).__name__}, whose memory is unified; rawattn does not serve it.")
     if hasattr(pool, "swa_kv_pool") and getattr(pool, "swa_req_ring_size", None) is not None:

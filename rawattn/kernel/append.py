@@ -9,6 +9,7 @@ from ..driver.device import Device
 from ..operation import Append
 from ..operation.operand import Layout
 from ..variant import Option, append, scheduler
+from ..variant.element import E4M3, Record
 from ..variant.field import Field, Fields, View, Violations
 from ..variant.kv import PAGES, KvLens, PageListLens, scales
 from .base import Kernel
@@ -66,18 +67,21 @@ class AppendKernel(Kernel[Append]):
             angle = "Number" if op.angles.name == op.element.lse_name else "Element"
             positions = append.GivenPositions() if op.positions else append.KeyPositions(lengths)
             rotary = append.RotaryPairs(positions, op.rotary_dim, op.rotary == "interleaved", angle)
+            rotary = append.FromColumn(rotary, op.rotary_first) if op.rotary_first else rotary
+        queries: Option = append.QueriesInPlace() if op.in_place else append.QueriesApart() if op.heads else append.NoQueries()
         place = append.Slots() if op.form == "slots" else append.InPages(lengths, PAGES[op.form])
         assert op.kv_element is not None
         same = op.kv_element == op.element
         storage: Option = append.SameStorage() if same else append.QuantizedStorage(*scales(op.k_scales, op.v_scales))
+        kv_element, storage = (E4M3, append.RecordStorage()) if isinstance(op.kv_element, Record) else (op.kv_element, storage)
         return {
             "Element": op.element,
-            "KvElement": op.kv_element,
+            "KvElement": kv_element,
             "Storage": storage,
             "Tokens": append.PackedTokens() if op.ragged and op.lengths else append.SameTokens(),
             "Destination": place if op.k else append.Nowhere(),
             "Rotary": rotary,
-            "Queries": append.NoQueries() if not op.heads else append.QueriesInPlace() if op.in_place else append.QueriesApart(),
+            "Queries": append.RopeQueries(queries) if op.q_rope else queries,
             "Launch": scheduler.launch_of(arch),
         }
 

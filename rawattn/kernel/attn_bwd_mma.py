@@ -23,7 +23,8 @@ STORES: dict[str, tuple[Option, Option]] = {  # of dq, and what is cleared for i
     "ordered": (gradients.DqRedOrdered(), gradients.ClearTurns()),
     "unordered": (gradients.DqRedUnordered(), gradients.ClearDqSum()),
 }
-LEAST_ROWS = 32  # of a tile
+LEAST_ROWS = 32  # of a tile, of heads up to 256
+LEAST_WIDE_ROWS = 16  # ... and wider
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,10 @@ def config_of(op: Forward, device: Device) -> AttnBwdMmaConfig:
     """The configuration for the head sizes and the shared memory of a multiprocessor: 227 KB, 163 KB, or 99 KB."""
     widest = op.widest
     large, least = has_large_smem(device), device.smem_bytes < 110_000
-    if op.element == FP32:
+    if is_wide(op):
+        stages, few = 1 + large, AttnBwdMmaConfig(16, 4, 1, 4, 16, do_stages=1)
+        config = few if least else AttnBwdMmaConfig(32, 8, 1, 4, q_stages=stages, do_stages=stages)
+    elif op.element == FP32:
         config = config_of_fp32(widest, large, least)
     elif widest <= 64:
         half = AttnBwdMmaConfig(warps=4, sharing=1, do_stages=1 + large, ctas_per_sm=2)
@@ -74,11 +78,16 @@ def config_of(op: Forward, device: Device) -> AttnBwdMmaConfig:
     tight = config.m_tiles_per_warp == 2 and is_tight(op, device, config)
     return dataclasses.replace(
         config,
-        chunk_q=min(config.tile_q // config.sharing, 16 if tight else 32),
+        chunk_q=config.tile_q if is_wide(op) else min(config.tile_q // config.sharing, 16 if tight else 32),
         dq_row_warps=dq_row_warps(op, config),
         dq_vector=4 if device.capability >= 90 else 1,
         store="ordered" if op.spec.deterministic else "unordered",
     )
+
+
+def is_wide(op: Forward) -> bool:
+    """Says whether warps that have the same keys divide the columns: tiles of so wide heads have few queries to divide."""
+    return op.widest > 256
 
 
 def has_large_smem(device: Device) -> bool:
@@ -120,8 +129,21 @@ def smem_bytes(config: AttnBwdMmaConfig, op: Forward) -> int:
     """Shared memory of a block: tiles of K, V, Q, dO and dS, of P where warps share keys; statistics; the steps and the work."""
     d, dv = (-(-columns // 16) * 16 for columns in (op.head_dim, op.head_dim_v))
     tiles = config.tile_kv * (d + dv) + config.tile_q * (config.q_stages * d + config.do_stages * dv)
-    tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 else 1)
-    return op.element.itemsize * tiles + 16 * config.tile_q + 128
+    tiles += config.tile_q * config.tile_kv * (2 if config.sharing > 1 and not is_wide(op) else 1)
+    sums = 4 * config.tile_q * config.tile_kv * config.sharing if is_wide(op) else 0
+    return op.element.itemsize * tiles + 16 * config.tile_q + 128 + sums
+
+
+def misshapen_wide(config: AttnBwdMmaConfig) -> str | None:
+    """The same for heads wider than 256."""
+    if (config.warps, config.m_tiles_per_warp, config.sharing) not in ((4, 1, 4), (8, 1, 4), (8, 1, 8)):
+        values = f"warps is {config.warps}, m_tiles_per_warp {config.m_tiles_per_warp} and sharing {config.sharing}"
+        return f"{values}; for heads wider than 256 they must be 4 or 8, 1, and 4, or 8"
+    if config.tile_q not in (16, 32, 64) or config.chunk_q != config.tile_q:
+        return (
+            f"tile_q is {config.tile_q} and chunk_q {config.chunk_q}; they must be equal, 16, 32 or 64, for heads wider than 256"
+        )
+    return misshapen(dataclasses.replace(config, warps=8, sharing=4, tile_q=128, chunk_q=32))
 
 
 def misshapen(config: AttnBwdMmaConfig) -> str | None:
@@ -145,6 +167,12 @@ def misshapen(config: AttnBwdMmaConfig) -> str | None:
     return None
 
 
+def convert_columns(op: Forward) -> int:
+    """The columns of dq that a thread of the last pass has parts of: all, or groups of 32 up to 256, so that nothing spills."""
+    parts = [n for n in (1, 2, 3) if op.head_dim % (32 * n) == 0 and op.head_dim <= 256 * n]
+    return op.head_dim // parts[0] if parts else op.head_dim
+
+
 class AttnBwdMma(BackwardKernel):
     """The kernel and its launches."""
 
@@ -156,13 +184,14 @@ class AttnBwdMma(BackwardKernel):
         return device.capability >= 80
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        """Says whether it is made for the operation: on Hopper only for float32, which the kernels for Hopper do not take."""
-        return self.runs_on(device) and (device.capability != 90 or op.forward.element == FP32)
+        """Says whether it is made for the operation: on Hopper only for float32 and wide heads, which its kernels do not take."""
+        return self.runs_on(device) and (device.capability != 90 or op.forward.element == FP32 or is_wide(op.forward))
 
     def supports(self, op: Backward, device: Device) -> list[str]:
-        widest = 256 if op.forward.element != FP32 or has_large_smem(device) else 128
+        widest = 512 if op.forward.element != FP32 else 256 if has_large_smem(device) else 128
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, widest, (BF16, FP16, FP32))
-        return reasons + backward.reasons(op, LEAST_ROWS, LEAST_ROWS) + tiling.reasons(self.layout_reason(op.layout))
+        least = LEAST_WIDE_ROWS if is_wide(op.forward) else LEAST_ROWS
+        return reasons + backward.reasons(op, least, least) + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
         return layout.unaligned
@@ -172,7 +201,7 @@ class AttnBwdMma(BackwardKernel):
         return op.forward.element != FP32
 
     def legal(self, config: AttnBwdMmaConfig, op: Backward, device: Device) -> str | None:
-        if reason := misshapen(config):
+        if reason := (misshapen_wide if is_wide(op.forward) else misshapen)(config):
             return reason
         if config.dq_vector not in ((1, 4) if device.capability >= 90 else (1,)):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
@@ -204,7 +233,10 @@ class AttnBwdMma(BackwardKernel):
         grid = works * config.parts if forward.total_kv else 0
         dq, clears = (("dq_parts", 1), ("dq_columns", forward.head_dim), ("dq_chains", 1)), STORES[config.store][1]
         chains = int(config.store == "ordered")
-        last = ConvertPass(config.tile_q, config.tile_kv, forward.head_dim, vector=config.dq_vector, dq_chains=chains)
+        columns = convert_columns(forward)
+        last = ConvertPass(
+            config.tile_q, config.tile_kv, columns, forward.head_dim // columns, vector=config.dq_vector, dq_chains=chains
+        )
         launches = [self.launch(op, group.source_of(config), device, "attn_bwd_mma", kv_values, grid, _render_main)]
         launches += self.add_parts(op, config.parts, device)
         launches += [self.convert(op, last, device)] * (forward.total_q > 0)
@@ -222,7 +254,8 @@ def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Sour
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "scale_sign": -1 if op.scale < 0 else 1}
     blocks = gradients.Blocks32() if op.element == FP32 else gradients.Blocks16()
     every = backward.options(
-        op, Blocks=blocks, Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
+        op, Blocks=blocks, Sharing=gradients.ByColumns() if is_wide(op) else gradients.ByQueries(),
+        Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
         Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
         DqStore=STORES[config.store][0],

@@ -70,7 +70,7 @@ class AttnBwdPair(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        return self.runs_on(device) and op.forward.widest > 128 and op.forward.element != FP32
+        return self.runs_on(device) and 128 < op.forward.widest <= 256 and op.forward.element != FP32
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward)

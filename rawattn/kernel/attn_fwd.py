@@ -220,14 +220,15 @@ class AttnFwd(ForwardKernel):
     name = "attn_fwd"
     needs = "a Hopper GPU (compute capability 9.0)"
     file = FILE
+    places_back = 2.5  # behind attn_fwd_mma
     config_type = AttnFwdConfig
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Forward, device: Device) -> bool:
-        """Says whether it is made for the operation: not for float32, which attn_fwd_mma computes by tensor cores."""
-        return self.runs_on(device) and op.element != FP32
+        """Says whether it is made for the operation: not for float32 and wider heads, which attn_fwd_mma takes."""
+        return self.runs_on(device) and op.element != FP32 and op.widest <= 256
 
     def prefers(self, op: Forward, device: Device) -> bool:
         serves_few = few_rows.are_few(op) or (is_short(op) and op.widest <= 128)

@@ -47,7 +47,33 @@ class AttnFwdMmaConfig:
 
     @property
     def threads(self) -> int:
+        """The threads of a block whose warps have rows of their own."""
         return 2 * self.tile_q // self.m_tiles_per_warp
+
+
+def strip_warps(op: Forward) -> int:
+    """Warps that have the same rows: two where one has no registers for all columns of O."""
+    return 1 if op.widest <= 256 else 2
+
+
+def strip_option(op: Forward) -> Option:
+    """The option for which warps have the same rows."""
+    return scheduler.OneWarp() if strip_warps(op) == 1 else scheduler.TwoWarps()
+
+
+def threads(config: AttnFwdMmaConfig, op: Forward) -> int:
+    """The threads of a block."""
+    return config.threads * strip_warps(op)
+
+
+def warp_columns(columns: int, warps: int) -> int:
+    """The most columns that one of the ``warps`` of a strip has: of two the first, half of them in whole groups of chunks that
+    change places (variant/strip/two_warps.cuh)."""
+    if warps == 1:
+        return columns
+    whole = -(-columns // 16) * 16
+    group = next(n for n in (64, 32, 16) if whole % n == 0)
+    return -(-whole // (2 * group)) * group
 
 
 def packs(op: Forward) -> bool:
@@ -76,9 +102,10 @@ def columns(op: Forward) -> tuple[int, int]:
 
 
 def smem_bytes(config: AttnFwdMmaConfig, op: Forward) -> int:
-    """Shared memory of a block: Q, the ring, and the work."""
+    """Shared memory of a block: Q, the ring, the work, and the dot products of warps that exchange them."""
     qk, v = columns(op)
-    return op.element.itemsize * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128
+    sums = 8 * config.tile_q * config.tile_kv * (strip_warps(op) - 1)
+    return op.element.itemsize * (config.tile_q * qk + config.stages * config.tile_kv * max(qk, v)) + 128 + sums
 
 
 def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
@@ -94,18 +121,22 @@ def registers(config: AttnFwdMmaConfig, op: Forward) -> int:
         rest += 12 * op.spec.data_independent if plain else 4
     if op.spec.dropout:
         rest += 4 if config.m_tiles_per_warp == 1 and not plain else 8 * config.m_tiles_per_warp * (1 + 2 * config.pack_gqa)
-    return config.m_tiles_per_warp * (config.tile_kv // 2 + op.head_dim_v // 2 + 4 * max(1, config.q_steps_in_registers)) + rest
+    width = warp_columns(op.head_dim_v, strip_warps(op)) // 2
+    return config.m_tiles_per_warp * (config.tile_kv // 2 + width + 4 * max(1, config.q_steps_in_registers)) + rest
 
 
-def register_limit(config: AttnFwdMmaConfig, device: Device) -> int:
+def register_limit(config: AttnFwdMmaConfig, op: Forward, device: Device) -> int:
     """Registers that a thread may have where the configuration's blocks share a multiprocessor, less what ptxas wants for itself:
     found by compiling what is chosen with NVRTC 13.0 and 13.5."""
     wanted = (24, 32) if device.capability >= 100 else (20, 0)
-    return min(255, 65536 // (config.threads * config.ctas_per_sm) // 8 * 8) - wanted[config.m_tiles_per_warp - 1]
+    return min(255, 65536 // (threads(config, op) * config.ctas_per_sm) // 8 * 8) - wanted[config.m_tiles_per_warp - 1]
 
 
 _PAIRS, _SINGLE = (64, 32), (64, 32, 128)  # keys of a tile where a warp computes two tiles of 16 rows, and one
 FORMS = tuple((m, q, n) for m, q in ((2, 128), (1, 64), (2, 64), (1, 128), (1, 32)) for n in (_PAIRS if m == 2 else _SINGLE))
+
+WIDE_FORMS = tuple((1, q, n) for q in (64, 48, 32, 16) for n in (64, 32, 16))  # the same where two warps have a tile
+WIDEST_V = 512  # of which a warp has 256
 
 
 def forms_of_fp32(op: Forward, device: Device) -> list[tuple[int, int, int]]:
@@ -124,6 +155,14 @@ def _stretch(warps: float) -> float:
 def _overlap(a: float, b: float) -> float:
     """The time, about, that two overlapping things take which alone take ``a`` and ``b``."""
     return float((a**4 + b**4) ** 0.25)
+
+
+def size_reasons(op: Forward) -> list[str]:
+    """The reasons why the kernel does not take the head sizes or the number format."""
+    reasons = tiling.tensor_core_reasons(op, 128 if op.element == FP32 else 576, (BF16, FP16, FP32))
+    if op.element != FP32 and op.head_dim_v > WIDEST_V:
+        reasons.append(f"head_dim_v is {op.head_dim_v}; it takes up to {WIDEST_V}")
+    return reasons
 
 
 class AttnFwdMma(ForwardKernel):
@@ -147,8 +186,7 @@ class AttnFwdMma(ForwardKernel):
         return op.element != FP32
 
     def supports(self, op: Forward, device: Device) -> list[str]:
-        widest = 128 if op.element == FP32 else 256
-        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op, widest, (BF16, FP16, FP32))
+        reasons = self.device_reasons(device) + size_reasons(op)
         has_polynomial = isinstance(op.score, Softcap)  # which errs by 1e-6
         if op.element == FP32 and (op.spec.dropout or op.constant_time or has_polynomial):
             reasons.append("it takes fp32 without dropout, softcap and constant_time")
@@ -161,22 +199,26 @@ class AttnFwdMma(ForwardKernel):
     def legal(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> str | None:
         if config.m_tiles_per_warp not in (1, 2):
             return f"m_tiles_per_warp is {config.m_tiles_per_warp}; it must be 1 or 2"
-        if config.tile_q % (32 * config.m_tiles_per_warp) or not 32 <= config.tile_q <= 256:
-            return f"tile_q is {config.tile_q}; it must be a multiple of {32 * config.m_tiles_per_warp} up to 256"
+        if strip_warps(op) == 2 and (config.m_tiles_per_warp != 1 or config.tile_q > 128):
+            values = f"m_tiles_per_warp is {config.m_tiles_per_warp} and tile_q {config.tile_q}"
+            return f"{values}; they must be 1 and up to 128 for heads wider than 256"
+        rows = 32 * config.m_tiles_per_warp // strip_warps(op)
+        if config.tile_q % rows or not rows <= config.tile_q <= 256:
+            return f"tile_q is {config.tile_q}; it must be a multiple of {rows} up to 256"
         if config.pack_gqa and (op.varlen or any(op.lens) or op.heads == op.kv_heads):
             return "pack_gqa is True; it needs several query heads for each key head, and sequences of one length"
         if reasons := tiling.too_many_tiles(packed_gqa(op, config), config.tile_q):
             return reasons[0]
         if config.tile_kv % 16 or not 16 <= config.tile_kv <= 256:
             return f"tile_kv is {config.tile_kv}; it must be a multiple of 16 from 16 to 256"
-        steps = columns(op)[0] // 16
+        steps = warp_columns(columns(op)[0], strip_warps(op)) // 16
         if not 0 <= config.q_steps_in_registers <= steps:
             return f"q_steps_in_registers is {config.q_steps_in_registers}; it must be from 0 to {steps} here"
         if config.stages < 2 or not 1 <= config.ctas_per_sm <= 16:
             return f"stages is {config.stages} and ctas_per_sm {config.ctas_per_sm}; they must be at least 2, and from 1 to 16"
         if reason := tiling.too_much_smem(smem_bytes(config, op), config.ctas_per_sm, device):
             return reason
-        if registers(config, op) > (limit := register_limit(config, device)):
+        if registers(config, op) > (limit := register_limit(config, op, device)):
             return f"a thread needs about {registers(config, op)} registers; above {limit} it spills"
         return None
 
@@ -194,12 +236,14 @@ class AttnFwdMma(ForwardKernel):
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdMmaConfig]:
         """The configurations with as many blocks as fit, a ring of two, whose slots are known at compile time, and of Q in
         registers nothing, or as much as fits; of fp32 one."""
-        steps, configs, split, is_fp32 = columns(op)[0] // 16, [], tiling.is_few(op), op.element == FP32
-        for m_tiles_per_warp, tile_q, tile_kv in forms_of_fp32(op, device) if is_fp32 else FORMS:
+        steps, configs, split = warp_columns(columns(op)[0], strip_warps(op)) // 16, [], tiling.is_few(op)
+        is_fp32 = op.element == FP32
+        forms = forms_of_fp32(op, device) if is_fp32 else FORMS if strip_warps(op) == 1 else WIDE_FORMS
+        for m_tiles_per_warp, tile_q, tile_kv in forms:
             bare = [AttnFwdMmaConfig(tile_q, tile_kv, 2, m_tiles_per_warp, 0, ctas, packs(op), split) for ctas in (4, 3, 2, 1)]
             fitting = [c for c in bare if self.legal(c, op, device) is None][:1]
             for config in fitting:
-                room = 1 + (register_limit(config, device) - registers(config, op)) // (4 * m_tiles_per_warp)
+                room = 1 + (register_limit(config, op, device) - registers(config, op)) // (4 * m_tiles_per_warp)
                 kept = min(steps, room // 2 * 2)
                 configs += [config, *([dataclasses.replace(config, q_steps_in_registers=kept)] if kept else [])]
         return configs[:1] if is_fp32 else configs
@@ -212,12 +256,14 @@ class AttnFwdMma(ForwardKernel):
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more. Over caches ``rows_each`` heads share a
         tile."""
         qk, v = columns(op)
-        tile_q, keys, warps = config.tile_q, config.tile_kv, config.threads / 32
+        tile_q, keys, warps, strip = config.tile_q, config.tile_kv, threads(config, op) / 32, strip_warps(op)
         each, size = 6 if op.element == FP32 else 1, op.element.itemsize  # of tf32: three, at half the rate
         products = 2 * each * tile_q * keys * (qk + v) / tiling.mma_flops(device)
-        exponentials = tile_q * keys / 16
-        reread = 1 - config.q_steps_in_registers / (qk // 16)
-        read = (keys * (qk + v) * size * (warps + 1) + tile_q * qk * size * reread) / 128  # by each warp, and written
+        exponentials = strip * tile_q * keys / 16
+        reread = 1 - config.q_steps_in_registers / (warp_columns(qk, strip) // 16)
+        exchanged = 16 * tile_q * keys * (strip - 1)
+        moved = keys * (qk + v) * size * (warps / strip + 1) + tile_q * qk * size * reread  # by each warp, and written
+        read = (moved + exchanged) / 128
         splits = tiling.splits(op, device)[0] if config.split else 1
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
@@ -236,6 +282,7 @@ class AttnFwdMma(ForwardKernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         options |= {"Walk": tiling.cursor(op), "Blocks": Blocks32() if op.element == FP32 else Blocks16()}
+        options["Strip"] = strip_option(op)
         if config.pack_gqa:
             options |= tiling.packed_options(op, rows.PackGqa())
         if config.split:
@@ -249,7 +296,7 @@ class AttnFwdMma(ForwardKernel):
 
     def constants(self, op: Forward, config: AttnFwdMmaConfig) -> dict[str, int]:
         """The constants of a configuration, in order."""
-        constants = {**dataclasses.asdict(config), "threads": config.threads}
+        constants = {**dataclasses.asdict(config), "threads": threads(config, op)}
         del constants["pack_gqa"], constants["split"]
         constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
         signs = -0x80000000 if op.element == FP32 else -0x7FFF8000

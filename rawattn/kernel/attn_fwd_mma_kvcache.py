@@ -13,7 +13,7 @@ from ..variant.element import FP32
 from ..variant.field import Field, Fields, PagePool, View
 from ..variant.gradients import Blocks16
 from . import paging, tiling
-from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig
+from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option
 from .paging import LONGEST, OverCache, forward_of, over_tensors
 from .render import config_header, source
 
@@ -64,6 +64,7 @@ class AttnFwdMmaKVCache(OverCache):
             "Scheduler": scheduler.ReportingScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": tiling.cursor(over_tensors(op)),
             "Blocks": Blocks16(),
+            "Strip": strip_option(over_tensors(op)),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> Fields:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Forward
 from ..operation.operand import Layout
-from ..variant import Option, element, softmax, store
+from ..variant import Option, element, kv, softmax, store
 from ..variant.field import Field, Fields, View
 from . import tiling
 from .base import ForwardKernel
@@ -117,14 +118,19 @@ class AttnFwdSimt(ForwardKernel):
     def options(self, op: Forward, config: AttnFwdSimtConfig) -> dict[str, Option]:
         out = store.StoreOLse() if op.return_lse else store.StoreO()
         scheduler = tiling.lpt_scheduler(op, persistent=False)
-        return tiling.options(op, Softmax=softmax.Plain(), Scheduler=scheduler, Store=out, Walk=tiling.cursor(op))
+        walk = tiling.cursor(op)
+        return tiling.options(op, Softmax=softmax.Plain(), Kv=kv.NumbersKv(), Scheduler=scheduler, Store=out, Walk=walk)
 
     def fields(self, op: Forward, config: AttnFwdSimtConfig) -> Fields:
         return tiling.fields([Field(name, "StridedTensor", View(name)) for name in "qkv"], self.options(op, config))
 
+    def constants(self, op: Any, config: AttnFwdSimtConfig) -> dict[str, int]:
+        """The constants of a configuration, in order."""
+        dims = {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+        return {**dataclasses.asdict(config), **dims, "q_sign": -1 if op.scale < 0 else 1}
+
     def render(self, op: Forward, config: AttnFwdSimtConfig, arch: str) -> Source:
-        constants = {**dataclasses.asdict(config), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-        constants["q_sign"] = -1 if op.scale < 0 else 1
+        constants = self.constants(op, config)
         return source(self.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
 
     def values(self, op: Forward, config: AttnFwdSimtConfig, device: Device) -> dict[str, float]:

@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 from ..array.tma import SWIZZLE_ROWS
 from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
+from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, constant_time, rows, softmax, store, weight
 from ..variant.element import E4M3, FP8
 from ..variant.kv import CacheScale, KvLens, PageListLens
+from ..variant.lists import EveryRow
 from ..variant.mask import CausalEachMask, KvBeginMask
 from ..variant.offset import AtPositionsScore
 from . import tiling
@@ -36,7 +38,7 @@ def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
 
 def lengths_option(op: AttentionKVCache) -> Option:
     """The option for the lengths of sequences."""
-    return PageListLens() if op.form == "indptr" else KvLens()
+    return PageListLens() if op.form == "indptr" else EveryRow() if op.form == "rows" else KvLens()
 
 
 def arrays_of(op: AttentionKVCache) -> tuple[bool, ...]:
@@ -86,9 +88,15 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
     return [f"caches of e4m3 need compute capability 8.9 or newer, and {device.name} is {device.arch}"]
 
 
+def reasons_of_pairs(op: AttentionKVCache) -> list[str]:
+    """The reasons why a kernel that reads q as one array, and whose splits follow from a sequence alone, does not compute it."""
+    reasons = ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope else []
+    return reasons + (["split is 'even'; its bits do not follow from the batch"] if op.split_keys == EVEN else [])
+
+
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
     """The reasons why kernels with tiles of many queries do not compute it; one that ``widens`` takes caches of eight bits."""
-    reasons = []
+    reasons = reasons_of_pairs(op)
     if widens and is_fp8(op):
         arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
         reasons += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []

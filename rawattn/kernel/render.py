@@ -27,12 +27,14 @@ FOLDER = next(
 CTYPES = {
     "TmaTensor": (192, 64, "192s"),
     "TmaTensorOnce": (192, 64, "192s"),
+    "TmaClusterTensor": (192, 64, "192s"),
     "StridedTensor": (32, 8, "32s"),
     "StridedOutput": (32, 8, "32s"),
     "PartList": (1024, 8, "1024s"),
     "Left*": (8, 8, "Q"),
     "TmaPages": (192, 64, "192s"),
     "TmaPageRows": (192, 64, "192s"),
+    "TmaPageRowsOnce": (192, 64, "192s"),
     "TmaPageBoxes": (192, 64, "192s"),
     "TmaHeads": (192, 64, "192s"),
     "StridedPages": (40, 8, "40s"),
@@ -56,12 +58,14 @@ _NUMBERS = {"fp32": (4, 4, "f"), "fp64": (8, 8, "d")}  # what "Number" is
 TENSORS = {  # C++ type -> its file
     "TmaTensor": "tile/tma_tensor.cuh",
     "TmaTensorOnce": "tile/tma_tensor.cuh",
+    "TmaClusterTensor": "tile/tma_cluster_tensor.cuh",
     "StridedTensor": "tile/strided_tensor.cuh",
     "StridedOutput": "tile/strided_tensor.cuh",
     "PartList": "tile/part_list.cuh",
     "Left*": "tile/share.cuh",
     "TmaPages": "tile/pages.cuh",
     "TmaPageRows": "tile/page_rows.cuh",
+    "TmaPageRowsOnce": "tile/page_rows.cuh",
     "TmaPageBoxes": "tile/page_boxes.cuh",
     "TmaHeads": "tile/tma_heads.cuh",
     "StridedPages": "tile/strided_pages.cuh",
@@ -71,17 +75,19 @@ TENSORS = {  # C++ type -> its file
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 
 
-def wgmma(name: str, element: Element, n: int, *, a_in_registers: bool, b_by_rows: bool, negate: bool = False) -> str:
+def wgmma(
+    name: str, element: Element, n: int, *, a_in_registers: bool, b_by_rows: bool, a_by_rows: bool = False, negate: bool = False
+) -> str:
     """A struct with one matrix product of a warpgroup, 64 x n x 16 with float32 sums: d (+)= a b, or d (-)= a b where ``negate``.
 
-    ``a`` comes from shared memory or registers, ``b`` from shared memory, its contraction along the columns of a tile or along
+    ``a`` comes from shared memory or registers, ``b`` from shared memory, their contraction along the columns of a tile or along
     its rows. https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
     """
     sums = n // 2
     a_words = 4 if a_in_registers else 1
     a_operand = "{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}" if a_in_registers else f"%{sums}"
     a_inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if a_in_registers else '"l"(a)'
-    flags = f"{-1 if negate else 1}, 1{'' if a_in_registers else ', 0'}, {int(b_by_rows)}"
+    flags = f"{-1 if negate else 1}, 1{'' if a_in_registers else f', {int(a_by_rows)}'}, {int(b_by_rows)}"
     b, add = sums + a_words, sums + a_words + 1
     return f"""\
 struct {name} {{

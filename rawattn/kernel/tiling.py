@@ -213,13 +213,14 @@ class QueryTiles(NamedTuple):
     most_last: int
     most_blocks: int = MOST_TILES
     splits: int = 1  # of a tile's keys, each of which is a work of its own
+    blocks_each: int = 1  # of a work: a cluster
 
     def at(self, q_len: int) -> tuple[dict[str, int], int]:
         """The values that follow from the number of queries, and the number of blocks."""
         q_tiles = -(-q_len * self.rows_each // self.tile_q)
         group, groups = self.groups(q_tiles)
         values = {"q_len": q_len, "q_tiles": q_tiles, "l2_head_group": group, "last_group": groups}
-        return values, min(self.most_blocks, q_tiles * self.heads * self.splits)
+        return values, min(self.most_blocks, q_tiles * self.heads * self.splits * self.blocks_each)
 
     def groups(self, q_tiles: int) -> tuple[int, int]:
         """Query heads whose tiles are taken together, so that their keys and values are still in L2 when the next tile needs

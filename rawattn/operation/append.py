@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ..array.array import Array
 from ..array.memory import overlap
 from ..errors import ProblemError
-from ..variant.element import ELEMENTS, KV_ELEMENTS, Element
+from ..variant.element import ELEMENTS, Element
 from . import kvcache
 from .base import Operation
 from .operand import PLAIN, Layout, Operand, check_form, check_like, check_output, check_whole, common_width
@@ -28,8 +28,9 @@ class Append(Operation):
     pages are given, or is "slots" where each row has a place of its own, or none. ``heads`` are those of q, 0 where there is
     none; ``k`` says whether there are keys to write, or queries alone are rotated, and ``v`` whether there are values. ``rotary``
     is "", "neox" or "interleaved", ``angles`` the format of cos and sin, ``lengths`` the form of the lengths beside slots, and ""
-    where there are none. ``width`` are the elements that a thread reads and writes at once: all places are multiples of it.
-    ``kv_element`` and the scales are those of ``AttentionKVCache``.
+    where there are none. Columns are rotated from ``rotary_first`` on; ``q_rope`` says that q has these alone. ``width`` are the
+    elements that a thread reads and writes at once: all places are multiples of it. ``kv_element`` and the scales are those of
+    ``AttentionKVCache``.
     """
 
     element: Element
@@ -61,6 +62,8 @@ class Append(Operation):
     k_scales: bool = False
     v_scales: bool = False
     k: bool = True
+    rotary_first: int = 0
+    q_rope: bool = False
     layout: Layout = PLAIN
 
     names: ClassVar[tuple[str, ...]] = (
@@ -81,12 +84,12 @@ class Append(Operation):
     @classmethod
     def of(
         cls, arrays: dict[str, Array], rotary: str = "", max_q_len: int | None = None, max_kv_len: int | None = None,
-        scales: tuple[float, float] = (1.0, 1.0),
+        scales: tuple[float, float] = (1.0, 1.0), first_column: int = 0,
     ) -> Append:  # fmt: skip
         """The operation on these arrays, by name. Raises ProblemError where they contradict each other."""
         has_lengths = "kv_lens" in arrays or "indptr" in arrays
-        check_arrays(arrays, rotary, max_q_len)
-        k, pool = rows_of(arrays), arrays["k_cache"]
+        check_arrays(arrays, rotary, max_q_len, first_column)
+        k, pool, (kv_element, head_dim, head_dim_v) = rows_of(arrays), arrays["k_cache"], kvcache.format_of(arrays)
         ragged = len(k.shape) == 3
         lengths = kvcache.form_of(arrays) if has_lengths else ""
         form, table = "slots" if "slots" in arrays or "k" not in arrays else lengths, kvcache.table_of(arrays)
@@ -97,12 +100,13 @@ class Append(Operation):
         return cls(
             ELEMENTS[k.dtype], kvcache.batch_of(arrays) if has_lengths else k.shape[0], total,
             q_len if max_q_len is None else min(q_len, max_q_len), room if max_kv_len is None else min(room, max_kv_len),
-            pool.shape[2], pool.shape[3], arrays["v_cache"].shape[3], pool.shape[0], pool.shape[1], form, table, ragged,
+            pool.shape[2], head_dim, head_dim_v, pool.shape[0], pool.shape[1], form, table, ragged,
             arrays["q"].shape[-2] if "q" in arrays else 0, "v" in arrays, rotary, 0 if cos is None else 2 * cos.shape[1],
-            "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary),
+            "positions" in arrays, 0 if cos is None else cos.shape[0], 1 if k.is_cpu else width_of(arrays, rotary, first_column),
             lengths, None if cos is None else ELEMENTS[cos.dtype],
-            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, KV_ELEMENTS[pool.dtype],
-            *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays,
+            "q_out" in arrays and arrays["q_out"].object is arrays["q"].object is not None, kv_element,
+            *scales, "k_scale" in arrays, "v_scale" in arrays, "k" in arrays, first_column if rotary else 0,
+            "q" in arrays and arrays["q"].shape[-1] != head_dim,
         )  # fmt: skip
 
     @classmethod
@@ -115,7 +119,7 @@ class Append(Operation):
 
     def check_apart(self, arrays: Mapping[str, Array]) -> None:
         """Raises ProblemError where the cache, or q that is rotated in place, shares memory with what is read."""
-        for name in ("k", "v") if self.k else ():
+        for name in ("k", "v")[: len(kvcache.pool_operands(self))] if self.k else ():
             for other in ("k", "v", "q", "k_scale", "v_scale"):
                 if other in arrays and overlap(arrays[f"{name}_cache"], arrays[other]):
                     raise ProblemError(f"{other} overlaps the cache's {name} in memory; give an array of its own.")
@@ -124,16 +128,17 @@ class Append(Operation):
         if self.in_place:
             check_output("q_out", arrays["q"], 1, [(name, x) for name, x in arrays.items() if name != "q"])
 
+    @property
+    def q_columns(self) -> int:
+        return self.head_dim - self.rotary_first if self.q_rope else self.head_dim
+
     @functools.cached_property
     def inputs(self) -> tuple[Operand, ...]:
         """The arrays that it reads, in order, and the cache, which it writes; as (pages, page_size, kv_heads, columns)."""
-        assert self.kv_element is not None
-        pool = self.pages, self.page_size, self.kv_heads
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
         operands = [Operand("k", self.element.name, (*rows, self.kv_heads, self.head_dim))] * self.k
         operands += [Operand("v", self.element.name, (*rows, self.kv_heads, self.head_dim_v))] * self.v
-        operands += [Operand("k_cache", self.kv_element.name, (*pool, self.head_dim), "inout")] * self.k
-        operands += [Operand("v_cache", self.kv_element.name, (*pool, self.head_dim_v), "inout")] * self.k
+        operands += kvcache.pool_operands(self, "inout") * self.k
         if self.lengths:
             operands += kvcache.length_operands(self.lengths, self.batch, self.table)
             operands += [Operand("cu_seqlens_q", "int32", (self.batch + 1,))] * self.ragged
@@ -141,7 +146,7 @@ class Append(Operation):
         if self.angles is not None:
             operands += [Operand(name, self.angles.name, (self.max_positions, self.rotary_dim // 2)) for name in ("cos", "sin")]
         operands += [Operand("positions", "int64", rows)] * self.positions
-        q = Operand("q", self.element.name, (*rows, self.heads, self.head_dim), "inout" if self.in_place else "in")
+        q = Operand("q", self.element.name, (*rows, self.heads, self.q_columns), "inout" if self.in_place else "in")
         operands += kvcache.scale_operands(self, self.batch if self.lengths or not self.ragged else 1)
         return (*operands, *[q] * (self.heads > 0))
 
@@ -149,7 +154,7 @@ class Append(Operation):
     def outputs(self) -> tuple[Operand, ...]:
         """The arrays that it makes: the rotated queries, unless they are written over q."""
         rows = (self.total,) if self.ragged else (self.batch, self.q_len)
-        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.head_dim), "out")
+        q_out = Operand("q_out", self.element.name, (*rows, self.heads, self.q_columns), "out")
         return (q_out,) * (self.heads > 0 and not self.in_place)
 
     @functools.cached_property
@@ -158,7 +163,7 @@ class Append(Operation):
         assert self.kv_element is not None
         sizes = self.element.name, self.kv_element.name, self.head_dim, self.head_dim_v, self.width, self.heads > 0, self.k
         angles = None if self.angles is None else self.angles.name
-        rotary = self.rotary, self.rotary_dim, angles, self.positions, self.in_place
+        rotary = self.rotary, self.rotary_dim, self.rotary_first, self.q_rope, angles, self.positions, self.in_place
         return (type(self), *sizes, self.form, self.lengths, self.ragged, *rotary, self.k_scales, self.v_scales)
 
     @property
@@ -169,9 +174,7 @@ class Append(Operation):
     @property
     def bytes(self) -> int:
         """Fewest bytes that must cross device memory: each row read once and written once, and what says where it goes."""
-        assert self.kv_element is not None
-        columns = self.head_dim * self.k + self.head_dim_v * self.v
-        rows = self.total * self.kv_heads * columns * self.kv_element.itemsize
+        rows = self.total * kvcache.row_bytes(self, self.head_dim * self.k + self.head_dim_v * self.v)
         read = [operand for operand in self.inputs if operand.name not in ("k_cache", "v_cache", "cos", "sin")]
         return rows + kvcache.bytes_of([*read, *[operand for operand in read if operand.name == "q"]])
 
@@ -181,7 +184,9 @@ class Append(Operation):
         words += [f"kv_heads {self.kv_heads}"] * self.k + [f"head_dim {dim}"]
         pages = f"slots in {self.pages} pages of {self.page_size}" if self.k else "q alone"
         words += [pages if self.form == "slots" else kvcache.pages_text(self.form, self.pages, self.page_size)]
-        words += [f"{self.rotary} rotary of {self.rotary_dim}"] if self.rotary else []
+        words += [f"{self.rotary} rotary of {self.rotary_dim}" + f" from {self.rotary_first}" * (self.rotary_first > 0)] * bool(
+            self.rotary
+        )
         words += ["positions"] * self.positions + [f"q with {self.heads} heads"] * (self.heads > 0)
         words += ["k only"] * (self.k and not self.v)
         return f"Append {kvcache.elements_text(self)} {', '.join(words)}"
@@ -197,7 +202,7 @@ def rows_of(arrays: dict[str, Array]) -> Array:
     return arrays["q"]
 
 
-def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None) -> None:
+def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = None, first_column: int = 0) -> None:
     """Raises ProblemError where these arrays, by name, contradict each other. It reads no memory."""
     k, pool = rows_of(arrays), arrays["k_cache"]
     has_lengths = "kv_lens" in arrays or "indptr" in arrays
@@ -211,7 +216,7 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
             if arrays[name].dtype != k.dtype:
                 raise ProblemError(f"{name} has dtype {arrays[name].dtype} but k has {k.dtype}; they must be the same.")
     rows = tuple(k.shape[:-2])
-    for name, columns in (("k", pool.shape[3]), ("v", arrays["v_cache"].shape[3])):
+    for name, columns in zip("kv", kvcache.format_of(arrays)[1:], strict=True):
         wanted = (*rows, pool.shape[2], columns)
         if name in arrays and tuple(arrays[name].shape) != wanted:
             raise ProblemError(
@@ -228,15 +233,17 @@ def check_arrays(arrays: dict[str, Array], rotary: str, max_q_len: int | None = 
         if name in arrays:
             check_form(name, arrays[name], "int64", rows, "{}, one for each row of k")
             check_whole(name, arrays[name])
-    _check_rotary(arrays, rotary, has_lengths)
+    _check_rotary(arrays, rotary, has_lengths, first_column)
 
 
-def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> None:
-    k, cos, head_dim = rows_of(arrays), arrays.get("cos"), arrays["k_cache"].shape[3]
+def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool, first_column: int) -> None:
+    k, cos, (_, head_dim, _) = rows_of(arrays), arrays.get("cos"), kvcache.format_of(arrays)
     if rotary:
         assert cos is not None
-        if 2 * cos.shape[1] > head_dim:
-            raise ProblemError(f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head; k has head_dim {head_dim}.")
+        if first_column + 2 * cos.shape[1] > head_dim:
+            behind = f" behind first_column, {first_column}" if first_column else ""
+            found = f"cos has {cos.shape[1]} columns, for {2 * cos.shape[1]} of a head{behind}"
+            raise ProblemError(f"{found}; k has head_dim {head_dim}.")
         number = ELEMENTS[k.dtype].lse_name
         if cos.dtype not in (k.dtype, number):
             raise ProblemError(f"cos has dtype {cos.dtype}; it must be {number}, or {k.dtype} as k.")
@@ -245,7 +252,8 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
     if "q" in arrays:
         if not rotary:
             raise ProblemError("q was given without rotary; append does nothing to q but rotate it.")
-        wanted = (*k.shape[:-2], arrays["q"].shape[-2], head_dim)
+        is_part = first_column > 0 and arrays["q"].shape[-1] == head_dim - first_column  # its rotated columns and those behind
+        wanted = (*k.shape[:-2], arrays["q"].shape[-2], head_dim - first_column * is_part)
         if tuple(arrays["q"].shape) != wanted:
             way = "by the rows and columns of k. Other rows of q are rotated by a call without k and v"
             raise ProblemError(f"q has shape {tuple(arrays['q'].shape)}; it must be {wanted}, {way}.")
@@ -255,9 +263,9 @@ def _check_rotary(arrays: dict[str, Array], rotary: str, has_lengths: bool) -> N
         raise ProblemError("q_out was given without q; it receives the rotated q.")
 
 
-def width_of(arrays: dict[str, Array], rotary: str) -> int:
+def width_of(arrays: dict[str, Array], rotary: str, first_column: int = 0) -> int:
     """The largest power of two, up to 16 bytes of elements, that divides all places, sizes of heads and halves of rotations."""
     read = [arrays[name] for name in ("k", "v", "k_cache", "v_cache", "q", "q_out") if name in arrays]
     width = common_width(read, 16 // ELEMENTS[rows_of(arrays).dtype].itemsize)
     columns = arrays["cos"].shape[1] if rotary else 0
-    return math.gcd(width, columns if rotary == "neox" else 2 * columns)
+    return math.gcd(width, columns if rotary == "neox" else 2 * columns, first_column)

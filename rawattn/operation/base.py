@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..array.array import DTYPES, Array
-from ..variant.element import KV_ELEMENTS, Element
+from ..variant.element import FORMATS, Element
 from ..variant.mask import Mask
 from ..variant.score import Scale, Score
 from . import captures
+from .keys import ListSizes
 from .operand import PLAIN, Layout, Operand
 from .spec import Spec
 
@@ -206,10 +207,11 @@ def _to_json(value: Any) -> Any:
 
 
 READERS: dict[str, Callable[[Any], Any]] = {  # of the fields of operations that JSON holds in another form
-    **dict.fromkeys(("element", "kv_element", "angles"), lambda name: name and KV_ELEMENTS[name]),
+    **dict.fromkeys(("element", "kv_element", "angles"), lambda name: name and FORMATS[name]),
     "spec": Spec.from_json,
     "layout": Layout.from_json,
     "wrt": tuple,
+    "keys": lambda sizes: sizes and ListSizes(*sizes),
 }
 
 

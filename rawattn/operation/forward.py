@@ -21,6 +21,7 @@ from ..variant.function import Captures
 from . import captures, functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 from .inputs import ForwardInputs
+from .keys import KeyLists, ListSizes, check_lists, list_operands, sizes_of
 from .operand import PLAIN, Layout, Operand, check_contiguous, check_form, check_int32, check_like, check_sinks, layout_of
 from .spec import Spec, make_offsets
 
@@ -34,7 +35,7 @@ class Forward(OverKeys):
 
     Lengths are rows: of every sequence when dense, bounds on the longest one when ``varlen``. ``total_q`` and ``total_kv`` are
     the rows of the whole tensors, batch * length when dense. ``sinks`` says whether there is an array of sinks. ``layout`` has
-    what kernels may ask of how q, k and v lie in memory.
+    what kernels may ask of how q, k and v lie in memory. ``keys`` are the sizes of lists of keys, whose kind the spec has.
     """
 
     element: Element
@@ -53,6 +54,7 @@ class Forward(OverKeys):
     layout: Layout = PLAIN
     q_lens: bool = False
     kv_lens: bool = False
+    keys: ListSizes | None = None
 
     names: ClassVar[tuple[str, ...]] = ForwardInputs._fields
 
@@ -80,6 +82,7 @@ class Forward(OverKeys):
         """The operation on these inputs, by name. Raises ProblemError where they contradict each other."""
         check_arrays(arrays, max_q_len, max_kv_len)
         check_has_seed(arrays, spec.dropout)
+        check_keys(arrays, spec.keys)
         q, k, v = (arrays[name] for name in "qkv")
         varlen = "cu_seqlens_q" in arrays
         batch, q_len, kv_len = (0, 0, 0) if varlen else (*q.shape[:2], k.shape[1])
@@ -89,7 +92,7 @@ class Forward(OverKeys):
         return cls(
             ELEMENTS[q.dtype], batch, q_len, kv_len, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], spec, varlen, q.shape[0],
             k.shape[0], "sinks" in arrays, PLAIN if q.is_cpu else _find_layout(arrays, spec), "q_lens" in arrays,
-            "kv_lens" in arrays,
+            "kv_lens" in arrays, sizes_of(arrays, spec.keys),
         )  # fmt: skip
 
     @classmethod
@@ -145,6 +148,7 @@ class Forward(OverKeys):
         lengths = ("q_lens",) * self.q_lens + ("kv_lens",) * self.kv_lens
         operands += [Operand(name, "int32", (self.batch,)) for name in lengths]
         operands += [Operand("seed", "int64", (1,))] * (self.spec.dropout > 0)
+        operands += list_operands(self.spec.keys, self.keys, self.total_q, self.batch)
         return (*operands, *self.captured)
 
     @functools.cached_property
@@ -204,11 +208,15 @@ class Forward(OverKeys):
     @property
     def selection_key(self) -> Any:
         """A key of kind, options and heads, and of lengths and offsets to three significant bits."""
+        if self.keys:  # whose arrays are as long as q's rows
+            return self
         sizes = self._round_sizes()
         return (self.kind, self._round_spec(sizes).built_in, self.layout, self.heads, self.kv_heads, sizes)
 
     def rounded(self) -> Forward:
         """The operation whose lengths and offsets are rounded up so."""
+        if self.keys:
+            return self
         sizes = self._round_sizes()
         (batch, q_len, kv_len, total_q, total_kv), spec = sizes, self._round_spec(sizes)
         return dataclasses.replace(self, spec=spec, batch=batch, q_len=q_len, kv_len=kv_len, total_q=total_q, total_kv=total_kv)
@@ -216,14 +224,16 @@ class Forward(OverKeys):
     @property
     def to_lower(self) -> Forward:
         """The operation on a number of keys that many share. Kernels read the number itself from k (``rows.Dense``)."""
-        if self.varlen or _is_near_limits(self.kv_len, self.spec.offsets) or self.kv_len == (kv_len := in_steps(self.kv_len)):
+        if self.varlen or self.keys or _is_near_limits(self.kv_len, self.spec.offsets):
+            return self
+        if self.kv_len == (kv_len := in_steps(self.kv_len)):
             return self
         return self.resized(self.batch, self.q_len, kv_len, self.spec.offsets)
 
     @property
     def _most(self) -> Forward:
         """The operation on the most queries and keys of those that have its ``layout_key``."""
-        if self.varlen or _is_near_limits(self.kv_len, self.spec.offsets):
+        if self.varlen or self.keys or _is_near_limits(self.kv_len, self.spec.offsets):
             return self
         q_len = queries_in_steps(self.batch, self.q_len, self.heads, self.kv_heads)
         return self.resized(self.batch, q_len, in_steps(self.kv_len), self.spec.offsets)
@@ -233,7 +243,12 @@ class Forward(OverKeys):
         """The key of any operation, but that numbers of queries and of keys are ones for which the same kernels are launched, and
         sequences may lie one after the other at any distance that follows from these."""
         q, k, v, *others = forms
-        if not (q and k and v) or not len(q[2]) == len(k[2]) == len(v[2]) == 4 or k[2][1] != v[2][1]:
+        if (
+            options["keys"] is not None
+            or not (q and k and v)
+            or not len(q[2]) == len(k[2]) == len(v[2]) == 4
+            or k[2][1] != v[2][1]
+        ):
             return super().layout_key(forms, options)
         if _is_near_limits(k[2][1], make_offsets(options["q_offset"], options["kv_offset"])):
             return super().layout_key(forms, options)
@@ -371,7 +386,8 @@ class Forward(OverKeys):
         """Returns what compiled kernels depend on. Operations of one kind differ in lengths, numbers of sequences and heads, and
         in the run-time values of their options."""
         element, spec = self.element.name, self.spec.kind
-        return (type(self), element, self.head_dim, self.head_dim_v, spec, self.varlen, self.sinks, *self.lens)
+        listed = self.keys and (self.keys.counts, self.keys.heads in (0, self.kv_heads))
+        return (type(self), element, self.head_dim, self.head_dim_v, spec, self.varlen, self.sinks, *self.lens, listed)
 
     # ---- its size
 
@@ -382,6 +398,8 @@ class Forward(OverKeys):
         q_len, kv_len = self.q_len, self.kv_len
         if self.varlen and self.batch:
             q_len, kv_len = round(self.total_q / self.batch), round(self.total_kv / self.batch)
+        if self.keys and self.spec.keys:
+            return q_len * self.keys.most * self.spec.keys.block_kv
         return masks.kept_pairs(self.spec.placed_mask, q_len, kv_len)
 
     @property
@@ -409,6 +427,17 @@ def _find_layout(arrays: Mapping[str, Array], spec: Spec) -> Layout:
 def _is_near_limits(kv_len: int, offsets: tuple[int, int] | None) -> bool:
     """Says whether lengths must be looked at one by one: a few keys more may be too many, or too many for their offset."""
     return kv_len >= FEW_ROWS or (offsets is not None and max(offsets) >= FEW_ROWS)
+
+
+def check_keys(arrays: dict[str, Array], lists: KeyLists | None) -> None:
+    """Raises ProblemError where the lists of keys among these inputs, which were checked, are not for q. It reads no memory."""
+    if lists is not None and lists.physical:
+        raise ProblemError("keys are physical, which are rows of a cache, and k and v are arrays; give places in the sequence.")
+    q, starts = arrays["q"], arrays.get("cu_seqlens_q")
+    batch, q_len, tokens = (
+        (q.shape[0], q.shape[1], q.shape[0] * q.shape[1]) if starts is None else (starts.shape[0] - 1, None, q.shape[0])
+    )
+    check_lists(arrays, lists, tokens, batch, q_len, q.shape[-2], arrays["k"].shape[-2])
 
 
 def check_arrays(arrays: dict[str, Array], max_q_len: Any = None, max_kv_len: Any = None) -> None:

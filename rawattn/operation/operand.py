@@ -10,7 +10,6 @@ from ..array.array import CPU, DTYPES, META, Array, contiguous_strides
 from ..array.memory import overlap
 from ..array.tma import readable, tma_unsupported_reason, unaligned_reason
 from ..errors import ProblemError
-from ..variant.element import KV_ELEMENTS
 
 
 class Layout(NamedTuple):
@@ -43,7 +42,7 @@ def layout_of(arrays: Iterable[tuple[str, Array]]) -> Layout:
     tma = unaligned = None
     repeats_heads = False
     for name, array in arrays:
-        size = KV_ELEMENTS[array.dtype].itemsize
+        size = DTYPES[array.dtype].itemsize
         if readable(array.shape, array.strides, size, array.pointer):
             continue
         repeats_heads |= name == "q" and array.strides[-2] == 0 and array.shape[-2] > 1
@@ -155,14 +154,14 @@ def check_output(name: str, array: Array, alignment: int, inputs: Iterable[tuple
 
 def _find_places(array: Array) -> tuple[int, ...]:
     """The address of an array's first row and the steps from a row to others, in bytes."""
-    size = KV_ELEMENTS[array.dtype].itemsize
+    size = DTYPES[array.dtype].itemsize
     return (array.pointer, *[s * size for n, s in zip(array.shape[:-1], array.strides, strict=False) if n > 1])
 
 
 def common_width(arrays: Iterable[Array], most: int) -> int:
     """The largest power of two, up to the power ``most``, that divides the columns and the places of all rows, in elements."""
     for array in arrays:
-        size = KV_ELEMENTS[array.dtype].itemsize
+        size = 2 if array.dtype == "uint8" else DTYPES[array.dtype].itemsize  # a record has columns of bf16
         places = [place // size if place % size == 0 else 1 for place in _find_places(array)]
         most = math.gcd(most, array.shape[-1], *places)
     return most

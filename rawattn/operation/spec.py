@@ -15,6 +15,7 @@ from ..variant import Option, weight
 from ..variant import mask as masks
 from ..variant import score as scores
 from ..variant.offset import OffsetMask, OffsetScore
+from .keys import KeyLists, make_lists
 
 Window = tuple[int | None, int | None]
 MaskLike = masks.Mask | Callable[..., Any]
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     kv_offset: int | None = None
     dropout: float = 0.0
     invariant: bool = False
+    keys: KeyLists | None = None
 
 
 def named(options: Options) -> dict[str, Any]:
@@ -69,8 +71,11 @@ class Spec:
     kv_offset: int | None = None
     dropout: float = 0.0
     invariant: bool = False
+    keys: KeyLists | None = None
 
     def __post_init__(self) -> None:
+        if self.keys is not None:
+            _check_beside_keys(self)
         if self.invariant and self.dropout:
             raise ProblemError(
                 f"invariant is True and dropout {self.dropout}: which weights are dropped follows from a sequence's place in the "
@@ -89,6 +94,7 @@ class Spec:
             q_offset=make_offset("q_offset", options.q_offset),
             kv_offset=make_offset("kv_offset", options.kv_offset),
             dropout=make_dropout(options.dropout),
+            keys=make_lists(options.keys),
         )
 
     @functools.cached_property
@@ -99,7 +105,7 @@ class Spec:
                 raise ProblemError(f"{name} is {option!r}, {UNDERIVED}.")
         negative = self.scale is not None and self.scale < 0
         flags = (negative, self.return_lse, self.constant_time, self.offsets is not None, self.dropout > 0, self.invariant)
-        return (self.mask.kind, self.score.kind, *flags)
+        return (self.mask.kind, self.score.kind, *flags, self.keys)
 
     @property
     def offsets(self) -> tuple[int, int] | None:
@@ -146,7 +152,11 @@ class Spec:
         """The options that are not the defaults, as JSON can hold them."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
-            name: option_to_json(value) if isinstance(value, Option) else value
+            name: option_to_json(value)
+            if isinstance(value, Option)
+            else value.to_json()
+            if isinstance(value, KeyLists)
+            else value
             for name, value in fields.items()
             if value != getattr(_DEFAULT, name)
         }
@@ -161,11 +171,28 @@ class Spec:
         words += [f"scale {self.scale:.6g}"] if self.scale is not None else []
         words += [f"offsets {self.offsets[0]} and {self.offsets[1]}"] if self.offsets is not None else []
         words += [f"dropout {self.dropout:.6g}"] * (self.dropout > 0)
+        words += [str(self.keys)] * (self.keys is not None)
         words += [name for name in ("return_lse", "constant_time", "invariant") if getattr(self, name)]
         return ", ".join([*words, *["not deterministic"] * (not self.deterministic)])
 
 
 _DEFAULT = Spec()
+
+
+def _check_beside_keys(spec: Spec) -> None:
+    """Raises ProblemError for an option that lists of keys do not go with."""
+    if spec.dropout:
+        raise ProblemError(
+            f"keys was given beside dropout {spec.dropout}, which drops pairs, and a key may be listed twice; give one."
+        )
+    if spec.offsets is not None:
+        raise ProblemError(
+            "keys was given beside q_offset or kv_offset; its numbers are those of the rows of k: leave the offsets out."
+        )
+    if spec.keys is not None and spec.keys.physical and not (isinstance(spec.mask, masks.Full) and not spec.score.is_function):
+        raise ProblemError(
+            f"keys are physical, and have no positions, which {spec.mask} and {spec.score} may ask for; give none."
+        )
 
 
 def option_to_json(option: Option) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import numpy as np
 from ..array.reading import read
 from ..errors import ProblemError
 from ..operation import arguments, functions
+from ..operation.keys import parted
 from ..operation.spec import Options, make_mask, make_score
-from ..variant.element import ELEMENTS, Element
+from ..variant.element import ELEMENTS, Element, Record
 from ..variant.mask import FromKey, Intersection, Mask, Pairs, causal_and
 from ..variant.score import Score
-from .formula import INF, make_formula, to_numpy
+from .formula import INF, listed, make_formula, to_numpy
+from .records import dequantize, quantize
 
 if TYPE_CHECKING:
     from ..serving import KVCache, Rotary, Step
@@ -36,18 +38,27 @@ def attention_kvcache(
         o, and with ``return_lse`` (o, lse), in the shapes that ``rawattn.attention_kvcache`` gives; float64, in NumPy. Rows of q
         that belong to no sequence have o = 0 and lse = -inf.
     """
-    queries, sinks = to_numpy(q), None if sinks is None else to_numpy(sinks)
+    queries = np.concatenate([to_numpy(x) for x in q], -1) if isinstance(q, (tuple, list)) else to_numpy(q)
+    sinks = None if sinks is None else to_numpy(sinks)
     o = np.zeros((*queries.shape[:-1], cache.head_dim_v))
     lse = np.full((*queries.shape[:-3], queries.shape[-2], queries.shape[-3]), -INF)
-    for i, (rows, at) in enumerate(_find_rows(step)):
+    numbers, counts, kind = parted(step.keys)
+    lists = None if kind is None else listed(kind, numbers, counts, queries.shape[-2])
+    batch = step.batch if step.form != "rows" or step.cu_seqlens_q is not None else len(queries)
+    for i, (rows, at) in enumerate(_find_rows(step, batch)):
         run = _make_mask(step, i, window, None if functions.is_function(mask) else mask)
         kv_len, page_and_row = _find_pages(cache, step, i)
         begin, end = run.interval(np.arange(len(queries[rows])), len(queries[rows]), kv_len)
         some = begin < end
-        kept = range(begin[some].min(), end[some].max()) if some.any() else range(0)
+        kept: Sequence[int] = range(begin[some].min(), end[some].max()) if some.any() else range(0)
         k, v = (np.zeros((1, kv_len, cache.kv_heads, dim)) for dim in (cache.head_dim, cache.head_dim_v))
+        token = i * queries.shape[1] if isinstance(rows, int) else rows.start
+        if lists is not None:
+            places = ((token + n, n, h) for n in range(len(queries[rows])) for h in range(queries.shape[-2]))
+            named = {j for place in places for j in lists.of(i, *place, kv_len, strict=False).tolist()}
+            kept = sorted(named & {*kept})
         for j in kept:  # the others may lie nowhere
-            k[0, j], v[0, j] = (_row(getattr(cache, n), cache.layout, *page_and_row(j)) * _get_scale(cache, n, i) for n in "kv")
+            k[0, j], v[0, j] = _read_key(cache, i, *page_and_row(j))
         sequence_q = queries[rows][None]
         mask_function = mask if functions.is_function(mask) else None
         formula = make_formula(
@@ -56,7 +67,7 @@ def attention_kvcache(
         seen = {"q_offset": kv_len - sequence_q.shape[1]}  # positions are below 0 before the first key
         within = run if mask_function is None else _Within(run, dataclasses.replace(formula.mask, **seen))  # type: ignore[type-var]
         logit = dataclasses.replace(formula.score, **seen) if functions.is_function(score) else make_score(softcap, score)
-        formula = dataclasses.replace(formula, mask=within, score=logit, first=i)
+        formula = dataclasses.replace(formula, mask=within, score=logit, first=i, lists=lists, token=token)
         o[rows], lse[at] = (x[0] for x in formula.forward(sequence_q, k, v, sinks, None, None))
     return (o, lse) if return_lse else o
 
@@ -87,9 +98,10 @@ def append(
     Returns:
         Copies of cache.k and cache.v with the new rows, and with ``q`` the rotated q; NumPy, float64. Rows of q that belong to no
         sequence are NaN. A cache of e4m3 or e5m2 holds a row in its own format divided by the cache's scale, in float32, rounded
-        to nearest even, the largest finite number for one beyond it, and NaN for NaN.
+        to nearest even, the largest finite number for one beyond it, and NaN for NaN. Records are one array of uint8.
     """
-    pools = [to_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
+    is_record = isinstance(cache.element, Record)
+    pools = [to_numpy(cache.k).copy()] if is_record else [to_numpy(x).astype(np.float64) for x in (cache.k, cache.v)]
     new_k, new_v, new_q = (None if x is None else to_numpy(x) for x in (k, v, q))
     rows = new_q if new_k is None else new_k
     assert rows is not None
@@ -112,14 +124,18 @@ def append(
                 raise ProblemError(f"positions has {position} for a row that goes into the cache; it must be from 0 up.")
             if position < 0:
                 continue
-            row_k = None if new_k is None else _rotate(new_k[at], rotary, position)
+            row_k = None if new_k is None else _rotate(new_k[at], rotary, position, rotary.first_column)
             if q_out is not None and new_q is not None:
-                q_out[at] = _rotate(new_q[at], rotary, position)
+                q_first = rotary.first_column - (cache.head_dim - new_q.shape[-1])
+                q_out[at] = _rotate(new_q[at], rotary, position, q_first)
         owner = at[0] if len(at) == 2 else owners[at[0]]
-        for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=True):
+        if isinstance(cache.element, Record) and row_k is not None and page >= 0:
+            pools[0][page, row] = quantize(cache.element, row_k[0])
+            continue
+        for name, pool, x in zip("kv", pools, (row_k, None if new_v is None else new_v[at]), strict=False):
             if x is not None and page >= 0:
                 _row(pool, cache.layout, page, row)[...] = _store(cache, name, x, owner, element)
-    if cache.v_in_k:
+    if cache.v_in_k and not is_record:
         first_column = (cache.arrays["v"].pointer - cache.arrays["k"].pointer) // cache.element.itemsize
         pools[1] = pools[0][..., first_column : first_column + cache.head_dim_v]
     return tuple(pools) if q_out is None else (*pools, q_out)
@@ -160,10 +176,10 @@ def merge_states(parts: Sequence[tuple[Any, Any]], *, sinks: Any = None) -> tupl
     return o, lse
 
 
-def _find_rows(step: Step) -> list[tuple[Any, Any]]:
+def _find_rows(step: Step, batch: int | None = None) -> list[tuple[Any, Any]]:
     """Returns where each sequence's rows of q are, and of lse."""
     if step.cu_seqlens_q is None:
-        return [(i, i) for i in range(step.batch)]
+        return [(i, i) for i in range(step.batch if batch is None else batch)]
     ends = to_numpy(step.cu_seqlens_q).tolist()
     return [(slice(*ends[i : i + 2]), (slice(None), slice(*ends[i : i + 2]))) for i in range(step.batch)]
 
@@ -175,6 +191,8 @@ def _find_pages(cache: KVCache, step: Step, i: int) -> tuple[int, Callable[[int]
         first, last = to_numpy(step.indptr).tolist()[i : i + 2]
         kv_len = (last - first - 1) * size + int(to_numpy(step.last_page_len)[i]) if last > first else 0
         return kv_len, lambda j: (int(to_numpy(step.indices)[first + j // size]), j % size)
+    if step.kv_lens is None:
+        return cache.pages * size, lambda j: divmod(j, size)
     kv_len = int(to_numpy(step.kv_lens)[i])
     if step.page_table is None:
         return kv_len, lambda j: (i, j)
@@ -185,6 +203,15 @@ def _row(pool: Any, layout: str, page: int, row: int) -> Any:
     """(kv_heads, columns) of a row of a page."""
     x = pool[page][row] if layout == "NHD" else pool[page][:, row]
     return x if isinstance(pool, np.ndarray) and pool.dtype == np.float64 else to_numpy(x)
+
+
+def _read_key(cache: KVCache, i: int, page: int, row: int) -> tuple[Any, Any]:
+    """The key and the value of a sequence that lie in a row of a page, (kv_heads, columns)."""
+    if isinstance(cache.element, Record):
+        x = dequantize(cache.element, to_numpy(cache.k[page])[row][None])
+        return x, x[:, : cache.head_dim_v]
+    k, v = (_row(getattr(cache, n), cache.layout, page, row) * _get_scale(cache, n, i) for n in "kv")
+    return k, v
 
 
 def _get_scale(cache: KVCache, name: str, i: int) -> Any:
@@ -206,18 +233,19 @@ def _store(cache: KVCache, name: str, x: Any, i: int, element: Element) -> Any:
 
 def _make_mask(step: Step, i: int, window: Any, mask: Any) -> Mask:
     """The mask of one sequence."""
-    causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else bool(step.causal)
+    causal = bool(to_numpy(step.causal)[i]) if hasattr(step.causal, "shape") else step.is_causal
     base = causal_and(mask) if mask is not None and causal else mask
     result = make_mask(causal and mask is None, window, base)
     return result if step.kv_begin is None else FromKey(result, int(to_numpy(step.kv_begin)[i]))
 
 
-def _rotate(x: Any, rotary: Rotary, position: int) -> Any:
-    """The rows x (heads, head_dim) at a position."""
+def _rotate(x: Any, rotary: Rotary, position: int, first: int) -> Any:
+    """The rows x (heads, columns) at a position, rotated from the column ``first`` on."""
     cos, sin = to_numpy(rotary.cos)[position], to_numpy(rotary.sin)[position]
     dim = 2 * len(cos)
     halves = (slice(0, dim, 2), slice(1, dim, 2)) if rotary.interleaved else (slice(dim // 2), slice(dim // 2, dim))
     result = x.copy()
-    result[:, halves[0]] = x[:, halves[0]] * cos - x[:, halves[1]] * sin
-    result[:, halves[1]] = x[:, halves[1]] * cos + x[:, halves[0]] * sin
+    part, turned = x[:, first:], result[:, first:]
+    turned[:, halves[0]] = part[:, halves[0]] * cos - part[:, halves[1]] * sin
+    turned[:, halves[1]] = part[:, halves[1]] * cos + part[:, halves[0]] * sin
     return result

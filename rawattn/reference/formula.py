@@ -31,6 +31,7 @@ from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
 from ..operation import arguments, captures, functions, host_functions
 from ..operation.forward import limits as limits_of
+from ..operation.keys import NO_GRADIENT, KeyLists, ListedKeys, parted
 from ..operation.spec import Options, Spec, named
 from ..variant import weight
 from ..variant.mask import Pairs, of_head
@@ -54,7 +55,7 @@ def attention(
         q: (batch, q_len, heads, head_dim), of any float dtype and strides: a NumPy or CuPy array or a torch tensor.
         k, v: (batch, kv_len, kv_heads, head_dim) and (batch, kv_len, kv_heads, head_dim_v), in q's library.
         options: as in ``rawattn.attention``. The score needs ``logit`` alone; constant_time, deterministic and invariant change
-            no result.
+            no result. Numbers in ``keys`` that are no keys are left out.
         seed: an int or one in an array; it is needed where there is dropout.
         sinks: (heads,) floats in any library, a logit of each query head that joins the sum and lse and has no value.
         cu_seqlens_q, cu_seqlens_kv: (batch + 1,) integers; then q, k, v are (total, heads, head_dim), sequences end to end.
@@ -72,8 +73,11 @@ def attention(
     -inf is none; one of inf leaves o = 0 and lse = inf. A masked key or value takes no part, whatever it holds; NaN in q or in a
     kept key makes the row NaN.
     """
+    *lists, options["keys"] = parted(options.get("keys"))
     chosen, starts = arguments.choose(Options, attention, options), (cu_seqlens_q, cu_seqlens_kv)
     formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
+    if chosen.keys is not None:
+        formula = dataclasses.replace(formula, lists=listed(chosen.keys, lists[0], lists[1], q.shape[-2]))
     o, lse = formula.forward(q, k, v, sinks, *starts, rows, (q_lens, kv_lens))
     return (o, lse) if chosen.return_lse else o
 
@@ -104,6 +108,8 @@ def attention_backward(
     Rows that q_lens and kv_lens leave unused have gradients of 0, and dlse of such a query reaches no sink.
     """
     chosen, starts = arguments.choose(Options, attention_backward, options), (cu_seqlens_q, cu_seqlens_kv)
+    if chosen.keys is not None:
+        raise UnsupportedError(NO_GRADIENT)
     formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
     return formula.backward(do, q, k, v, dlse, sinks, *starts, (chosen.score, wrt), (q_lens, kv_lens))
 
@@ -149,6 +155,24 @@ def make_formula(
     pairs, dropped = (spec.placed_mask, spec.placed_score), Dropped.of(spec, seed)
     rounding = (lambda x: cast(cast(x, q.dtype), x.dtype)) if rounded else (lambda x: x)
     return Formula(xp, device, xp.float32 if rounded else xp.float64, rounding, *pairs, factor, dropped)
+
+
+def listed(lists: KeyLists, numbers: Any, counts: Any, heads: int) -> ListedKeys:
+    """The lists of keys of a call on q of these heads, in NumPy."""
+    arrays = {"keys": to_numpy(numbers)} | ({} if counts is None else {"keys_counts": to_numpy(counts)})
+    return ListedKeys(lists, arrays, heads)
+
+
+def kept_places(
+    xp: Any, mask: Pairs, batch_head: tuple[int, int], query: int, places: Any, lengths: tuple[int, int], device: Any = None
+) -> Any:
+    """Those of the listed places that the mask keeps for a query, in order."""
+    begin, end = of_head(mask, batch_head[1]).interval(np.array([query]), *lengths)
+    places = places[(places >= begin) & (places < end)]
+    if mask.keep is None or not len(places):
+        return places
+    q, kv = (xp.asarray(x, **(device or {})) for x in ([[query]], places[None]))
+    return places[to_numpy(mask.keep(xp, *batch_head, q, kv, *lengths) & (kv >= 0))[0] != 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +228,8 @@ class Formula:
     scale: float
     dropout: Dropped | None = None
     first: int = 0  # the number of the first sequence
+    lists: ListedKeys | None = None  # of the keys of each query, which a mask may leave out
+    token: int = 0  # the number of its first row among those that have lists
     sums: dict[int, npt.NDArray[np.float64]] | None = None  # to which gradients of captured arrays are added, by their numbers
 
     def forward(
@@ -230,6 +256,10 @@ class Formula:
                 if used.stop is not None:
                     chosen, at = chosen[chosen < used.stop], at[chosen < used.stop]
                 inputs = q[rows][used], k[keys][keys_used], v[keys][keys_used]
+                if self.lists is not None:
+                    token = self.token + (rows * q.shape[1] if isinstance(rows, int) else rows.start)
+                    self.forward_listed((self.first + batch, token), *inputs, sinks, chosen, at, *to)
+                    continue
                 self.forward_sequence((self.first + batch, 0), *inputs, sinks, chosen, at, *to)
         return o, lse
 
@@ -330,6 +360,32 @@ class Formula:
                     rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
                     inputs = cast(rows, self.dtype), cast(keys, self.dtype), cast(values, self.dtype)
                     o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
+
+    def forward_listed(
+        self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
+    ) -> None:
+        """Writes the queries of one sequence as ``forward_sequence`` does, where each has a list of keys; its number and that of
+        its first row are ``origin``."""
+        assert self.lists is not None
+        for query, row in zip(queries.tolist(), at.tolist(), strict=True):
+            for head, sink in enumerate(sinks):
+                batch_head, lengths, kv_head = (origin[0], head), (len(q), len(k)), head // (q.shape[1] // k.shape[1])
+                places = self.lists.of(origin[0], origin[1] + query, query, head, len(k), strict=False)
+                places = kept_places(self.xp, self.mask, batch_head, query, places, lengths, self.device)
+                at_places = self.xp.asarray(places, **self.device)
+                rows = q[query, head], k[at_places, kv_head], v[at_places, kv_head]
+                o[row, head], lse[head, row] = self.attend_listed(*rows, sink, batch_head, query, places, lengths)
+
+    def attend_listed(
+        self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], query: int, places: Any, lengths: tuple[int, int]
+    ) -> tuple[Any, Any]:
+        """o and lse of one query of one head, over the keys and values of its list, whose places are these."""
+        if not len(places):
+            return 0.0, sink
+        xp, kv = self.xp, self.xp.asarray(places[None], **self.device)
+        tile = Tile(slice(0, 1), slice(0, 0), xp.asarray([[query]], **self.device), kv, kv >= 0, lengths)
+        o, lse = self.attend(cast(q[None], self.dtype), cast(k, self.dtype), cast(v, self.dtype), sink, batch_head, tile)
+        return o[0], lse[0]
 
     def backward_sequence(
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,

@@ -79,7 +79,8 @@ def value_of(fill: Any, array: Array) -> int | bytes:
         return array.strides[fill.axis]
     size = DTYPES[array.dtype].itemsize
     if type(fill) is field.PagePool:
-        return struct.pack("<5q", 0, *[stride * size for stride in array.strides[:3]], array.shape[0])
+        pages, steps = (array.shape[0], array.strides[:3]) if len(array.shape) == 4 else (1, (0, *array.strides[:2]))  # or packed
+        return struct.pack("<5q", 0, *[stride * size for stride in steps], pages)
     strides = fill.axes.view(array.shape, array.strides)[1] if fill.axes else array.strides
     batch = strides[-4] if len(strides) == 4 else 0
     return struct.pack("<4q", 0, batch * size, strides[-3] * size, strides[-2] * size)

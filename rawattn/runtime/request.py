@@ -8,8 +8,10 @@ from typing import Any
 
 from ..array import making, reading
 from ..array.array import Array
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from ..operation import Operation, arguments, captures, functions
+from ..operation.inputs import ForwardInputs
+from ..operation.keys import NO_GRADIENT, parted
 from ..operation.spec import Options, is_int, make_dropout, named, with_functions
 from . import front_end
 
@@ -137,7 +139,12 @@ def arrays_and_options(
     ``caller`` does not have, as any call does."""
     options = dict(options)
     shorthands = options.pop("alibi", None), options.pop("bias", None)
+    *lists, options["keys"] = parted(options.get("keys"))
     chosen = arguments.choose(Options, caller, options)
+    if chosen.keys is not None:
+        if not isinstance(inputs, ForwardInputs):
+            raise UnsupportedError(NO_GRADIENT)
+        inputs = inputs._replace(keys=lists[0], keys_counts=lists[1])
     if any(x is not None for x in shorthands):
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)

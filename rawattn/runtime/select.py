@@ -14,33 +14,49 @@ from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
 from ..kernel.append import APPEND
 from ..kernel.attn_bwd import ATTN_BWD
+from ..kernel.attn_bwd_columns import ATTN_BWD_COLUMNS
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
 from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
+from ..kernel.attn_decode_listed import ATTN_DECODE_LISTED
 from ..kernel.attn_decode_wide import ATTN_DECODE_WIDE
 from ..kernel.attn_fwd import ATTN_FWD
 from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
 from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
+from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.base import without_spills
 from ..kernel.combine import COMBINE
+from ..kernel.listed import ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED
 from ..kernel.program import Program
 from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 from ..operation.operand import PLAIN
 
-KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
-KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
+KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS_BACKWARD: tuple[Any, ...] = (
+    ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_COLUMNS, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD,
+)  # fmt: skip
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
     Combine: (COMBINE, CPU_COMBINE),
     AttentionKVCache: (
-        ATTN_DECODE, ATTN_DECODE_WIDE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA, ATTN_FWD_MMA_KVCACHE,
-        CPU_KVCACHE,
+        ATTN_MLA, ATTN_DECODE, ATTN_DECODE_WIDE, ATTN_DECODE_AND_FWD, ATTN_FWD_KVCACHE, ATTN_DECODE_AND_FWD_MMA,
+        ATTN_FWD_MMA_KVCACHE, CPU_KVCACHE,
     ),
 }  # fmt: skip
+LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of keys, which no other kernel is asked for
+    Forward: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
+    AttentionKVCache: (ATTN_DECODE_LISTED, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
+}
+
+
+def kernels_of(op: Operation) -> tuple[Any, ...]:
+    """The kernels that may compute an operation, the best first."""
+    return LISTED[type(op)] if getattr(op, "keys", None) is not None else KERNELS_OF[type(op)]
 
 
 class Selection(NamedTuple):
@@ -70,7 +86,7 @@ def select(op: Operation, device: Device, kernel: str | None = None, config: Any
     Raises UnsupportedError with every kernel's reasons, or where a better kernel would compute the operation but for the strides
     of the arrays; ProblemError for an override that does not fit.
     """
-    kernels = KERNELS_OF[type(op)]
+    kernels = kernels_of(op)
     names = [k.name for k in kernels]
     if kernel is not None and kernel not in names:
         raise ProblemError(f"kernel is {kernel!r}; it must be None or one of {', '.join(map(repr, names))}.")
@@ -107,8 +123,8 @@ def _name_config(kernel: Any) -> str:
 def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selection:
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
-    kernels = KERNELS_OF[type(op)]
-    places = {k: place + 1.5 * (not k.prefers(op, device)) for place, k in enumerate(kernels)}  # 1.5: behind the next one
+    kernels = kernels_of(op)
+    places = {k: place + k.places_back * (not k.prefers(op, device)) for place, k in enumerate(kernels)}
     ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)

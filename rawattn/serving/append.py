@@ -16,7 +16,7 @@ from ..runtime.bound_call import addresses_of
 from ..runtime.call_cache import find, keep
 from ..runtime.outputs import check_written
 from ..runtime.plan import NO_GRAD
-from .attention import attention_kvcache
+from .attention import attention_kvcache, parts_of
 from .cache import KVCache
 from .call import call_of, check_objects, refuse_where_traced
 from .rotary import Rotary
@@ -41,7 +41,7 @@ def append(
         slots: int64, k's shape without its last two dimensions: where each row goes instead, page * page_size + row of the page;
             a negative one is skipped. The order of rows with one slot is not defined.
         rotary: a ``rawattn.Rotary`` that is applied to k, and to q.
-        q: (..., heads, head_dim) with the rows of k, to be rotated.
+        q: (..., heads, head_dim) with the rows of k, to be rotated; or, of its columns, those from ``rotary.first_column`` on.
         q_out: receives the rotated q; q itself may be given. Rows without a position, such as those of sequences that take no
             part, are left as they are.
 
@@ -109,10 +109,11 @@ def _prepare(cache: KVCache, step: Step | None, rotary: Rotary | None, new: dict
     inputs |= ({} if step is None else step.arrays) | ({} if rotary is None else rotary.arrays)
     rows = rows_of(inputs).shape
     inputs |= cache.arrays_of(step.batch if step is not None else 1 if len(rows) == 3 else rows[0])
+    first = 0 if rotary is None else rotary.first_column
     style = "" if rotary is None else "interleaved" if rotary.interleaved else "neox"
-    read = {name: x for name, x in inputs.items() if name not in ("causal", "kv_begin")}
+    read = {name: x for name, x in inputs.items() if name not in ("causal", "kv_begin", "keys", "keys_counts")}
     read |= {} if q_out is None else {"q_out": q_out}
-    op = Append.of(read, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales)
+    op = Append.of(read, style, *((None, None) if step is None else (step.max_q_len, step.max_kv_len)), cache.scales, first)
     _check_writable(cache)
     if op.in_place and q_out is not None:
         check_written("q_out", q_out, new["q_out"])
@@ -125,12 +126,16 @@ def attention_append(q: Any, k: Any, v: Any, cache: KVCache, step: Step, *, rota
     >>> o = rawattn.attention_append(q, k, v, cache, step, rotary=rotary)
 
     Arguments as in ``append``, and ``options`` as in ``attention_kvcache``, which also says what is given back. With ``rotary`` q
-    is rotated too, and stays as it was.
+    is rotated too, and stays as it was; of a pair, (q_nope, q_rope), the second is, whose first column the rotary has to say.
     """
     if unknown := [name for name in options if name not in _OPTIONS]:  # before anything is written
         arguments.refuse(attention_append, unknown, options=_OPTIONS)
-    rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else q)
-    return attention_kvcache(q if rotary is None else rotated, cache, step, **options)
+    *nope, last = parts_of(q)
+    if nope and rotary is not None and rotary.first_column != cache.head_dim_v:
+        need = f"it must be {cache.head_dim_v}, where q_rope begins"
+        raise ProblemError(f"q is a pair, (q_nope, q_rope), and the rotary's first_column {rotary.first_column}; {need}.")
+    rotated = append(cache, step, k, v, rotary=rotary, q=None if rotary is None else last)
+    return attention_kvcache(q if rotary is None else (*nope, rotated) if nope else rotated, cache, step, **options)
 
 
 _OPTIONS = tuple(inspect.signature(attention_kvcache).parameters)[4:-1]
@@ -138,8 +143,8 @@ _OPTIONS = tuple(inspect.signature(attention_kvcache).parameters)[4:-1]
 
 def _check_writable(cache: KVCache) -> None:
     """Raises ProblemError where the cache cannot be written in place."""
-    for name in ("k", "v"):
-        pool, array = getattr(cache, name), cache.arrays[name]
+    for name, array in cache.arrays.items():
+        pool = getattr(cache, name)
         if array.object is not pool:
             raise ProblemError(
                 f"the cache's {name} is a {type(pool).__name__}, which cannot be written in place; make the cache of torch, CuPy "

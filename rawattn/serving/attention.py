@@ -12,7 +12,7 @@ from ..array.forms import forms_of_any
 from ..errors import ProblemError
 from ..operation import AttentionKVCache, arguments, captures, functions
 from ..operation.arguments import Nothing, Unpack
-from ..operation.kvcache import table_of
+from ..operation.kvcache import EVEN, batch_of, table_of
 from ..operation.spec import MaskLike, ScoreLike, Spec, Window
 from ..runtime import front_end
 from ..runtime.bound_call import addresses_of
@@ -41,12 +41,13 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
+            Over a latent cache (``cache.is_latent``) it may be a pair, (q_nope, q_rope), of head_dim_v columns and of the rest.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.
         window, softcap, scale, score, alibi, sinks: as in ``rawattn.attention``. bias, dropout: refused; a score captures a bias.
         mask: a mask instead of ``window``; functions see positions in the sequence. Of a causal step keys count that both keep.
-        split: the keys that a block of ``attn_decode`` takes before results are folded; "auto" follows the sequence's length.
+        split: keys of a split, whose results are folded; "auto": by the sequence's length; "even": latent caches' equal shares.
         out, lse: receive the results; of q's library and device, apart from the inputs. ``lse`` goes with ``return_lse``.
         return_lse: give (o, lse) with the natural logarithm of each row's sum of exponentials.
         invariant, kernel, config: say what chooses kernels, see below; a kernel and a configuration instead of the chosen ones.
@@ -81,13 +82,12 @@ def attention_kvcache(
         arguments.refuse(attention_kvcache, unknown, beyond)
     score, softcap = with_slopes(softcap, score, alibi, bias, dropout)
     options = {"window": window, "softcap": softcap, "scale": scale, "mask": mask, "score": score, "invariant": invariant}
-    if front_end.load_torch() and front_end.torch.dispatch((q,)) is front_end.torch.attention:
+    if front_end.load_torch() and front_end.torch.dispatch(parts_of(q)) is front_end.torch.attention:
         refuse_where_traced(out=out, lse=lse, kernel=kernel, config=config)
-        o, total = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
-        return (o, total) if return_lse else o
+        found = front_end.torch.caches.attention_kvcache(q, cache, step, options, sinks, split)
+        return one_or_all(found if return_lse else found[:1])
     check_objects(cache, step)
-    request = request_of(step, options, return_lse, split, kernel, config)
-    return one_or_all(attend(q, cache, step, request, sinks, out, lse))
+    return one_or_all(attend(q, cache, step, request_of(step, options, return_lse, split, kernel, config), sinks, out, lse))
 
 
 def with_slopes(softcap: Any, score: Any, alibi: Any, bias: Any, dropout: Any) -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ def request_of(
     step: Step, options: dict[str, Any], return_lse: bool, split: Any = "auto", kernel: str | None = None, config: Any = None
 ) -> CacheRequest:
     """The request of a call. A mask that is a function also keeps to ``causal`` of the step."""
-    mask, score = options["mask"], options["score"]
+    mask, score, options = options["mask"], options["score"], _with_lists(step, options)
     if (mask is None or not functions.is_function(mask)) and (score is None or not functions.is_function(score)):
         try:
             return plain_request(step.is_causal, options, return_lse, split, kernel, config)
@@ -133,6 +133,11 @@ def request_of(
     options, captured = captures.take(options)
     request, split_keys = request_with(step, options, captured, return_lse), split_keys_of(split)
     return request._replace(split_keys=split_keys, kernel=kernel, config=config)
+
+
+def _with_lists(step: Step, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call, with the kind of the step's lists of keys, where there are some."""
+    return options if step.lists is None else {**options, "keys": step.lists}
 
 
 def plain_request(
@@ -154,6 +159,7 @@ def _make_plain_request(
 
 def request_with(step: Step, options: dict[str, Any], captured: tuple[Any, ...], return_lse: bool) -> CacheRequest:
     """The request of ``options`` whose functions have no arrays, with ``captured``, the arrays that these captured."""
+    options = _with_lists(step, options)
     if (needed := len(captures.names(options))) != len(captured):
         raise ProblemError(f"{len(captured)} captured arrays were given; the functions among the options captured {needed}.")
     request = CacheRequest(spec_of(step.is_causal, options, return_lse), tuple(functions.among(options)), captured)
@@ -174,7 +180,7 @@ def attend(
 ) -> tuple[Any, ...]:
     """Computes attention over a cache on arrays that have memory."""
     check_lse(lse, request.spec.return_lse)
-    tensors, read = (q, sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
+    tensors, read = (*parts_of(q), sinks, *request.captured), read_call(q, cache, step, sinks, request.captured)
     key, addresses = (None, ()) if read is None else ((request.key, *read[0]), read[1])
     call = find(key)
     if call is None:
@@ -184,10 +190,19 @@ def attend(
     return call(tensors, addresses, (out, lse) if request.spec.return_lse and (out is not None or lse is not None) else out)
 
 
+def parts_of(q: Any) -> tuple[Any, ...]:
+    """Returns q alone, or q_nope and q_rope. Raises ProblemError for any other number of arrays."""
+    if not isinstance(q, (tuple, list)):
+        return (q,)
+    if len(q) != 2:
+        raise ProblemError(f"q is a {type(q).__name__} of {len(q)}; it must be one array, or the pair (q_nope, q_rope).")
+    return tuple(q)
+
+
 def read_call(q: Any, cache: KVCache, step: Step, sinks: Any, captured: tuple[Any, ...]) -> Any:
     """The forms of all arrays of a call, their addresses, and the objects that keep these valid; None where an array cannot be
     read, or autograd would follow."""
-    read = None if cache.held.requires_grad else forms_of_any((q, sinks, *captured))
+    read = None if cache.held.requires_grad else forms_of_any((*parts_of(q), sinks, *captured))
     if read is None:
         return None
     return (read[0], cache.held.forms, step.held.forms), read[1] + cache.held.addresses + step.held.addresses, read[2]
@@ -204,9 +219,13 @@ def attention_of(
 ) -> tuple[AttentionKVCache, dict[str, Array]]:
     """The operation and the arrays of a call, by name, in the order of ``read_call``. Raises ProblemError for a wrong argument,
     and for one that autograd would follow."""
-    inputs = {"q": reading.read(q, "q")} | ({} if sinks is None else {"sinks": reading.read(sinks, "sinks")})
-    inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(step.batch) | step.arrays
-    if cache.requires_grad or torch_state.requires_grad(q, sinks, *request.captured):
+    parts = parts_of(q)
+    if len(parts) == 2 and not cache.is_latent:
+        raise ProblemError("q is a pair, (q_nope, q_rope), but the cache's v is not the first columns of its k; give one array.")
+    inputs = reading.read_named(("q", "q_rope", "sinks"), (*parts, None, sinks) if len(parts) == 1 else (*parts, sinks))
+    batch = batch_of({**step.arrays, **inputs})
+    inputs |= captures.read(dict(request.traced), request.captured) | cache.arrays_of(batch) | step.arrays
+    if cache.requires_grad or torch_state.requires_grad(*parts, sinks, *request.captured):
         raise ProblemError(NO_GRAD)
     spec, traced, read = request.spec, dict(request.traced), dict(inputs)
     if traced:
@@ -215,10 +234,11 @@ def attention_of(
         *_, rows, heads, _ = inputs["q"].shape
         kv_len = table_of(inputs) * inputs["k_cache"].shape[1]  # no sequence has more keys
         kv_len = kv_len if step.max_kv_len is None else min(kv_len, step.max_kv_len)
-        limits = Limits(step.batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
+        limits = Limits(batch, heads, kv_len, kv_len, q_below=max(1, rows))  # of a sequence without keys, too
         options = captures.resolve(traced, read, limits)
         spec = dataclasses.replace(spec, **{name: functions.at_positions(option) for name, option in options.items()})
-    return AttentionKVCache.of(read, spec, step.max_q_len, step.max_kv_len, request.split_keys, cache.scales), inputs
+    bounds, of_cache = (step.max_q_len, step.max_kv_len), (cache.scales, cache.is_latent)
+    return AttentionKVCache.of(read, spec, *bounds, request.split_keys, *of_cache), inputs
 
 
 @arguments.named
@@ -252,9 +272,11 @@ def spec_of(causal: bool, options: dict[str, Any], return_lse: bool) -> Spec:
 
 
 def split_keys_of(split: Any) -> int:
-    """The keys of a split, 0 for "auto"."""
+    """The keys of a split, 0 for "auto", EVEN for "even"."""
     if isinstance(split, str) and split == "auto":
         return 0
+    if isinstance(split, str) and split == "even":
+        return EVEN
     if isinstance(split, bool) or not isinstance(split, int) or split < 64 or split & (split - 1):
-        raise ProblemError(f"split is {split!r}; it must be 'auto' or a power of two from 64.")
+        raise ProblemError(f"split is {split!r}; it must be 'auto', 'even' or a power of two from 64.")
     return split

@@ -16,7 +16,7 @@ from ..array.memory import overlap
 from ..errors import ProblemError
 from ..operation import arguments
 from ..operation.operand import check_contiguous, check_like
-from ..variant.element import FP8, KV_ELEMENTS, Element
+from ..variant.element import FORMATS, FP8, FP8_DS_MLA, KV_ELEMENTS, Element, Record
 
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}  # where the axes page, row, head and column of NHD are
 LONGEST_PAGE = 1 << 30
@@ -43,10 +43,11 @@ class KVCache(Remade):
         k_scale, v_scale: what a stored number of e4m3 or e5m2 is multiplied by, above 0: a float, or a float32 array of the
             cache's library that broadcasts to (batch, kv_heads), whose contents may change between calls. The key is k_scale
             times the number that is stored, so ``append`` divides by it. Caches in other formats have 1.0.
+        format: of records of bytes; ``KVCache.records`` makes such a cache.
 
     The page size is a power of two, unless each sequence has one page. Attributes: ``element`` (the number format), ``pages``,
-    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns). In a deep copy or a
-    pickle, which have arrays of their own, v is such a view, too.
+    ``page_size``, ``kv_heads``, ``head_dim``, ``head_dim_v``, ``v_in_k`` (v is a view of k's columns), ``is_latent`` (of the
+    first ones). In a deep copy or a pickle, which have arrays of their own, v is such a view, too.
 
     Raises ProblemError for a wrong argument.
     """
@@ -56,6 +57,7 @@ class KVCache(Remade):
     layout: str = "NHD"
     k_scale: Any = 1.0
     v_scale: Any = 1.0
+    format: Record | None = dataclasses.field(default=None, kw_only=True)
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # "k" and "v" as (pages, page_size, kv_heads, head_dim)
     scales: tuple[float, float] = dataclasses.field(init=False, repr=False)  # 1.0 where there is an array
     scale_arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)  # by name, as (batch or 1, kv_heads or 1)
@@ -63,6 +65,9 @@ class KVCache(Remade):
     held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.format is not None:
+            self._read_records()
+            return
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ProblemError(f"layout is {self.layout!r}; it must be 'NHD' or 'HND'.")
         k, v = (_reorder(reading.read(getattr(self, name), name), name, self.layout) for name in "kv")
@@ -72,14 +77,44 @@ class KVCache(Remade):
         object.__setattr__(self, "scales", tuple(1.0 if isinstance(x, Array) else x for x in scales.values()))
         object.__setattr__(self, "scale_arrays", {name: x for name, x in scales.items() if isinstance(x, Array)})
         object.__setattr__(self, "v_in_k", _is_part(v, k))
-        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, self.v_in_k))
+        places = self.v_in_k, self.is_latent
+        object.__setattr__(self, "held", Held({**self.arrays, **self.scale_arrays}, self.scales, self.layout, *places))
         if not self.v_in_k and overlap(k, v):
             raise ProblemError("v overlaps k in memory, and is no view of k's columns; give memory of its own, or k[..., a:b].")
+
+    @classmethod
+    def records(cls, pages: Any, format: Record = FP8_DS_MLA) -> KVCache:
+        """Makes a latent cache whose rows are records of bytes, as FlashMLA and vLLM keep DeepSeek V3.2's.
+
+        >>> cache = rawattn.KVCache.records(torch.zeros(1024, 64, 656, dtype=torch.uint8), rawattn.FP8_DS_MLA)
+
+        Args:
+            pages: (pages, page_size, 656), uint8; the last dimension is contiguous, and rows begin at multiples of 4 bytes.
+            format: ``rawattn.FP8_DS_MLA``: 512 columns in e4m3, four float32 scales of 128 columns each, and 64 columns in bf16.
+
+        head_dim is 576, head_dim_v 512, kv_heads 1. ``append`` takes k of 576 columns and no v, and quantizes by powers of two;
+        any scales are read. Queries have any format.
+        """
+        return cls(pages, None, format=format)
+
+    def _read_records(self) -> None:
+        record: Any = self.format
+        if not isinstance(record, Record):
+            raise ProblemError(f"format is {record!r}; it must be rawattn.FP8_DS_MLA.")
+        for name, need in {"v": None, "layout": "NHD", "k_scale": 1.0, "v_scale": 1.0}.items():
+            value = getattr(self, name)
+            if value is not need and not (type(value) in (str, float, int) and value == need):
+                found = f"{name} was given beside format={record}"
+                raise ProblemError(f"{found}; leave it out: records are one array, with scales of their own.")
+        k = read_records(reading.read(self.k, "pages"), record)
+        for name, x in (("arrays", {"k": k}), ("scales", (1.0, 1.0)), ("scale_arrays", {}), ("v_in_k", True)):
+            object.__setattr__(self, name, x)
+        object.__setattr__(self, "held", Held(self.arrays, record.name))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The copy of a cache, as of any ``Remade``; a v that is a view of k's columns is a view of the copy's k."""
         make, (cls, fields), attributes = super().__reduce__()
-        if not self.v_in_k:
+        if not self.v_in_k or self.format is not None:
             return make, (cls, fields), attributes
         first = (self.arrays["v"].pointer - self.arrays["k"].pointer) // self.element.itemsize
         return _over_columns, (cls, {**fields, "v": None}, first, first + self.head_dim_v), attributes
@@ -94,7 +129,7 @@ class KVCache(Remade):
 
     @property
     def element(self) -> Element:
-        return KV_ELEMENTS[self.arrays["k"].dtype]
+        return self.format or KV_ELEMENTS[self.arrays["k"].dtype]
 
     @property
     def pages(self) -> int:
@@ -110,11 +145,16 @@ class KVCache(Remade):
 
     @property
     def head_dim(self) -> int:
-        return self.arrays["k"].shape[3]
+        return self.format.head_dim if self.format else self.arrays["k"].shape[3]
 
     @property
     def head_dim_v(self) -> int:
-        return self.arrays["v"].shape[3]
+        return self.format.head_dim_v if self.format else self.arrays["v"].shape[3]
+
+    @property
+    def is_latent(self) -> bool:
+        """Says whether v is the first columns of k, as in MLA."""
+        return self.format is not None or (self.v_in_k and self.arrays["k"].pointer == self.arrays["v"].pointer)
 
     @property
     def requires_grad(self) -> bool:
@@ -124,7 +164,7 @@ class KVCache(Remade):
     def arrays_of(self, batch: int) -> dict[str, Array]:
         """The arrays of a call with ``batch`` sequences: k_cache, v_cache, and scales as (batch, kv_heads, 1)."""
         scales = {name: broadcast(x, batch, self.kv_heads) for name, x in self.scale_arrays.items()}
-        return {"k_cache": self.arrays["k"], "v_cache": self.arrays["v"], **scales}
+        return {**{f"{name}_cache": x for name, x in self.arrays.items()}, **scales}
 
     def __str__(self) -> str:
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
@@ -145,7 +185,7 @@ def kvcache_bytes(
     Args:
         lengths: how many keys each sequence has, or the keys of one. Each sequence takes whole pages.
         kv_heads, head_dim: of a layer's keys on one GPU: with tensor parallelism the heads that it has.
-        dtype: "bf16", "fp16", "fp32", "fp64", "e4m3" or "e5m2", or torch's or NumPy's dtype of these.
+        dtype: "bf16", "fp16", "fp32", "fp64", "e4m3" or "e5m2", or torch's or NumPy's dtype of these; or ``rawattn.FP8_DS_MLA``.
         layers: how many have a cache.
         page_size: keys of a page; 1, the default, counts keys alone.
         head_dim_v: columns of a value; those of a key by default.
@@ -154,9 +194,10 @@ def kvcache_bytes(
     A page takes ``kvcache_bytes(page_size, ...)``, so memory holds as many pages as that goes into it. Tables and scales that are
     arrays are not counted. Raises ProblemError for a wrong argument.
     """
-    names = {str(x): e for e in KV_ELEMENTS.values() for x in (e.name, np.dtype(e.dtype).name)}
+    names: dict[str, Element] = {str(x): e for e in KV_ELEMENTS.values() for x in (e.name, np.dtype(e.dtype).name)}
+    names |= {str(x): e for e in FORMATS.values() for x in (e, e.name)}
     try:
-        word = "None" if dtype is None else np.dtype(dtype).name
+        word = "None" if dtype is None else str(dtype) if isinstance(dtype, Record) else np.dtype(dtype).name
     except TypeError:  # our own name, or torch's
         word = str(dtype).removeprefix("torch.")
     if word not in names:
@@ -167,8 +208,12 @@ def kvcache_bytes(
     for name, value, least in (*((name, x, 1) for name, x in sizes.items()), *(("lengths", n, 0) for n in counts)):
         if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < least:
             raise ProblemError(f"{name} has {value!r}; each must be an int from {least} up.")
-    keys = sum(-(-int(n) // page_size) for n in counts) * page_size
-    return keys * layers * kv_heads * (head_dim + (0 if v_in_k else dim_v)) * names[word].itemsize
+    keys, element = sum(-(-int(n) // page_size) for n in counts) * page_size, names[word]
+    if isinstance(element, Record):
+        if (kv_heads, head_dim) != (1, element.head_dim):
+            raise ProblemError(f"kv_heads is {kv_heads} and head_dim {head_dim}; records have 1 and {element.head_dim}.")
+        return keys * layers * element.bytes
+    return keys * layers * kv_heads * (head_dim + (0 if v_in_k else dim_v)) * element.itemsize
 
 
 def _over_columns(cls: type[KVCache], fields: dict[str, Any], first: int, last: int) -> KVCache:
@@ -182,6 +227,18 @@ def _reorder(array: Array, name: str, layout: str) -> Array:
         raise ProblemError(f"{name} has {len(array.shape)} dimensions, {tuple(array.shape)}; it must have 4, ({order}).")
     shape, strides = (tuple(x[axis] for axis in LAYOUTS[layout]) for x in (array.shape, array.strides))
     return array._replace(shape=shape, strides=strides)
+
+
+def read_records(array: Array, record: Record) -> Array:
+    """The array as (pages, page_size, 1, bytes). Raises ProblemError where its rows are no such records. It reads no memory."""
+    shape, strides, wanted = tuple(array.shape), array.strides, f"uint8 of shape (pages, page_size, {record.bytes})"
+    if array.dtype != "uint8" or len(shape) != 3 or shape[2] != record.bytes or shape[1] < 1:
+        raise ProblemError(f"pages is {array.dtype} of shape {shape}; it must be {wanted}, with a row in each page.")
+    check_contiguous("pages", array)
+    if array.pointer % 4 or any(n > 1 and step % 4 for n, step in zip(shape[:2], strides, strict=False)):
+        found = f"pages has strides {tuple(strides)} and an address of {array.pointer % 4} modulo 4"
+        raise ProblemError(f"{found}; rows must begin at multiples of 4 bytes.")
+    return array._replace(shape=(*shape[:2], 1, shape[2]), strides=(*strides[:2], record.bytes, strides[2]))
 
 
 def check_pools(k: Array, v: Array, layout: str) -> None:

@@ -17,7 +17,7 @@ from ..runtime.call_cache import KEPT_CALLS, cache_put
 from ..runtime.outputs import one_or_all
 from ..runtime.plan import Plan, device_of
 from ..runtime.select import Selection, select
-from .attention import attention_of, check_lse, read_call, request_with, split_keys_of, with_slopes
+from .attention import attention_of, check_lse, parts_of, read_call, request_with, split_keys_of, with_slopes
 from .cache import KVCache
 from .call import check_objects, log
 from .step import Step
@@ -103,11 +103,11 @@ class KVCachePlan(Plan):
         """
         if unknown:
             arguments.refuse(KVCachePlan.run, unknown)
-        torch_state.check_untraced((q, sinks, *captured))
+        torch_state.check_untraced((*parts_of(q), sinks, *captured))
         check_objects(cache, step)
         check_lse(lse, self._request.return_lse)
-        tensors = (q, sinks, *self._request.in_order(captured, step))
-        read = read_call(q, cache, step, sinks, tensors[2:])
+        ordered = self._request.in_order(captured, step)
+        tensors, read = (*parts_of(q), sinks, *ordered), read_call(q, cache, step, sinks, ordered)
         key, addresses = (None, ()) if read is None else read[:2]
         call = self._calls.get(key)
         if call is None:

@@ -23,12 +23,14 @@ class Rotary(Remade):
 
     Args:
         cos: (positions, rotary_dim / 2), the cosines of each position's angles, float32 or the cache's dtype. The last dimension
-            is contiguous. rotary_dim is at most head_dim; further columns stay as they are.
+            is contiguous. first_column + rotary_dim is at most head_dim; further columns stay as they are.
         sin: the same for the sines.
-        interleaved: the pairs are columns 2 i and 2 i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama).
+        interleaved: the pairs are columns 2 i and 2 i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama);
+            counted from ``first_column`` on.
         positions: int64, one for each row of k, in the shape of k without its last two dimensions. By default the row j of a
             sequence's n new ones has the position kv_len - n + j, its place in the cache. A row that goes into the cache has one
             from 0 up. Others, such as those with a negative slot, may have a negative one: their q is not rotated.
+        first_column: the first column that is rotated, as 512 of a latent row of 576 (MLA); those before it stay as they are.
 
     Raises ProblemError for a wrong argument.
     """
@@ -37,16 +39,19 @@ class Rotary(Remade):
     sin: Any
     interleaved: bool = False
     positions: Any = None
+    first_column: int = 0
     arrays: dict[str, Array] = dataclasses.field(init=False, repr=False)
     held: Held = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.interleaved, bool):
             raise ProblemError(f"interleaved is {self.interleaved!r}; it must be True or False.")
+        if isinstance(self.first_column, bool) or not isinstance(self.first_column, int) or self.first_column < 0:
+            raise ProblemError(f"first_column is {self.first_column!r}; it must be an int from 0 up.")
         angles = reading.read_named(("cos", "sin", "positions"), (self.cos, self.sin, self.positions))
         check_angles(angles)
         object.__setattr__(self, "arrays", angles)
-        object.__setattr__(self, "held", Held(angles, self.interleaved))
+        object.__setattr__(self, "held", Held(angles, self.interleaved, self.first_column))
 
     @property
     def requires_grad(self) -> bool:

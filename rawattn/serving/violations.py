@@ -36,4 +36,5 @@ VIOLATIONS = {  # in the order of the bits in tile/violated.cuh
     "kv_begin": "the first key of a sequence that counts is none of its keys",
     "torn": "lengths over a cache changed while a launch read them, and its results are undefined; it or the next launch says so",
     "cu_seqlens": "cu_seqlens_q or cu_seqlens_kv fall, or lie outside of the rows; sequences from there on were left out",
+    "keys": "a list of keys has a number that is neither -1 nor a key of its sequence, or counts more numbers than it has",
 }

@@ -10,9 +10,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from ..operation import Backward, Forward, captures, functions
 from ..operation.inputs import BackwardInputs, ForwardInputs
+from ..operation.keys import NO_GRADIENT
 from ..operation.spec import Spec
 from ..runtime import calls
 from ..runtime.request import Request, request_for
@@ -182,6 +183,8 @@ def _make_request(
     options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
 ) -> AutogradRequest:
     """Makes the request of a call that autograd follows. Raises ProblemError where the call has no gradient."""
+    if options["keys"] is not None:
+        raise UnsupportedError(NO_GRADIENT)
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
@@ -199,6 +202,8 @@ def _follow(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     if wrt and type(q).__name__ == "DTensor":
         captures.check_no_grad(options_of(args.spec), captured, NO_GRADIENT_OF_PARTS)
     if grad_enabled() and (wrt or any_requires_grad(*inputs)):
+        if options_of(args.spec)["keys"] is not None:
+            raise UnsupportedError(NO_GRADIENT)
         if options_of(args.spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
         request = AutogradRequest(args.spec, args.lengths, True, wrt=wrt)

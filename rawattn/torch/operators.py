@@ -22,7 +22,7 @@ import torch
 from ..array.array import CPU, DTYPES, META, Array
 from ..errors import ProblemError
 from ..operation import Backward, Forward, captures, functions
-from ..operation.forward import check_arrays, check_has_seed, limits
+from ..operation.forward import check_arrays, check_has_seed, check_keys, limits
 from ..operation.inputs import BackwardInputs, ForwardInputs
 from ..operation.operand import check_like
 from ..runtime import calls
@@ -45,6 +45,8 @@ class Rest(NamedTuple):
     captured: Sequence[Any] | None = None
     q_lens: Any = None
     kv_lens: Any = None
+    keys: Any = None
+    keys_counts: Any = None
 
     @classmethod
     def of(
@@ -52,7 +54,8 @@ class Rest(NamedTuple):
     ) -> Rest:
         """Returns the arguments of a call on these tensors."""
         starts = inputs.cu_seqlens_q, inputs.cu_seqlens_kv
-        return cls(inputs.sinks, *starts, *lengths, text, inputs.seed, captured or None, inputs.q_lens, inputs.kv_lens)
+        lists = (inputs.keys, inputs.keys_counts) if isinstance(inputs, ForwardInputs) else (None, None)
+        return cls(inputs.sinks, *starts, *lengths, text, inputs.seed, captured or None, inputs.q_lens, inputs.kv_lens, *lists)
 
     @property
     def lengths(self) -> tuple[Any, Any]:
@@ -61,13 +64,14 @@ class Rest(NamedTuple):
 
     def inputs(self, q: Any, k: Any, v: Any) -> ForwardInputs:
         """The tensors of a call on q, k and v, but for those that functions captured."""
-        return ForwardInputs(q, k, v, self.cu_seqlens_q, self.cu_seqlens_kv, self.sinks, self.q_lens, self.kv_lens, self.seed)
+        rest = self.sinks, self.q_lens, self.kv_lens, self.seed, self.keys, self.keys_counts
+        return ForwardInputs(q, k, v, self.cu_seqlens_q, self.cu_seqlens_kv, *rest)
 
 
 _REST = (
     "Tensor? sinks=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None, "
     'SymInt? max_seqlen_kv=None, str spec="{}", Tensor? seed=None, Tensor[]? captured=None, '
-    "Tensor? q_lens=None, Tensor? kv_lens=None"
+    "Tensor? q_lens=None, Tensor? kv_lens=None, Tensor? keys=None, Tensor? keys_counts=None"
 )
 _BACKWARD = f"Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? dlse=None, {_REST}"
 library = torch.library.Library("rawattn", "DEF")  # its operators live as long as this object
@@ -226,6 +230,7 @@ def _check_arguments(q: Any, k: Any, v: Any, args: Rest) -> None:
     described, options = {name: describe(x) for name, x in tensors if x is not None}, options_of(args.spec)
     check_arrays(described, *args.lengths)
     check_has_seed(described, options["dropout"])
+    check_keys(described, options["keys"])
     names, captured = captures.names(options), args.captured or ()
     if len(names) != len(captured):
         raise ProblemError(f"captured has {len(captured)} tensors; the functions in spec captured {len(names)}.")

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ProblemError
 from ..operation import functions
+from ..operation.keys import KeyLists
 from ..operation.spec import Options, Spec, named
 from ..variant import Option
 
@@ -52,7 +53,7 @@ def to_constants(value: Any) -> Any:
         return (functions.Function, value.text, to_constants(value.numbers), to_constants(value.sizes))
     if isinstance(value, functions.Function):
         return (functions.Function, value.traced.text, to_constants(value.numbers), to_constants(value.sizes))
-    if isinstance(value, Option):
+    if isinstance(value, (Option, KeyLists)):
         return (type(value), tuple([(x.name, to_constants(getattr(value, x.name))) for x in dataclasses.fields(value)]))
     if isinstance(value, (tuple, list)):
         return tuple([to_constants(x) for x in value])

@@ -70,13 +70,15 @@ def _register() -> None:
 
 def _read_options(
     max_seqlen_q: Any = None, max_seqlen_kv: Any = None, spec: str = "{}", seed: Any = None, captured: Any = None,
-    q_lens: Any = None, kv_lens: Any = None,
+    q_lens: Any = None, kv_lens: Any = None, keys: Any = None, keys_counts: Any = None,
 ) -> tuple[frozenset[str], int, int]:  # fmt: skip
-    """Reads the last arguments of an operator. Returns the indices that its dropout and its functions depend on, the number of
-    their tensors, and the number of tensors of lengths."""
+    """Reads the last arguments of an operator. Returns the indices that its dropout, its functions and its lists of keys depend
+    on, the number of their tensors, and the number of tensors of lengths. Those of lists come behind lengths, which are whole
+    where there are lists."""
     (_, by_role), drops = functions.from_json(json.loads(spec)), seed is not None
-    deps = frozenset("bh" if drops else "").union(*(function.traced.code.root.deps for function in by_role.values()))
-    return deps, drops + len(captured or ()), (q_lens is not None) + (kv_lens is not None)
+    lists = (keys is not None) + (keys_counts is not None)
+    deps = frozenset("bh" if drops or lists else "").union(*(function.traced.code.root.deps for function in by_role.values()))
+    return deps, drops + len(captured or ()), (q_lens is not None) + (kv_lens is not None) + lists
 
 
 def _list_placements(specs: Sequence[Any], varlen: bool, deps: frozenset[str]) -> Iterator[_Placements]:

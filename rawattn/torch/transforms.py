@@ -30,10 +30,10 @@ for _key in ("CPU", "CUDA"):
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, and with a
-    seed for each element, computes one element after the other."""
+    """Joins the mapped dimension to the batch, and repeats what is not mapped. With functions, which see the batch, with lists
+    of keys, and with a seed for each element, computes one element after the other."""
     (q, k, v), rest, dims = args[:3], Rest(*args[3:]), Rest(*in_dims[3:])
-    if functions.among(options_of(rest.spec)) or dims.seed is not None:
+    if functions.among(options_of(rest.spec)) or dims.seed is not None or rest.keys is not None:
         return _compute_one_by_one(ATTENTION, info.batch_size, in_dims, args), (0, 0)
     if q.dim() - (in_dims[0] is not None) == 3:
         raise ProblemError("attention_varlen was called under vmap; put the sequences into one packed call instead.")

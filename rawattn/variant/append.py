@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Wrapper
+from .element import BF16
 from .field import Field, Fields, Pointer, Stride, View
 
 
@@ -94,6 +95,16 @@ class QuantizedStorage(Option):
         return (*self.k.fields, *self.v.fields)
 
 
+class RecordStorage(Option):
+    """A cache holds records: columns in e4m3, with a scale for each 128 of them that follows from these, and columns in bf16."""
+
+    source: ClassVar[str] = "variant/append/storage_record.cuh"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*BF16.sources, self.source)
+
+
 class NoQueries(Option):
     """No queries are rotated."""
 
@@ -120,10 +131,28 @@ class QueriesApart(QueriesInPlace):
         return (*super().fields, Field("q_out", "StridedTensor", View("q_out")))
 
 
+class RopeQueries(Wrapper):
+    """The queries of ``base`` have the columns from ``rotary_first`` on alone."""
+
+    source: ClassVar[str] = "variant/append/queries_rope.cuh"
+
+
 class NoRotary(Option):
     """No row is rotated."""
 
     source: ClassVar[str] = "variant/rotary/none.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
+class FromColumn(Wrapper):
+    """Columns are rotated from the column ``first`` on; those before it stay as they are."""
+
+    first: int
+    source: ClassVar[str] = "variant/rotary/from_column.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return self.base.constants | {"rotary_first": self.first}
 
 
 class KeyPositions(Wrapper):

@@ -73,6 +73,30 @@ KV_ELEMENTS = ELEMENTS | FP8  # of caches
 
 
 @dataclasses.dataclass(frozen=True)
+class Record(Element):
+    """The format of a latent cache whose rows are records of ``bytes`` bytes: the first ``head_dim_v`` columns in e4m3, a float32
+    scale for each ``tile`` of them, and the rest of ``head_dim`` columns in bf16."""
+
+    bytes: int = 0
+    head_dim: int = 0
+    head_dim_v: int = 0
+    tile: int = 128
+
+    @property
+    def scales(self) -> int:
+        """The number of scales."""
+        return self.head_dim_v // self.tile
+
+    def __str__(self) -> str:
+        return f"rawattn.{self.name.upper()}"
+
+
+FP8_DS_MLA = Record("fp8_ds_mla", np.uint8, bytes=656, head_dim=576, head_dim_v=512)  # DeepSeek V3.2's, FlashMLA's and vLLM's
+RECORDS = {FP8_DS_MLA.bytes: FP8_DS_MLA}  # by the bytes of a row
+FORMATS: dict[str, Element] = {**KV_ELEMENTS, FP8_DS_MLA.name: FP8_DS_MLA}  # by name
+
+
+@dataclasses.dataclass(frozen=True)
 class Item(Option):
     """The format of an array that a function among the options captured."""
 

@@ -45,6 +45,21 @@ class PartOfGroup(Option):
         return PARTS
 
 
+# ---- Sharing: what warps of attn_bwd_mma that have the same keys divide
+
+
+class ByQueries(Option):
+    """They divide the queries."""
+
+    source: ClassVar[str] = "variant/sharing/by_queries.cuh"
+
+
+class ByColumns(Option):
+    """They divide the columns, for heads wider than 256."""
+
+    source: ClassVar[str] = "variant/sharing/by_columns.cuh"
+
+
 # ---- Statistics, Dlse: in which order ``lse_log2`` and ``delta`` are in scratch, and what the gradient of lse is
 
 

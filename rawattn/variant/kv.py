@@ -22,6 +22,12 @@ class CpAsyncKv(Option):
     source: ClassVar[str] = "variant/kv/cp_async.cuh"
 
 
+class NumbersKv(Option):
+    """Plain strided tensors, whose rows threads read and widen."""
+
+    source: ClassVar[str] = "variant/kv/numbers.cuh"
+
+
 class OnePage(Option):
     """Sequence i has page i."""
 
@@ -63,7 +69,7 @@ class PagedTmaKv(Wrapper):
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"page_rows": self.page_rows}
+        return {**self.base.constants, "page_rows": self.page_rows}
 
 
 class SmallPagesTmaKv(PagedTmaKv):
@@ -96,6 +102,18 @@ class PagedPanelsFromKv(PagedPanelsKv):
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
+class LatentPanelsKv(PagedTmaKv):
+    """Pools of pages whose values are the first columns of their keys, in panels; a page has the rows of a tile, or more."""
+
+    source: ClassVar[str] = "variant/kv/latent_panels.cuh"
+
+
+class LatentBoxesKv(PagedTmaKv):
+    """The same of small pages, each of which TMA reads at once."""
+
+    source: ClassVar[str] = "variant/kv/latent_boxes.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 
@@ -106,6 +124,12 @@ class PagedRowsWidenedKv(PagedRowsKv):
     """Pools of pages in eight bits, of which threads make numbers of 16."""
 
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
+
+
+class PagedNumbersKv(Wrapper):
+    """Pools of pages of any size, whose rows threads read and widen."""
+
+    source: ClassVar[str] = "variant/kv/paged_numbers.cuh"
 
 
 class KvLens(Option):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Wrapper
-from .field import Dim, Field, Fields, Pointer, Violations
+from .field import Dim, Field, Fields, Pointer, View, Violations
 from .kv import KvLens
 
 
@@ -130,6 +130,22 @@ class StridedCacheRows(CacheRows):
     @property
     def sources(self) -> tuple[str, ...]:
         return (*super().sources, "variant/rows/strided_queries.cuh")
+
+
+class OneQ(Option):
+    """A row of q has all of its columns."""
+
+    source: ClassVar[str] = "variant/q_columns/one.cuh"
+
+
+class PairOfQ(Option):
+    """A row of q has the columns that meet values, and one of ``q_rope`` the rest."""
+
+    source: ClassVar[str] = "variant/q_columns/pair.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("q_rope", "StridedTensor", View("q_rope")),)
 
 
 class KvBeginRows(Wrapper):

@@ -13,21 +13,23 @@ from .field import Counter, Field, Fields, Violations
 @dataclasses.dataclass(frozen=True)
 class LptScheduler(Option):
     """Heads grouped to share L2, the longest tiles of a group first. Persistent blocks draw tiles from a counter; others compute
-    one tile each. With ``split`` each tile is computed once for each of ``splits`` splits of its keys."""
+    one tile each, or ``cluster``s of blocks do. With ``split`` each tile is computed once for each of ``splits`` splits of its
+    keys."""
 
     persistent: bool = True
     split: bool = False
+    cluster: bool = False
     source: ClassVar[str] = "variant/scheduler/lpt.cuh"
 
     @property
     def cuda_type(self) -> str:
-        numbers = "DynamicPersistent" if self.persistent else "SingleTile"
+        numbers = "DynamicPersistent" if self.persistent else "ClusterTile" if self.cluster else "SingleTile"
         return f"{self.cuda_name}<{f'Split<{numbers}>' if self.split else numbers}>"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        numbers = f"variant/scheduler/{'dynamic_persistent' if self.persistent else 'single_tile'}.cuh"
-        return (numbers, *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
+        numbers = "dynamic_persistent" if self.persistent else "cluster_tile" if self.cluster else "single_tile"
+        return (f"variant/scheduler/{numbers}.cuh", *(("variant/scheduler/split.cuh",) if self.split else ()), self.source)
 
     @property
     def fields(self) -> Fields:
@@ -95,6 +97,23 @@ class StreamKScheduler(Option):
     @property
     def fields(self) -> Fields:
         return tuple(Field(name, "i32") for name in ("batches", "split_keys_log2", "most_splits_log2"))
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamK(StreamKScheduler):
+    """The same for ``members`` blocks that have each share together, rows of their own."""
+
+    members: int = 1
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.members}>"
+
+
+class EvenShares(StreamK):
+    """Equal shares of all key tiles, cut at any of them: bits follow from the batch and the grid."""
+
+    source: ClassVar[str] = "variant/scheduler/even_shares.cuh"
 
 
 DIRECTIONS = {
@@ -171,6 +190,18 @@ class KvBundles(KvScheduler):
         return (*self.numbers, Field("bundle_works", "i32"))
 
 
+class ChainFold(Option):
+    """Splits of a work's keys are folded from left to right."""
+
+    source: ClassVar[str] = "variant/split_fold/chain.cuh"
+
+
+class TreeFold(Option):
+    """Splits of a work's keys are folded as a binary tree by their numbers: a block leaves few states of those that it has."""
+
+    source: ClassVar[str] = "variant/split_fold/tree.cuh"
+
+
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 
@@ -181,6 +212,18 @@ class Unordered(Option):
     """Each warpgroup issues its products when it is ready."""
 
     source: ClassVar[str] = "variant/order/unordered.cuh"
+
+
+class OneWarp(Option):
+    """A warp of the forward by mma.sync has its rows alone."""
+
+    source: ClassVar[str] = "variant/strip/one_warp.cuh"
+
+
+class TwoWarps(Option):
+    """Two warps have the same rows, each half of the columns, for heads wider than 256."""
+
+    source: ClassVar[str] = "variant/strip/two_warps.cuh"
 
 
 class Dependent(Option):

@@ -34,7 +34,7 @@ HERE = pathlib.Path(__file__).parent
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
     "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared",
-    "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "tma", "turn", "wgmma",
+    "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 
@@ -116,7 +116,8 @@ extern "C" u32 args_bytes() { return sizeof(Args); }
 
 def _product(match: re.Match[str]) -> str:
     head, _, sign, by_rows = match.groups()
-    return f"{head}wgmma(d, a, b, add, {sign}, {by_rows});\n    }}\n"
+    widen = "ptx::widen_fp16" if ".f16.f16" in match[0] else "::wide"
+    return f"{head}wgmma(d, a, b, add, {sign}, {by_rows}, {widen});\n    }}\n"
 
 
 class Kernel:

@@ -114,6 +114,7 @@ static void finish_copies(u32 pending, i32 thread);
 struct Copy { u32 to, width, bytes; const void* from; ptx::Mbarrier* arrival = nullptr; };
 static std::vector<std::vector<Copy>> copy_groups[1024];
 static std::vector<i32> arriving;  // threads whose copies an mbarrier awaits
+static i32 spare_registers;
 static bool waited[1024];                          // for the launch in front
 
 static void yield() {
@@ -211,7 +212,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
         for (Meeting& each : named) each = {};
         for (Meeting& each : of_warps) each = {};
-        memset(waited, !uses_pdl, sizeof waited);
+        memset(waited, !uses_pdl, sizeof waited), spare_registers = 0;
         for (auto& own : copy_groups) own.clear();
         arriving.clear();
         fibers.resize(threads);
@@ -267,8 +268,13 @@ static float exp2(float x) {
 static float reciprocal(float x) { return 1 / x; }
 static double exp2(double x) { return ::exp2(x); }
 static double reciprocal(double x) { return 1 / x; }
-template <int count> void setmaxnreg_dec() {}
-template <int count> void setmaxnreg_inc() {}
+// Registers that threads gave up, from as many as a block has a multiprocessor to itself: who wants more waits for them.
+template <int count> void setmaxnreg_dec() { ++progress, spare_registers += max(0, 65536 / blockDim.x / 8 * 8 - count); }
+template <int count> void setmaxnreg_inc() {
+    const i32 more = max(0, count - 65536 / blockDim.x / 8 * 8);
+    while (spare_registers < more) yield();
+    ++progress, spare_registers -= more;
+}
 constexpr bool has_registers(int, int, int, int = 1) { return true; }
 static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
 struct Load { i32 operator()(const i32* from) const { return *from; } };
@@ -298,6 +304,7 @@ template <int n> void red_add(float* to, const float (&x)[n]) {
     for (int i = 0; i < n; ++i) to[i] += x[i];
 }
 static void wgmma_fence() {}
+template <int n> void wgmma_discard(float (&x)[n]) { std::fill_n(x, n, __builtin_nanf("")); }
 static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
@@ -361,6 +368,8 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
 }
 // The kernels that ask for these run in tests/host_threads.py.
 static void tma_load_evict_first(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32) { __builtin_trap(); }
+static void tma_load(void*, const TensorMap&, Mbarrier&, i32, i32, i32, i32, i32);
+static void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) { tma_load(to, map, full, c0, c1, c2, c3, c4); }
 static void tma_store_evict_first(const TensorMap&, const void*, i32, i32, i32, i32) { __builtin_trap(); }
 // A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box, bytes of a number.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
@@ -406,6 +415,22 @@ void load_matrices(u32 (&d)[4], u32 address) {
 }
 static void ldmatrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 static void ldmatrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+// Where the lane's word of a matrix goes: its two numbers are of one row, or of one column.
+template <bool transposed>
+void store_matrices(u32 address, const u32* words) {
+    const u64 word = address;
+    const u32 lane = threadIdx.x % 32;
+    exchange(&word, 1, [&](auto& all) {
+        for (u32 i = 0; i < 8; ++i) {
+            const u32 row = lane / 4, column = lane % 4 * 2 + i % 2, matrix = i / 2;
+            const u16 x = u16(words[matrix] >> 16 * (i % 2));
+            memcpy(raw + all[8 * matrix + (transposed ? column : row)][0] + (transposed ? row : column) * 2, &x, 2);
+        }
+        return 0;
+    });
+}
+static void stmatrix(u32 address, const u32* words) { store_matrices<false>(address, words); }
+static void stmatrix_transposed(u32 address, const u32* words) { store_matrices<true>(address, words); }
 static u32 movmatrix_transposed(u32 mine) {
     const u64 word = mine;
     const u32 lane = threadIdx.x % 32;
@@ -469,6 +494,11 @@ static void mma_tf32(float* d, const u32* a, const u32* b) {
         return 0;
     });
 }
+static float4 load_shared_float4(u32 address) {
+    float4 x;
+    memcpy(&x, raw + address, 16);
+    return x;
+}
 static u32 load_shared(u32 address) {
     u32 x;
     memcpy(&x, raw + address, 4);
@@ -477,15 +507,16 @@ static u32 load_shared(u32 address) {
 }  // namespace ptx
 
 // wgmma, 64 x n x 16, of a warp's sixteen rows by itself. b(k, column): contraction along the columns of a tile, or along its rows.
-static float b_of(u64 descriptor, u32 k, u32 column, bool by_rows) {
+static float b_of(u64 descriptor, u32 k, u32 column, bool by_rows, float (*wide)(u16)) {
     const u32 begin = u32(descriptor & 0x3fff) << 4, panel = u32(descriptor >> 16 & 0x3fff) << 4, eight = u32(descriptor >> 32 & 0x3fff) << 4;
     const u32 row = by_rows ? k : column, byte = by_rows ? column / 64 * panel + column % 64 * 2 : k * 2;
-    u32 at = begin + row / 8 * eight + row % 8 * 128 + byte;
-    at ^= (at >> 7 & 7) << 4;
+    const bool narrow = descriptor >> 62 == 3;  // a swizzle of 32 bytes
+    u32 at = begin + row / 8 * eight + row % 8 * (narrow ? 32 : 128) + byte;
+    at ^= (at >> 7 & (narrow ? 1 : 7)) << 4;
     return wide(half(raw + at));
 }
 template <int n, class A>
-void wgmma(float (&d)[n], A a, u64 b, bool add, int sign, bool by_rows) {
+void wgmma(float (&d)[n], A a, u64 b, bool add, int sign, bool by_rows, float (*wide)(u16)) {
     const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     u64 mine[4] = {};
     if constexpr (std::is_pointer_v<A>) for (int i = 0; i < 4; ++i) mine[i] = a[i];
@@ -495,9 +526,9 @@ void wgmma(float (&d)[n], A a, u64 b, bool add, int sign, bool by_rows) {
             float sum = 0;
             for (u32 k = 0; k < 16; ++k) {
                 float x;
-                if constexpr (std::is_pointer_v<A>) x = ptx::a_of(all, row, k);
-                else x = b_of(a, k, warp_row + row, false);
-                sum += x * b_of(b, k, column, by_rows);
+                if constexpr (std::is_pointer_v<A>) x = ptx::a_of(all, row, k, wide);
+                else x = b_of(a, k, warp_row + row, false, wide);
+                sum += x * b_of(b, k, column, by_rows, wide);
             }
             d[i] = (add ? d[i] : 0.f) + sign * sum;
         }

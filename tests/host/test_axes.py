@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator
@@ -39,12 +40,16 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch in ("sm_90a", "sm_80"):
         yield from ((arch, op) for op in (plain, narrow, replace(plain, batch=1, q_len=1, kv_len=65536)))
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
+    yield "sm_90a", Backward(replace(plain, head_dim=192, head_dim_v=192)), "attn_bwd_columns"
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
+    yield "sm_90a", replace(plain, head_dim=512)
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
+    step = decode.Decode(page=64, kv_heads=1, head_dim=576, head_dim_v=512).operation
+    yield "sm_90a", dataclasses.replace(step, latent=True)
     yield "sm_90a", Combine(BF16, 2, 2, 300, 4, 128)
     yield "sm_90a", Append(BF16, 2, 2, 1, 100, 4, 128, 128, 3, 64)
 
@@ -64,7 +69,17 @@ def said(path: pathlib.Path) -> set[str]:
     """The axes that the head of a kernel names."""
     text = re.search(r"// rendered: (.*(?:\n +// .*)*)", path.read_text())
     assert text is not None, path
-    names = set(re.findall(r"\b[A-Z]\w+", text[1])) - {"Args", "QkMma", "PvMma", "SMma", "DpMma", "DvMma", "DkMma", "DqMma"}
+    names = set(re.findall(r"\b[A-Z]\w+", text[1])) - {
+        "Args",
+        "QkMma",
+        "QkLastMma",
+        "PvMma",
+        "SMma",
+        "DpMma",
+        "DvMma",
+        "DkMma",
+        "DqMma",
+    }
     return names - set(render.TENSORS) - set(render.ELEMENT_AXES)
 
 

@@ -40,6 +40,24 @@ def test_generate(window: list[str], capsys: pytest.CaptureFixture[str]) -> None
     assert "20 tokens of 5 requests" in capsys.readouterr().out
 
 
+def test_deepseek(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokens are transformers' own, and would not be with another rotation."""
+    pytest.importorskip("transformers", "5.0")
+    deepseek = example("deepseek")
+    sizes = ["--requests", "2", "--tokens", "4", "--prompt", "20"]
+    deepseek.main(sizes)
+    assert "8 of 8 tokens of 2 requests" in capsys.readouterr().out
+    attend = deepseek.Server.attend
+
+    def without_rotary(self: Any, i: int, x: Any, step: Any) -> Any:
+        self.rotary = None
+        return attend(self, i, x, step)
+
+    deepseek.Server.attend = without_rotary
+    with pytest.raises(SystemExit, match="tokens differ"):
+        deepseek.main(sizes)
+
+
 def test_generate_is_checked() -> None:
     generate, shape = example("generate"), example("llama").Shape(layers=1)
     model = generate.Model(shape, shape.random(), "cpu", generate.torch.float32)

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 32710,
-    "perf": 5830,
-    "cuda_src": 14040,
-    "tests": 44890,
+    "rawattn": 35430,
+    "perf": 5890,
+    "cuda_src": 16480,
+    "tests": 48000,
 }
 FUNCTION_LINES = 60
 

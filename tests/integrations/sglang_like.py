@@ -74,6 +74,29 @@ class Pool:
         return self.v
 
 
+class LatentPool:
+    """The latent rows of all tokens, as ``MLATokenToKVPool`` has them."""
+
+    def __init__(self, tokens: int, columns: int, kv_lora_rank: int, device: str, dtype: Any) -> None:
+        import torch
+
+        self.kv = torch.full((tokens, 1, columns), 77.0, device=device, dtype=dtype)
+        self.kv_lora_rank, self.dtype, self.use_dsa = kv_lora_rank, dtype, False
+
+    def set_kv_buffer(self, layer: Any, loc_info: Any, cache_k: Any, cache_v: Any) -> None:
+        self.kv[loc_info.loc] = cache_k
+
+    def set_mla_kv_buffer(self, layer: Any, loc_info: Any, cache_k_nope: Any, cache_k_rope: Any) -> None:
+        self.kv[loc_info.loc, :, : self.kv_lora_rank] = cache_k_nope
+        self.kv[loc_info.loc, :, self.kv_lora_rank :] = cache_k_rope
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self.kv
+
+    def get_value_buffer(self, layer_id: int) -> Any:
+        return self.kv[..., : self.kv_lora_rank]
+
+
 class WindowPool:
     """Two pools, as ``SWAKVPool`` has them: layer 1 is in that of windows, whose places are others."""
 

@@ -204,6 +204,85 @@ def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
             torch.testing.assert_close(o.float().cpu(), expected(q, *history, new, kept), rtol=tolerance, atol=tolerance)
 
 
+RANK, ROPE = 32, 16  # columns of a latent row
+
+
+def latent_runner(device: str, page_size: int) -> Any:
+    run = runner(device, page_size)
+    run.token_to_kv_pool = like.LatentPool(TOKENS, RANK + ROPE, RANK, device, run.kv_cache_dtype)
+    run.use_mla_backend = True
+    return run
+
+
+@since(2, 5)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("parts", [False, True])
+def test_latent_steps(parts: bool, page_size: int, make: Any, device: str) -> None:
+    """MLA: queries and rows whole, or their columns apart; prompts from projected keys; steps eagerly and in graphs."""
+    if device == "cuda":
+        pytest.skip("its kernels take rows of 576 columns")
+    run = latent_runner(device, page_size)
+    backend, random = make(run), torch.Generator().manual_seed(0)
+    one = layer(tp_k_head_num=1, qk_head_dim=RANK + ROPE, v_head_dim=RANK)
+    keys: list[Any] = [torch.empty(0, 1, RANK + ROPE)] * 3
+    backend.init_cuda_graph_state(4, 4)
+    lens, extend, decode = [0, 0, 0], modes().EXTEND, modes().DECODE
+    for new, mode, way in (
+        ([5, 17, 1], extend, "eager"), ([1, 2, 9], modes().MIXED, "eager"), ([1, 1, 1], decode, "eager"),
+        ([1, 1, 1], decode, "capture"), ([1, 1, 1], decode, "replay"),
+    ):  # fmt: skip
+        lens = [a + b for a, b in zip(lens, new, strict=True)]
+        q, k = (torch.randn(sum(new), n, RANK + ROPE, generator=random) for n in (HEADS, 1))
+        keys = [torch.cat(x) for x in zip(keys, k.split(new), strict=True)]
+        given = batch(run, new, lens, mode)
+        if way == "eager":
+            backend.init_forward_metadata(given)
+        else:
+            backend.init_forward_metadata_out_graph(given, in_capture=way == "capture")
+        f = backend.forward_decode if mode is decode else backend.forward_extend
+        wanted = expected(q, keys, [x[..., :RANK] for x in keys], new)
+        if parts:
+            (q, q_rope), (k, k_rope) = (x.split((RANK, ROPE), -1) for x in (q, k))
+            o = f(q, k, k, one, given, q_rope=q_rope, k_rope=k_rope)
+        else:
+            o = f(q.flatten(1), k, k[..., :RANK], one, given)
+        torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
+    # whole prompts, projected, which are not read from the pool
+    given = batch(run, [5, 3], [5, 3], extend)
+    given.extend_prefix_lens_cpu = [0, 0]
+    backend.init_forward_metadata(given)
+    q, k, v = torch.randn(8, HEADS, 24), torch.randn(8, HEADS, 24), torch.randn(8, HEADS, 16)
+    prompts = layer(tp_k_head_num=HEADS, qk_head_dim=24, v_head_dim=16)
+    before = run.token_to_kv_pool.kv.clone()
+    o = backend.forward_extend(q, k, v, prompts, given, save_kv_cache=False)
+    torch.testing.assert_close(o, expected(q, [*k.split([5, 3])], [*v.split([5, 3])], [5, 3]), rtol=1e-5, atol=1e-5)
+    assert torch.equal(run.token_to_kv_pool.kv, before)
+    given.extend_prefix_lens_cpu = [0, 2]
+    with pytest.raises(UnsupportedError, match="extend_prefix_lens are not 0 beside projected keys"):
+        backend.forward_extend(q, k, v, prompts, given, save_kv_cache=False)
+
+
+def test_latent_pools_that_are_refused(make: Any) -> None:
+    for name, value, message in (
+        ("use_dsa", True, "use_dsa is True"), ("dtype", torch.float8_e4m3fn, "kv_cache_dtype is torch.float8_e4m3fn; beside MLA")
+    ):  # fmt: skip
+        run = latent_runner("cpu", 1)
+        setattr(run.token_to_kv_pool, name, value)
+        with pytest.raises(UnsupportedError, match=message):
+            make(run)
+
+
+def test_the_latent_pool_is_of_sglangs_form() -> None:
+    if not is_installed():
+        pytest.skip("SGLang is not installed")
+    pools = importlib.import_module("sglang.srt.mem_cache.memory_pool")
+    for name in ("set_kv_buffer", "set_mla_kv_buffer", "get_key_buffer", "get_value_buffer"):
+        ours, theirs = (inspect.signature(getattr(x, name)).parameters for x in (like.LatentPool, pools.MLATokenToKVPool))
+        assert [*theirs][: len(ours)] == [*ours]
+    text = inspect.getsource(pools.MLATokenToKVPool.__init__)
+    assert "self.kv_lora_rank = " in text and "self.use_dsa = " in text
+
+
 def test_deterministic_inference(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run, asked = runner("cpu"), []
     given = batch(run, [1], [3], modes().DECODE)
@@ -281,10 +360,6 @@ def test_refusals(make: Any) -> None:
     run.token_to_kv_pool.k.zero_()
     sinks = backend.forward_decode(q, None, None, layer(), given, sinks=torch.full((HEADS,), 60.0))
     assert sinks.abs().max() < 1e-6
-    run.use_mla_backend = True
-    with pytest.raises(UnsupportedError, match="use_mla_backend"):
-        make(run)
-    run.use_mla_backend = False
     pool = run.token_to_kv_pool
     run.token_to_kv_pool = type("UnifiedSWAKVPool", (), {})()
     with pytest.raises(UnsupportedError, match="the pool is a UnifiedSWAKVPool"):

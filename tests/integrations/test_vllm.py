@@ -434,4 +434,4 @@ def test_entry_point() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=pathlib.Path(__file__).resolve().parents[2])
     text = (pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
     assert re.search(r'\[project.entry-points."vllm.general_plugins"\]\nrawattn = "rawattn_plugins:vllm"', text)
-    assert rawattn_plugins.PATH.startswith(ADAPTER)
+    assert rawattn_plugins.PATHS["RAWATTN"].startswith(ADAPTER)

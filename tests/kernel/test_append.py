@@ -115,3 +115,33 @@ def test_a_negative_position() -> None:
         assert [each.partition(":")[0] for each in rawattn.violations()] == ["position"] * said
         written = [slot for slot, position in zip(slots, positions, strict=True) if slot >= 0 and position >= 0]
         assert torch.nonzero(cache.v.flatten(0, 2).any(1)).flatten().tolist() == written
+
+
+def check_latent(device: str, record: bool, interleaved: bool, page_size: int) -> None:
+    """Appends latent rows with the last 64 columns rotated, and q of these columns, to a cache of bf16 or of records."""
+    import torch
+
+    case = dataclasses.replace(CASE, kv_heads=1, pool="shared", head_dim=576, head_dim_v=512, device=device, page_size=page_size)
+    k, q = (_move(case.rows(heads, columns, 1), "torch", device) for heads, columns in ((1, 576), (8, 64)))
+    angles = (_move(case.normal(800, 32, seed=seed).astype(np.float32), "torch", device) for seed in (5, 6))
+    rotary, step = rawattn.Rotary(*angles, interleaved, first_column=512), case.step("torch")
+    pages = torch.full((len(case.pools()[0]), page_size + 1, 656), 255, dtype=torch.uint8, device=device)[:, :page_size]
+    cache = rawattn.KVCache.records(pages) if record else case.made(*case.pools(), "torch")
+    wanted = rawattn.reference.append(cache, step, k, None, rotary=rotary, q=q)
+    q_out = rawattn.append(cache, step, k, None, rotary=rotary, q=q, q_out=torch.full_like(q, float("nan")))
+    np.testing.assert_allclose(q_out.double().cpu().numpy(), wanted[-1], rtol=2.0**-8, atol=1e-5)
+    if not record:
+        np.testing.assert_allclose(cache.k.double().cpu().numpy(), wanted[0], rtol=2.0**-8, atol=1e-5)
+        return
+    found = cache.k.cpu()
+    np.testing.assert_array_equal(found[..., :528].numpy(), wanted[0][..., :528])
+    rest = [x[..., 528:].contiguous().view(torch.bfloat16).float() for x in (found, torch.from_numpy(wanted[0]))]
+    np.testing.assert_allclose(*(x.numpy() for x in rest), rtol=2.0**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_latent_rows(record: bool, interleaved: bool, page_size: int) -> None:
+    check_latent("cuda", record, interleaved, page_size)
+    assert rawattn.violations() == ()

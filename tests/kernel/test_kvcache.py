@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.kernel.attn_decode_wide import AttnDecodeWide
+from rawattn.kernel.attn_decode_wide import AttnDecodeWide, AttnDecodeWideConfig
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.runtime import call_cache
 from rawattn.testing import _move, _to_float64, expect
@@ -128,6 +128,8 @@ CHUNKS = {
     "full": of(CHUNK, causal=False),
     "window": of(CHUNK, window=(500, None)),
     "softcap and sinks": of(CHUNK, softcap=5.0, sinks=True),
+    "512": of(CHUNK, head_dim=512, head_dim_v=512, sinks=True, window=(500, None)),
+    "latent": of(CHUNK, pool="shared", heads=16, kv_heads=1, head_dim=576, head_dim_v=512),
     "begins": of(CHUNK, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
     "causal for some": of(CHUNK, causal=(*SOME, 1), window=(1000, 1)),
     "causal for some, begins": of(CHUNK, causal=(*SOME, 1), begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False),
@@ -197,6 +199,33 @@ def test_tens_of_rows_against_the_reference(name: str) -> None:
     """By wgmma, few rows too."""
     case = (BY_TMA | TENS)[name]
     check(case, attend(case, kernel=WIDE))
+    assert rawattn.violations() == ()
+
+
+TREE = AttnDecodeWideConfig(64, 64, 4, 1, "tree")
+TREES = {  # of splits, in the two tiles of rows, with one level and with two in shared memory
+    f"{name}, {config}": (TENS[name], config)
+    for name, configs in (
+        ("64 rows", (TREE, of(TREE, kept_levels=2, once=True))),
+        ("256 rows", (TREE, of(TREE, tile_q=128, stages=3))),
+        ("one head", (of(TREE, once=True), of(TREE, kept_levels=2))),
+        ("ragged", (of(TREE, tile_q=128, stages=3),)),
+        ("many sequences", (of(TREE, kept_levels=3),)),
+    )
+    for config in configs
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TREES)
+def test_trees_of_splits_against_the_reference(name: str) -> None:
+    """A sequence alone has the same bits as in the batch, wherever works are cut."""
+    case, config = TREES[name]
+    o, lse = attend(case, kernel=WIDE, config=config)
+    check(case, (o, lse))
+    alone = attend(of(case, lengths=case.lengths[:1]), kernel=WIDE, config=config)
+    if not case.ragged:
+        assert alone[0].equal(o[:1]) and alone[1].equal(lse[:1])
     assert rawattn.violations() == ()
 
 

@@ -33,13 +33,14 @@ template <class R, class Chunk> struct RotaryOption : GivenToken {
 // queries: which are rotated, and where they go.
 template <class Q> struct QueriesOption : GivenToken {
     static const Q q;
-    static_assert(requires { Q(args), i32(q.heads); }, "Queries(args): heads");
+    static_assert(requires { Q(args), i32(q.heads), int(Q::first_column); }, "Queries(args): heads, first_column: of a head that rows have");
     static_assert(requires { StridedTensor(q.from(args)), StridedTensor(q.to(args)); }, "Queries: from(args), to(args)");
 };
-// storage: what the cache, in KvElement, holds for a number.
-template <class S> struct StorageOption : GivenToken {
+// storage: what the cache holds for the numbers of a row, of which a thread has `chunks`, one of each strip.
+template <class S, class Chunk> struct StorageOption : GivenToken {
     using Scale = typename S::Scale;
     static const Scale scale;
     static_assert(requires(i32 i) { Scale(S::of_k(args, i, i)), Scale(S::of_v(args, i, i)); }, "Storage: Scale, of_k, of_v(args, batch, head)");
-    static_assert(requires(Element x) { KvElement(S::of(x, scale)); }, "Storage: of(Element, Scale)");
+    static const Chunk (&chunks)[1];
+    static_assert(requires(unsigned char* row) { S::store(row, 0, chunks, 0, scale); }, "Storage: store(row, column, chunks, strip, Scale)");
 };

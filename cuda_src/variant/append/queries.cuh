@@ -4,6 +4,7 @@
 
 // Those of q, where they lie ...
 struct QueriesInPlace {
+    static constexpr int first_column = 0;  // of a head that rows have
     i32 heads;
 
     template <class A>
@@ -22,6 +23,7 @@ struct QueriesApart : QueriesInPlace {
 // No queries are rotated.
 struct NoQueries {
     static constexpr i32 heads = 0;
+    static constexpr int first_column = 0;
 
     __device__ NoQueries(const Args&) {}
     __device__ const StridedTensor& from(const Args& args) const { return args.k; }

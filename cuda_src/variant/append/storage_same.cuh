@@ -1,7 +1,8 @@
 #pragma once
 // The cache holds numbers in the format that they come in.
+#include "variant/append/storage_elements.cuh"
 
-struct SameStorage {
+struct SameStorage : ElementStorage<SameStorage> {
     struct Scale {};
 
     __device__ static Scale of_k(const Args&, i32, i32) { return {}; }

@@ -15,14 +15,14 @@ struct Blocks16 {
     struct Left {
         const BlockReader<T> reader;
 
-        __device__ Left(const T& tile, u32 row) : reader(BlockReader<T>::down(tile, row)) {}
+        __device__ Left(const T& tile, u32 row, u32 block = 0) : reader(BlockReader<T>::down(tile, row, 2 * block)) {}
         __device__ void load(u32 (&to)[4], int i, int j, u32 shift = 0) const { ptx::ldmatrix(to, reader.block(i, j, shift)); }
     };
     template <class T>
     struct Right {
         const BlockReader<T> reader;
 
-        __device__ Right(const T& tile, u32 row) : reader(BlockReader<T>::right(tile, row)) {}
+        __device__ Right(const T& tile, u32 row, u32 block = 0) : reader(BlockReader<T>::right(tile, row, 2 * block)) {}
         __device__ void load(u32 (&to)[4], int i, int j, u32 shift = 0) const { ptx::ldmatrix(to, reader.block(i, j, shift)); }
     };
     template <class T>

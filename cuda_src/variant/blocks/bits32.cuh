@@ -21,7 +21,7 @@ struct Blocks32 {
     struct Left {
         const BlockReader<T> reader;
 
-        __device__ Left(const T& tile, u32 row) : reader(BlockReader<T>::down(tile, row)) {}
+        __device__ Left(const T& tile, u32 row, u32 block = 0) : reader(BlockReader<T>::down(tile, row, 4 * block)) {}
         __device__ void load(u32 (&to)[8], int i, int j, u32 shift = 0) const {
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice) {
@@ -37,7 +37,7 @@ struct Blocks32 {
     struct Right {
         const BlockReader<T> reader;
 
-        __device__ Right(const T& tile, u32 row) : reader(BlockReader<T>::right(tile, row)) {}
+        __device__ Right(const T& tile, u32 row, u32 block = 0) : reader(BlockReader<T>::right(tile, row, 4 * block)) {}
         __device__ void load(u32 (&to)[8], int i, int j, u32 shift = 0) const {
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice) {

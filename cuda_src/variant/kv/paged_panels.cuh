@@ -32,8 +32,8 @@ struct PagedPanelsKv {
 
     __device__ static i32 page(i32, i32 found) { return found; }
     __device__ static At at(Board&, i32 tile, i32 page) { return {tile, page}; }
-    template <class Tile>
-    __device__ void load(Tile& tile, const TmaPageRows& pool, ptx::Mbarrier& full, At at) const {
+    template <class Tile, class Pool>
+    __device__ void load(Tile& tile, const Pool& pool, ptx::Mbarrier& full, At at) const {
         const i32 lane = threadIdx.x % 32, rows = at.page < 0 ? 0 : min(keys.end - key(at.tile), cfg::page_rows);
         __syncwarp();  // all lanes have seen the stage free: one that has not would wait for its next turn, which may not come
         if (lane == 0) full.arrive_expect(Tile::bytes);

@@ -20,6 +20,9 @@ __device__ HeadsMatrix matrix_of(const StridedTensor& tensor, const HeadsEntry<P
     return {tensor.rows(at.place, head * at.heads), tensor.row_bytes, tensor.head_bytes, at.heads};
 }
 
+template <class Place>
+__device__ HeadsMatrix any_matrix_of(const StridedTensor& tensor, const HeadsEntry<Place>& at, i32 head) { return matrix_of(tensor, at, head); }
+
 template <class Queries, class Lengths>
 struct StridedCacheRows : CacheRows<Queries, Lengths> {
     const HeadsEntry<typename Queries::Place> q;

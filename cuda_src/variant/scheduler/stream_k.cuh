@@ -95,9 +95,19 @@ struct SplitRun : WorkTile {
     __device__ bool is_whole() const { return split == splits.begin && split_end == splits.end; }
 };
 
+// What a block computes of a run, as parts of the work's splits, each of which is 1 << shift key tiles of `tiles`, and how many of them the
+// block that begins the work has, and all; states are left at `border`.
+struct Cut {
+    TileRange tiles;
+    i32 split, split_end, begin, end, shift, border;
+    i32 owned, splits;
+};
+
 using SeenLength = Rows::Seen;  // of a sequence
 
-struct StreamKScheduler {
+// `members` blocks with numbers on end have each share together, rows of their own (attn_mla.cu). Shares have `least` tiles.
+template <i32 members, i32 least = 0>
+struct StreamK {
     using Read = ptx::LoadFromL2;
     struct Begin {
         Share share;
@@ -109,7 +119,7 @@ struct StreamKScheduler {
 
     // By a warp, each lane of which looks at as many sequences on end. No warp waits for another. What it sees of the lengths it keeps
     // in `seen`, which has room for all; without it they are there for certain, and what is wrong with them is said.
-    __device__ StreamKScheduler(const Args& args, SeenLength* seen) {
+    __device__ StreamK(const Args& args, SeenLength* seen) {
         const i32 each = (args.batches + 31) / 32, lane = threadIdx.x % 32, lanes = min(args.batches, 32);
         const i32 first = min(lane * each, args.batches), last = min(first + each, args.batches);
         i64 upto = 0;
@@ -138,17 +148,22 @@ struct StreamKScheduler {
         }
         line.length = __shfl_sync(0xffffffffu, upto, max(0, lanes - 1));
         line.blocks = __shfl_sync(0xffffffffu, blocks_for(longest, shortest, works), 0);
+        if constexpr (least > 0) line.blocks = max(1, i32(min(i64(line.blocks), line.length / least)));
         line.part = Line::part_of(line.blocks);
         line.unit = Line::Unit(__shfl_sync(0xffffffffu, i32(unit_of(longest, shortest, group, works)), 0));
 #pragma unroll 1
         for (i32 i = 1; i >= 0; --i) {
-            const Begin begin = find(args, blockIdx.x + i, first, last, upto - own, upto, sequence);
+            const Begin begin = find(args, blockIdx.x / members + i, first, last, upto - own, upto, sequence);
             here = begin.share, at = begin.at;
             if (i) end = here;
         }
     }
     __device__ static void say_violations(const Args& args, const Rows& rows) {
         if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
+    }
+    __device__ Cut cut(const SplitRun& run, const TileRange& own, i32 share) const {
+        const i32 begin = run.splits.begin, end = run.splits.end, border = run.split == begin ? share : line.owner(run.splits, run.at, begin);
+        return {own, run.split, run.split_end, begin, end, run.splits.shift, border, run.split_end - begin, end - begin};
     }
     // Says whether the lengths are what the warp had seen of them.
     __device__ static bool holds(const Args& args, const SeenLength* seen) {
@@ -163,7 +178,7 @@ struct StreamKScheduler {
         return __all_sync(0xffffffffu, same);
     }
     __device__ static i32 blocks_for(i32 longest, i32 shortest, i32 works) {
-        const i32 blocks = gridDim.x, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
+        const i32 blocks = gridDim.x / members, alike = i32((float(blocks) + 0.5f) * ptx::reciprocal(float(works))) * works;
         return longest == shortest && 25 * alike >= 24 * blocks ? alike : blocks;
     }
     // The coarsest unit by which no share is longer than their mean by a twenty-fifth, or memory idles for less time than a fold takes.
@@ -239,3 +254,4 @@ struct StreamKScheduler {
         return {{{-1, 0, 0, 0}, 0, 0, 0, {}}, Rows(args, 0, Read{})};
     }
 };
+using StreamKScheduler = StreamK<1>;

@@ -134,7 +134,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mask as a class": ({"mask": rawattn.mask.Causal}, ["mask is <class", "rawattn.mask.Causal()"]),
     "score of another kind": ({"score": rawattn.mask.Causal()}, ["score is Causal", "rawattn.score"]),
     "score as a class": ({"score": rawattn.score.Softcap}, ["score is <class", "rawattn.score.Softcap(30.0)"]),
-    "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
+    "kernel": ({"kernel": "attention"}, ["kernel is 'attention'", "'attn_fwd_wide', 'attn_fwd_mma', 'attn_fwd_simt', 'cpu'"]),
     "config": ({"config": {"tile_q": 128}}, ["config is {'tile_q': 128}", "Config"]),
     "config of another kernel": ({"config": attn_fwd.AttnFwdConfig()}, ["config is AttnFwdConfig(", "cpu.forward.CpuConfig"]),
     "illegal config": ({"config": CpuConfig(tile_q=-1)}, ["config is CpuConfig(tile_q=-1", "tile_q is -1"]),
@@ -452,7 +452,7 @@ def test_explain_prints() -> None:
     lines = str(rawattn.explain(**inputs(), causal=True)).splitlines()
     patterns = (
         r"op       Forward fp32 batch 2, length 5x7, heads 4/2, head_dim 8/16, Causal\(.*\), Scale\(\)",
-        r"device   CPU", r"kernel   cpu", r"  not attn_fwd: it needs a Hopper GPU .*",
+        r"device   CPU", r"kernel   cpu", *(rf"  not {name}: it needs a Hopper GPU .*" for name in ("attn_fwd", "attn_fwd_wide")),
         r"  not attn_fwd_simt: it needs a GPU .*", r"  not attn_fwd_mma: it needs a GPU .*", r"config   CpuConfig\(.*\)",
         r"  cheapest of \d+ by the cost model, which expects [\d,]+ us", r"work     \S+ FLOP, at least \S+ bytes",
     )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import rawattn
 from rawattn import KVCache, ProblemError, Rotary, Step, reference
 from rawattn.array import array, reading
+from rawattn.array.array import DTYPES
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.append import APPEND, AppendConfig
@@ -20,7 +21,7 @@ from rawattn.operation import Append
 from rawattn.operation.append import width_of
 from rawattn.runtime import call_cache
 from rawattn.testing import _move
-from rawattn.variant.element import ELEMENTS, KV_ELEMENTS
+from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.field import AxisStride, Pointer, Stride, View
 from tests.caches import NONSENSE, Cached
 from tests.emulator.gpu import emulated, stand_in
@@ -49,9 +50,14 @@ class Call:
     padded: int = 0
     width: int | None = None
     positions_count: int = 40
+    first: int = 0  # the first column that is rotated
+    q_rope: bool = False  # q has the columns from there on
+    spread: bool = False  # k has numbers of all sizes, NaN and infinity
+    record: int = 0  # bytes from a row to the next where rows are records, with a row between two pages
 
 
 FP64, SLOTS = dataclasses.replace(CASE, dtype="fp64"), (5, -1, 0, 9, 2, 44, 3, -7, 1, 11)
+LATENT = dataclasses.replace(CASE, kv_heads=1, pool="shared", dtype="bf16", head_dim=576, head_dim_v=512)
 DENSE = dataclasses.replace(CASE, lengths=((2, 5), (2, 0), (2, 2)), ragged=False)
 CALLS = {
     "plain": Call(),
@@ -86,6 +92,30 @@ CALLS = {
         q=True,
         positions=(0, 1, 2, 3, 4, 5),
     ),
+    "latent": Call(LATENT, 32, q=True, first=512),
+    "latent, interleaved, q_rope": Call(dataclasses.replace(LATENT, layout="HND"), 32, True, first=512, q=True, q_rope=True),
+    "latent, q_rope in place": Call(
+        dataclasses.replace(LATENT, page_size=1, form="indptr"), 32, first=512, q=True, q_rope=True, in_place=True
+    ),
+    "latent, e4m3, slots": Call(
+        dataclasses.replace(LATENT, kv_dtype="e4m3", scales=("number", "number")), 32, slots=SLOTS, first=512, q=True, q_rope=True
+    ),
+    "narrow, from a column on": Call(
+        dataclasses.replace(LATENT, head_dim=13, head_dim_v=7), 2, True, first=7, q=True, q_rope=True
+    ),
+    "from a column on, in a middle": Call(dataclasses.replace(CASE, head_dim=32), 4, first=8, q=True, q_rope=True, in_place=True),
+    "from a column between two chunks": Call(dataclasses.replace(CASE, head_dim=32), 4, first=2, q=True),
+    "records": Call(LATENT, record=656),
+    "records of sizes": Call(dataclasses.replace(LATENT, seed=5), record=656, spread=True),
+    "records, rotated": Call(
+        dataclasses.replace(LATENT, form="indptr", page_size=1), 32, True, first=512, q=True, q_rope=True, record=656
+    ),
+    "records of fp16": Call(dataclasses.replace(LATENT, dtype="fp16"), record=656, slots=SLOTS, lengths=False),
+    "records of fp32": Call(dataclasses.replace(LATENT, dtype="fp32"), record=656),
+    "records of fp64, by pairs": Call(dataclasses.replace(LATENT, dtype="fp64"), record=656, spread=True),
+    "records with bytes between": Call(LATENT, record=664),
+    "records by elements": Call(LATENT, record=656, width=1, spread=True),
+    "records by four": Call(LATENT, record=656, width=4, spread=True),
     "many sequences": Call(
         dataclasses.replace(CASE, lengths=((1, 1), (0, 3), (2, 2)) * 24, heads=1, kv_heads=1, head_dim=4), half=2
     ),
@@ -96,11 +126,17 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
     """The arrays of a call by name, without the cache's."""
     case = call.case
     found = {"k": case.rows(case.kv_heads, case.head_dim, 1), "v": case.rows(case.kv_heads, case.head_dim_v, 2)}
+    if call.spread:
+        size = np.exp2(case.rng().integers(-30, 30, (*found["k"].shape[:-1], 9)).repeat(64, -1)).astype(np.float32)
+        found["k"] = (found["k"].astype(np.float32) * size).astype(found["k"].dtype)
+        found["k"][0, 0, 3], found["k"][1, 0, 200], found["k"][2, 0, 256:384] = np.nan, np.inf, 0
+        found["k"][2, 0, 384:512] = 448
     if call.q:
-        found["q"] = case.rows(case.heads, case.head_dim, 3)
+        found["q"] = case.rows(case.heads, case.head_dim - call.first * call.q_rope, 3)
     found = {name: np.concatenate([x, np.full_like(x[: call.padded], np.nan)]) for name, x in found.items()}
     rows = found["k"].shape[:-2]
-    cache = case.made(*case.pools())
+    pages = np.full((len(case.pools()[0]), case.page_size + 1, max(call.record, 656)), 255, np.uint8)[:, : case.page_size, :656]
+    cache = KVCache.records(pages) if call.record else case.made(*case.pools())
     if cache.v_in_k:
         del found["v"]
     rotary = None
@@ -109,7 +145,9 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
             case.normal(call.positions_count, 2 * call.half, seed=seed).astype(ELEMENTS[call.angles].dtype)[:, : call.half]
             for seed in (5, 6)
         )
-        rotary = Rotary(cos, sin, call.interleaved, None if call.positions is None else np.array(call.positions).reshape(rows))
+        rotary = Rotary(
+            cos, sin, call.interleaved, None if call.positions is None else np.array(call.positions).reshape(rows), call.first
+        )
     if call.slots is not None:
         found["slots"] = np.array(call.slots).reshape(rows)
     return found, cache, case.step() if call.lengths else None, rotary
@@ -117,8 +155,8 @@ def inputs(call: Call) -> tuple[dict[str, Array], KVCache, Step | None, Rotary |
 
 def operation(found: dict[str, array.Array], call: Call, cache: KVCache) -> Append:
     rotary = "" if not call.half else "interleaved" if call.interleaved else "neox"
-    op = Append.of(found, rotary, scales=cache.scales)
-    return dataclasses.replace(op, width=call.width or width_of(found, rotary), in_place=call.in_place)
+    op = Append.of(found, rotary, scales=cache.scales, first_column=call.first)
+    return dataclasses.replace(op, width=call.width or width_of(found, rotary, call.first), in_place=call.in_place)
 
 
 def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = None) -> tuple[KVCache, Array | None, int]:
@@ -159,7 +197,7 @@ def run(call: Call, folder: pathlib.Path, changes: dict[str, Array] | None = Non
 
 def words(array: array.Array) -> bytes:
     """The StridedTensor of an array."""
-    size = KV_ELEMENTS[array.dtype].itemsize
+    size = DTYPES[array.dtype].itemsize
     batch = array.strides[-4] if len(array.strides) == 4 else 0
     return np.array([array.pointer, *(s * size for s in (batch, *array.strides[-3:-1]))], np.int64).tobytes()
 
@@ -171,7 +209,12 @@ def test_kernel(call: Call, tmp_path: pathlib.Path) -> None:
     found, q_out, violations = run(call, tmp_path)
     assert violations == 0
     eps = {"bf16": 2.0**-8, "fp32": 2.0**-22, "fp64": 2.0**-51}[call.case.dtype] if call.half else 0
-    for x, exact in zip((found.k, found.v, q_out), wanted, strict=False):
+    if call.record:
+        x, exact, *wanted = found.k, *wanted
+        np.testing.assert_array_equal(x[..., :528], exact[..., :528])
+        bf16 = [rows[..., 528:].copy().view(BF16.dtype).astype(np.float32) for rows in (x, exact)]
+        np.testing.assert_allclose(*bf16, rtol=2.0**-7 if call.half else 0, atol=2.0**-7 if call.half else 0)
+    for x, exact in zip((q_out,) if call.record else (found.k, found.v, q_out), wanted, strict=False):
         if x is q_out and call.in_place:  # rows that take no part stay
             exact = np.where(np.isnan(exact), given["q"], exact)
         if eps and call.case.kv_dtype and x is not q_out:  # few are the number before or after
@@ -259,6 +302,10 @@ SHAPES: dict[str, Call] = {
         64,
         q=True,
     ),
+    "latent": Call(LATENT, 32, True, q=True, first=512),
+    "latent, q_rope": Call(LATENT, 32, q=True, first=512, q_rope=True),
+    "records": Call(LATENT, 32, True, q=True, first=512, q_rope=True, record=656),
+    "records of fp16": Call(dataclasses.replace(LATENT, dtype="fp16"), slots=SLOTS, record=656),
     "end to end": Call(
         dataclasses.replace(CASE, form="indptr", dtype="bf16", head_dim=64, head_dim_v=64), 32, True, q=True, in_place=True
     ),

@@ -70,6 +70,10 @@ EIGHT_BITS = {
         CHUNKS, kv_dtype="e5m2", scales=("number", ""), dtype="fp16", form="indptr", layout="HND", softcap=5.0, sinks=True
     ),
 }
+WIDE = {
+    "wide": of(CHUNKS, head_dim=512, head_dim_v=512, sinks=True, window=(100, 0)),
+    "latent": of(CHUNKS, pool="shared", kv_heads=1, head_dim=576, head_dim_v=512, lengths=((70, 200), (3, 65))),
+}
 
 
 def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, rawattn.KVCache, rawattn.Step]:
@@ -97,10 +101,10 @@ def check(case: Cached, o: Any, lse: Any, skip: tuple[int, ...] = ()) -> None:
             wanted.check(case.of(o, i)[None], (case.of(lse.T, i).T if case.ragged else lse[i])[None])
 
 
-@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared", "begins", "causal for some", *EIGHT_BITS])
+@pytest.mark.parametrize("name", ["pages of 1", "dense", "end to end", "shared", "begins", "causal for some", *EIGHT_BITS, *WIDE])
 def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same by attn_fwd_mma, with pages of any size; heads that share a key head share tiles, or do not."""
-    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else (CASES | EIGHT_BITS)[name]
+    word, case = stand_in(monkeypatch, tmp_path), CASES["table"] if name == "pages of 1" else (CASES | EIGHT_BITS | WIDE)[name]
     case = of(case, page_size=1) if name == "pages of 1" else case
     config = attn_fwd_mma.AttnFwdMmaConfig(32, 32, 2, 1, 1, 1, pack_gqa=name != "end to end")
     o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]

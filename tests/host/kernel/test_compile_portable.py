@@ -19,7 +19,7 @@ from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_simt import ATTN_FWD_SIMT
 from rawattn.operation import Forward
 from rawattn.runtime.select import select
-from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.element import BF16, ELEMENTS, FP16
 from rawattn.variant.field import Value
 from rawattn.variant.mask import And, Causal, Window
 from rawattn.variant.score import Softcap
@@ -66,6 +66,11 @@ TIGHT: list[tuple[str, Any, int, dict[str, Any]]] = [  # configurations that onc
     ("sm_89", BF16, 128, {"mask": Causal(), "constant_time": True, **packed(8, 4096, 16)}),
     ("sm_90a", ELEMENTS["fp16"], 248, {"scale": -0.1}),
     ("sm_87", ELEMENTS["fp16"], 248, {"mask": Causal("top_left"), "scale": -0.1, **packed(2, 4096, 16)}),
+    *(
+        (arch, element, size, kinds)  # above 256, of which two warps have halves
+        for arch, element, size in (("sm_80", BF16, 512), ("sm_89", FP16, 512), ("sm_90a", BF16, 512), ("sm_120", BF16, 400))
+        for kinds in ({"mask": Causal(), "dropout": 0.1}, {**EVERYTHING, "sinks": True})
+    ),
 ]
 SHARED: list[tuple[str, Any, int, dict[str, Any]]] = [  # tiles, by heads that share a key head
     ("sm_89", BF16, 128, {"q_len": 1, "kv_heads": 4, "mask": Causal()}),
@@ -143,14 +148,15 @@ def test_an_operation_from_another_process_is_the_same() -> None:
 def test_smem_is_what_the_kernel_says(name: str) -> None:
     from tests.host.kernel.test_render import words
 
-    for size, size_v in ((64, 64), (24, 40), (72, 256)):
+    for size, size_v in ((64, 64), (24, 40), (72, 256), (512, 320)):
         given = operation(BF16, size, size_v)
         selection = select(given, TYPICAL["sm_89"], name)
         facts = words(compiler.compile(selection.kernel.render(given, selection.config, "sm_89")).cubin, "facts")
         smem_bytes, _, threads, uses_pdl, needs_all_blocks = facts
         assert not uses_pdl and not needs_all_blocks, "it would have to wait for the launch before it, or for other blocks"
         module = {"attn_fwd_mma": attn_fwd_mma, "attn_fwd_simt": attn_fwd_simt}[name]
-        assert selection.config.threads == threads and module.smem_bytes(selection.config, given) == smem_bytes
+        wanted = attn_fwd_mma.threads(selection.config, given) if name == "attn_fwd_mma" else selection.config.threads
+        assert wanted == threads and module.smem_bytes(selection.config, given) == smem_bytes
 
 
 @pytest.mark.matrix

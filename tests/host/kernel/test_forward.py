@@ -115,14 +115,15 @@ def combine(element: Element, head_dim_v: int, width: int, options: Mapping[str,
 
 def fold(folder: pathlib.Path, case: Case, width: int, options: Mapping[str, Option], values: dict[str, Any]) -> None:
     """Runs combine.cu."""
-    fields, source = combine(case.element, 16, width, options, "sm_90a")
+    fields, source = combine(case.element, case.head_dim_v, width, options, "sm_90a")
     folder.mkdir()
     emulator.Kernel(source, fields, folder, case.element.lse_name)(case.heads * case.q_len, values)
 
 
 def arrays(case: Case) -> tuple[Array, Array, Array]:
     rng, dtype = np.random.default_rng(0), case.element.dtype
-    given = (case.q_len, case.heads, 24), (case.kv_len, case.kv_heads, 24), (case.kv_len, case.kv_heads, 16)
+    d, dv = case.head_dim, case.head_dim_v
+    given = (case.q_len, case.heads, d), (case.kv_len, case.kv_heads, d), (case.kv_len, case.kv_heads, dv)
     q, k, v = (rng.standard_normal((2, *shape)).astype(dtype) for shape in given)
     return q, k, v
 
@@ -132,10 +133,10 @@ def run(case: Case, folder: pathlib.Path) -> tuple[Array, Array]:
     kernel, config = KERNELS[case.kernel][0], case.config
     q, k, v = arrays(case)
     number = case.element.lse_dtype
-    o = np.full((2, case.q_len, case.heads, 16), np.nan, case.element.dtype)
+    o = np.full((2, case.q_len, case.heads, case.head_dim_v), np.nan, case.element.dtype)
     lse = np.full((2, case.heads, case.q_len), np.nan, number)
     partial_rows = lse.size
-    scratch = np.full((case.splits, partial_rows, 16), np.nan, number), np.full((case.splits, partial_rows), np.nan, number)
+    scratch = tuple(np.full((case.splits, partial_rows, *size), np.nan, number) for size in ((case.head_dim_v,), ()))
     values = {**kernel.values(case.op, config, DEVICE), "o": o, "lse": lse, "counter": np.zeros(2, np.int32)}
     values |= dict(
         zip(("o_stride_batch", "o_stride_row", "o_stride_head"), (s // o.itemsize for s in o.strides[:3]), strict=True)
@@ -170,7 +171,7 @@ def dropped(case: Case, batch: int, head: int, i: Array, j: Array) -> Any:
 def expected(case: Case) -> tuple[Array, Array]:
     q, k, v = (x.astype(np.float64) for x in arrays(case))
     i, j = np.arange(case.q_len)[:, None], np.arange(case.kv_len)[None]
-    o, lse = np.zeros((2, case.q_len, case.heads, 16)), np.zeros((2, case.heads, case.q_len))
+    o, lse = np.zeros((2, case.q_len, case.heads, case.head_dim_v)), np.zeros((2, case.heads, case.q_len))
     for batch in range(2):
         for head in range(case.heads):
             kv_head = head // (case.heads // case.kv_heads)
@@ -241,6 +242,13 @@ CASES = [
     Case("attn_fwd_mma", kv_heads=2, element=FP32, scale=-0.3, mask=Window(11, 5), lens=((40, 0), (77, 13))),
     Case("attn_fwd_mma", q_len=13, heads=4, element=FP32, split_keys=32, mask=Full(), scale=1.5),
     Case("attn_fwd_mma", element=FP32, offsets=(7, 30), score=ALIBI, mask=And(Causal(), Window(31, 2))),
+    Case("attn_fwd_mma", head_dim=272, head_dim_v=288),  # above 256 two warps share rows, halves of the columns or about
+    Case("attn_fwd_mma", 40, 50, 1, sinks=(0.5,), head_dim=320, head_dim_v=320),
+    Case("attn_fwd_mma", 13, 50, 4, mask=HEAD_WINDOW, score=Softcap(2.0), scale=-0.3, head_dim=48, head_dim_v=512),
+    Case("attn_fwd_mma", 40, 70, 1, split_keys=32, head_dim=384, head_dim_v=64),
+    Case("attn_fwd_mma", 40, 70, 1, dropout=0.3, head_dim=576, head_dim_v=512),
+    Case("attn_fwd_mma", 40, 50, 1, head_dim=264, head_dim_v=280),
+    Case("attn_fwd_mma", 20, 50, 1, head_dim=264, head_dim_v=8),
 ]
 
 
@@ -329,12 +337,12 @@ def test_tiny_scales_and_huge_logits(tmp_path: pathlib.Path) -> None:
     check(case, _folder(tmp_path / "huge"))
 
 
-@pytest.mark.parametrize("name", ["attn_fwd", "attn_fwd_mma"])
-def test_huge_values(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name, size", [("attn_fwd", 24), ("attn_fwd_mma", 24), ("attn_fwd_mma", 272)])
+def test_huge_values(name: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are summed with their values before they are divided. A weight is up to 2^15, as the reference of a row may lag so
     far: a thread's part of a tile's sum is, a row has four parts, so 2^17 times the tiles (2^15 of them, of 32 keys, for 2^20
     keys) and |v| must be below 2^128. So values of 2^96 are right, and near the largest number they overflow."""
-    case = Case(name, 40, 90, mask=Full(), scale=float(np.log(2.0)))
+    case = Case(name, 40, 90, mask=Full(), scale=float(np.log(2.0)), head_dim=size)
     q, k, v = (x.astype(np.float64) for x in arrays(case))
     q[...], k[...] = 0, 0
     q[..., 0] = 1

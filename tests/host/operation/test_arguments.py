@@ -75,8 +75,8 @@ def test_words() -> None:
     assert said("attention_kvcache", block_table=None).endswith("Over a cache it is said by rawattn.Step(page_table=...).")
     assert "rawattn.Step(causal=...). It aligns" in said("attention_append", is_causal=True)
     assert said("Step", block_table=None).endswith("Did you mean 'page_table'?")
-    assert said("Rotary", colour=1).endswith("'colour'. Its arguments are cos, sin, interleaved, positions.")
-    assert said("Step.from_indptr", colour=1).endswith("max_q_len, max_kv_len.")
+    assert said("Rotary", colour=1).endswith("'colour'. Its arguments are cos, sin, interleaved, positions, first_column.")
+    assert said("Step.from_indptr", colour=1).endswith("max_q_len, max_kv_len, keys.")
 
 
 def test_the_table_names_arguments_that_there_are() -> None:

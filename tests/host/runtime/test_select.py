@@ -46,6 +46,9 @@ TABLE = {
        for arch in ("sm_80", "sm_90a", "sm_100", "sm_103", "sm_110") for arrays in ("any", "expanded rows")},
     **{(arch, name, size, arrays): "attn_fwd_simt"
        for arch in TYPICAL for name in ("bf16", "fp32") for size in (1, 20, 300, 512) for arrays in ARRAYS},
+    **{(arch, "bf16", 512, arrays): "attn_fwd_mma" if arrays != "unaligned" else None
+       for arch in AMPERE_ON for arrays in ARRAYS},
+    **{("sm_90a", "bf16", 512, arrays): "attn_fwd_wide" if arrays == "any" else None for arrays in ARRAYS},
 }  # fmt: skip
 
 
@@ -252,7 +255,9 @@ def test_overrides_are_selections_of_their_own() -> None:
         select.select(OP, device, config=attn_fwd.AttnFwdConfig(64, 24))
     with pytest.raises(ProblemError, match=r"config is 5; it must be None or rawattn\.kernel\.attn_fwd\.AttnFwdConfig or "):
         select.select(OP, device, config=5)
-    with pytest.raises(ProblemError, match="kernel is 'mine'; it must be None or one of 'attn_fwd', 'attn_fwd_mma'"):
+    with pytest.raises(
+        ProblemError, match="kernel is 'mine'; it must be None or one of 'attn_fwd', 'attn_fwd_wide', 'attn_fwd_mma'"
+    ):
         select.select(OP, device, "mine")
 
 
@@ -284,7 +289,12 @@ def test_few_queries_go_to_the_kernel_that_splits() -> None:
     assert chosen(replace(OP, q_len=1, varlen=True), device).kernel.name == "attn_fwd"
     assert chosen(replace(OP, q_len=1), device, "attn_fwd").kernel.name == "attn_fwd"
     refusals = chosen(replace(OP, q_len=1, element=FP64), device).refusals
-    assert [name for name, _ in refusals] == ["attn_fwd_mma", "attn_fwd"], "one behind the other, and before the slow one"
+    names = ["attn_fwd_mma", "attn_fwd", "attn_fwd_wide"]
+    assert [name for name, _ in refusals] == names, "one behind the other, and before the slow one"
+    wide = replace(OP, head_dim=512, head_dim_v=512)
+    for q_len, kernel in ((8, "attn_fwd_mma"), (65, "attn_fwd_wide")):
+        assert chosen(replace(wide, q_len=q_len), device).kernel.name == kernel
+    assert chosen(replace(wide, kv_lens=True), device).slow is None, "attn_fwd_mma computes what attn_fwd_wide refuses"
 
 
 @pytest.mark.parametrize("heads, head_dim, tile_q", [(16, 128, 192), (32, 64, 256)])

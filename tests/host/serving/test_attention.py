@@ -135,7 +135,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("dense", {"step": Step(lens(*[1] * 7)), "q": np.zeros((7, 1, 4, 8), np.float32)}, "the cache has 6 pages but the step 7 se"),
     ("page size", {"cache": KVCache(pool(6, 3, 2, 8), pool(6, 3, 2, 8))}, "the cache has page_size 3; it must be a power of two"),
     ("sinks", {"sinks": np.zeros(2, np.float32)}, "sinks is fp32 of shape (2,); it must be fp32 of shape (4,), one for each hea"),
-    ("split", {"split": 100}, "split is 100; it must be 'auto' or a power of two from 64."),
+    ("split", {"split": 100}, "split is 100; it must be 'auto', 'even' or a power of two from 64."),
     ("mask", {"mask": MASK}, "and the step is causal besides; make the step with causal=False."),
     ("mask and window", {"mask": rawattn.mask.Window(3), "window": (3, 0)}, "mask was given beside causal or window"),
     ("mask of each", {"mask": MASK, "step": Step(LENS, TABLE, causal=lens(0, 1))}, "and the step is causal besides"),

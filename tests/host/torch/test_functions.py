@@ -338,7 +338,7 @@ def test_the_operator_of_gradients() -> None:
     score, lse = head_bias(SLOPES), torch.zeros(2, 4, 50)
     text = option_text.text_of(Options(score=score.function)._asdict())
     lens = torch.tensor([50, 7], dtype=torch.int32)
-    given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], lens, None, [0])
+    given = (q, q, k, v, q, lse, None, None, None, None, None, None, text, None, [SLOPES], lens, None, None, None, [0])
     torch.library.opcheck(torch.ops.rawattn.attention_backward_captured.default, given)
 
 

@@ -1,0 +1,608 @@
+// Attention over latent caches on Hopper, whose values are the first columns of their keys (MLA): o = softmax(mask(score(q k^T))) k[:, :512].
+//
+// Rows are the queries of all heads, 64 of them in a block; of more, pairs of blocks with numbers on end compute 128 at the same time,
+// so that keys come from memory once. Each block, or pair, takes an equal share of all key tiles, cut at the borders of splits, which it
+// finds from the lengths on the device (variant/scheduler/stream_k.cuh).
+//
+// Warpgroup 0 computes S = Q K^T and weights. All but the last 80 columns of Q lie in its registers, so that a product reads shared
+// memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys.
+// P of a tile goes where its last 64 columns were, which V does not need. P V of a tile is issued when Q K^T of the next one is nearly
+// done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
+//
+//   barrier           arrives                        waits                   protects
+//   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves
+//   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
+//   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
+//   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
+//   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
+//   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared
+//
+// Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
+// only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
+//
+// The first splits of a work are folded as they go: what was found so far lies in memory, args.parked, each thread's own numbers, as no
+// registers are left. What a block leaves of works that are cut, and who folds it, is as in attn_decode_wide.cu. No vote of a warp changes
+// a result: rows do not see each other.
+
+#include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
+                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
+#include "ptx/barrier.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/load_shared.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/cut_work.cuh"
+#include "tile/facts.cuh"
+#include "tile/fragment.cuh"
+#include "tile/range.cuh"
+#include "tile/ring.cuh"
+#include "tile/softmax.cuh"
+#include "tile/strided_tensor.cuh"
+#include "tile/tile.cuh"
+#include "variant/interfaces.cuh"
+
+constexpr int tile_rows = 64, stages = 3;
+constexpr int panels = cfg::head_dim / 64, v_panels = cfg::head_dim_v / 64, first_panels = 4;
+constexpr int q_steps = 4 * v_panels - 1;  // of sixteen columns, in registers: with another one ptxas spills and serialises products
+constexpr i32 most_early = 8;              // sequences whose lengths a block reads while the launch before still runs
+using Stage = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
+using QPart = Tile<tile_rows, 64>;
+static_assert(cfg::head_dim == 576 && cfg::head_dim_v == 512 && cfg::tile_kv == 64 && cfg::tile_q == tile_rows * cfg::members);
+static_assert(sizeof(Stage) == panels * sizeof(QPart), "Q comes to a stage");
+
+struct Work {
+    i32 batch, q_begin;  // -1: there is none
+    i32 first_key, kv_len;
+    TileRange tiles;                            // of the block's rows
+    short begin;                                // of the work's splits
+    unsigned char split, split_end, end;        // the block's splits, and the work's end
+    unsigned char border;                       // at which states are left
+    unsigned char rows, shift;                  // rows that exist; a split has 1 << shift key tiles
+};
+// What warpgroups 1 and 2 are told of a stage, in bits.
+namespace what {
+constexpr u32 is_q = 1, is_end = 2;     // Q; no work is left
+constexpr u32 begins = 4, ends = 8;     // a split
+constexpr u32 folds = 16;               // ... with what lies in args.parked
+constexpr u32 parks = 32, leaves = 64;  // ... whose state goes there, or to a border; else the result is stored
+constexpr u32 releases = 128;           // the work
+constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the place of a state,
+constexpr int before = 24;              // and of rows before the first key
+}  // namespace what
+struct Loader { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q. In shared memory, as registers are few
+struct Smem {
+    Stage ring[stages];
+    QPart q_last;                   // the last 64 columns
+    NarrowTile<tile_rows> q_slice;  // the sixteen before them
+    float factor[stages][tile_rows];
+    ptx::Mbarrier full[stages][2], p_full[stages], go[stages], empty[stages];
+    ptx::Mbarrier work_full[2], work_empty[2];
+    u32 told[stages];
+    Work work[2];
+    Loader loader;
+};
+using SeenLengths = SeenLength[most_early];
+static_assert(sizeof(SeenLengths) <= sizeof(Smem::factor) && sizeof(Smem) <= 232448);
+static_assert(cfg::weigher_registers + 2 * cfg::summer_registers <= 3 * 168, "setmaxnreg would hang");
+template struct ElementOption<Element>;
+template struct RowsOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct SoftmaxOption<Softmax, Score>;
+template struct QColumnsOption<QColumns>;
+template struct LatentKvOption<Kv, Stage>;
+template struct SharesOption<Scheduler>;
+template struct StoreOption<Store>;
+template struct LaunchOption<Launch>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, Launch::uses_pdl};
+
+__device__ inline i32 uniform(i32 x) { return ptx::from_lane(x, 0); }
+__device__ inline i32 member() { return blockIdx.x % cfg::members; }
+__device__ inline i32 share() { return blockIdx.x / cfg::members; }
+__device__ inline KeysFrom keys_of(i32 first, i32 end) { return {{end}, first}; }
+__device__ inline WorkTile tile_of(const Work& work) { return {work.batch, 0, work.q_begin, 0}; }
+// Where a warp of a warpgroup keeps what it has found of a work's splits so far; it lies as a state does.
+__device__ inline float4* parked_at(const Args& args, u32 warp) {
+    return reinterpret_cast<float4*>(args.parked) + (i64(blockIdx.x) * 4 + warp) * (blocks * 32 + 8);
+}
+
+// The key tiles of a split: one without keys, where it has none of the rows' own.
+struct Span {
+    i32 tile, end;
+
+    __device__ Span(const Work& work, i32 split) : tile(max(work.tiles.begin, split << work.shift)), end(min(work.tiles.end, (split + 1) << work.shift)) {
+        if (tile >= end) tile = behind_all, end = behind_all + 1;
+    }
+};
+
+// The next work in which the block has rows, by the first warp.
+__device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 count) {
+    const u32 place = count % 2;
+    while (true) {
+        const auto [run, rows] = scheduler.next(args);
+        const i32 q_begin = run.q_begin + member() * tile_rows, left = rows.q_len - q_begin;
+        Work work{-1};
+        Cut cut{};
+        if (!run.is_last()) {
+            if (left <= 0) continue;
+            const WorkTile own{run.batch, run.head, q_begin, run.split};
+            cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
+            using Byte = unsigned char;
+            work = {run.batch, q_begin, rows.keys().first(), rows.kv_len, cut.tiles, short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
+                    Byte(min(left, tile_rows)), Byte(cut.shift)};
+        }
+        smem.work_empty[place].wait((count / 2 & 1) ^ 1);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            smem.work[place] = work;
+            smem.work_full[place].arrive();
+            Left& to = args.left[share()];
+            if (!run.is_last() && member() == 0 && run.split == run.splits.begin && !run.is_whole())
+                to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = cut.owned, to.splits = cut.splits;
+        }
+        break;
+    }
+    __syncwarp();
+}
+// The block's share and its first work. `early`: the launch before may still run.
+__device__ void begin(const Args& args, Smem& smem, bool early) {
+    SeenLengths& seen = reinterpret_cast<SeenLengths&>(smem.factor);
+    while (true) {
+        Scheduler scheduler(args, early ? seen : nullptr);
+        if (early) {
+            early = false;
+            Launch::wait();
+            Launch::launch_dependents();
+            if (!Scheduler::holds(args, seen)) continue;
+        }
+        if (threadIdx.x == 0 && member() == 0) {
+            args.left[share()] = {0, 0, 0, 0, 0, 0, scheduler.here, scheduler.end};
+            if (share() + 1 == i32(gridDim.x) / cfg::members) args.left[share() + 1] = {0, 0, 0, 0, 0, 0, scheduler.end, scheduler.end};
+        }
+        find(args, smem, scheduler, 0);
+        if (threadIdx.x == 0) reinterpret_cast<Scheduler*>(args.shares)[blockIdx.x] = scheduler;
+        __syncwarp();
+        return;
+    }
+}
+__device__ void find_next(const Args& args, Smem& smem, u32 count) {
+    Scheduler* const kept = reinterpret_cast<Scheduler*>(args.shares) + blockIdx.x;
+    Scheduler scheduler = *kept;
+    __syncwarp();
+    find(args, smem, scheduler, count);
+    if (threadIdx.x == 0) *kept = scheduler;
+    __syncwarp();
+}
+
+// Loads what comes to a stage next, if anything does.
+__device__ void load_next(const Args& args, Smem& smem, u32 stage) {
+    Loader& next = smem.loader;
+    const i32 count = uniform(next.count), tile = uniform(next.tile), split = uniform(next.split);
+    if (count < 0) return;
+    const Work& work = smem.work[count % 2];
+    const bool leads = threadIdx.x % 32 == 0;
+    if (tile < 0) {
+        smem.work_full[count % 2].wait(count / 2 & 1);
+        __syncwarp();
+        if (leads) {
+            if (work.batch < 0) next.count = -1;
+            else {
+                smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
+                next.split = work.split, next.tile = Span(work, work.split).tile;
+            }
+        }
+    } else {
+        const KeysFrom keys = keys_of(uniform(work.first_key), uniform(work.kv_len));
+        Kv(args, WorkTile{uniform(work.batch), 0, 0, 0}, keys).load<first_panels>(smem.ring[stage], smem.full[stage], tile);
+        if (leads) {
+            if (tile + 1 < Span(work, split).end) next.tile = tile + 1;
+            else if (split + 1 < work.split_end) next.split = split + 1, next.tile = Span(work, split + 1).tile;
+            else next.count = count + 1, next.tile = -1;
+        }
+    }
+    __syncwarp();
+}
+
+struct Weigher {  // warpgroup 0
+    const Args& args;
+    Smem& smem;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 q[q_steps][4];
+    float s[QkMma::accumulators];
+    Ring<stages> ring;
+
+    __device__ Weigher(const Args& args, Smem& smem) : args(args), smem(smem) {}
+
+    // Where the lane's chunk of a 16 x 16 block of a swizzled panel is, from its row on.
+    __device__ static u32 swizzled(u32 lane, u32 chunk) { return ((chunk + lane / 16) ^ lane % 8) * 16; }
+    __device__ void say(ptx::Mbarrier& barrier) const {
+        if (lane == 0) barrier.arrive();
+    }
+    __device__ void tell(u32 bits) const {
+        if (threadIdx.x == 0) smem.told[ring.stage] = bits;
+    }
+
+    __device__ void copy_q(const Work& work, u32 to) const {
+        const Rows rows(args, work.batch);
+        const u32 chunk = lane % 8, last = ptx::smem_address(&smem.q_last), slice = ptx::smem_address(&smem.q_slice);
+#pragma unroll 1
+        for (u32 row = threadIdx.x / 8; row < tile_rows; row += 16) {
+            const bool inside = row < work.rows;
+            const QColumns q(args, rows, work.q_begin + (inside ? row : 0));
+            const unsigned char* const from = q.first() + chunk * 16;
+            const u32 place = row * 128 + (chunk ^ row % 8) * 16, bytes = inside ? 16 : 0;
+#pragma unroll
+            for (int panel = 0; panel < v_panels; ++panel) ptx::cp_async(to + panel * QPart::bytes + place, from + panel * 128, bytes);
+            ptx::cp_async(last + place, q.rest() + chunk * 16, bytes);
+            if (chunk >= 6) ptx::cp_async(slice + NarrowTile<tile_rows>::offset(row, chunk % 2), from + (v_panels - 1) * 128, bytes);
+        }
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+    }
+    __device__ void take_q(const Work& work) {
+        const u32 to = ptx::smem_address(&smem.ring[ring.stage]);
+        smem.full[ring.stage][0].wait(ring.parity), smem.full[ring.stage][1].wait(ring.parity);
+        copy_q(work, to);
+        ptx::fence_proxy_async();
+        ptx::bar_sync(1, 128);
+        const u32 base = to + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+        for (int i = 0; i < q_steps; ++i) ptx::ldmatrix(q[i], base + i / 4 * QPart::bytes + swizzled(lane, i % 4 * 2));
+        ptx::fence_proxy_async();
+        tell(what::is_q);
+        __syncwarp();
+        say(smem.p_full[ring.stage]), say(smem.go[ring.stage]);
+        ring.advance();
+    }
+
+    // S = Q K^T of the tile at hand. `begun` is called when most of it is done.
+    template <class Begun>
+    __device__ void multiply(const Begun& begun) {
+        const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
+        const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
+        smem.full[ring.stage][0].wait(ring.parity);
+        ptx::wgmma_discard(s);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4 * panels; ++i) {
+            if (i == 4 * first_panels) {
+                smem.full[ring.stage][1].wait(ring.parity);
+                ptx::wgmma_fence();
+            }
+            if (i < q_steps) QkMma::multiply(s, q[i], k.columns(i), i > 0);
+            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(), k.columns(i), true);
+            else QkLastMma::multiply(s, last.columns(i - 4 * v_panels), k.columns(i), true);
+            if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<(cfg::go_after < panels)>();
+        begun();
+        ptx::wgmma_wait<0>();
+    }
+
+    // The upmost row of this thread, in the sequence.
+    __device__ i32 row_of(const Work& work) const { return work.q_begin + warp * 16 + lane / 4; }
+    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile) {
+        const bool full = work.tiles.is_full(tile);
+        const Rows rows(args, work.batch);
+        const Score score(args, rows, tile_of(work));
+        const PlacedScore<Score> placed{score, row_of(work), i32(tile * cfg::tile_kv + lane % 4 * 2)};
+        const auto logits = [&] {
+            placed.logits(s);
+            if (!full) mask_fragment(Mask(args, rows, tile_of(work)), s, placed.row, placed.first);
+        };
+        softmax.next(s, placed, full, logits, [] {});
+        const u32 lane = ptx::lane_id(), row = warp * 16 + lane % 16;  // anew: nothing of it is kept around the loop
+        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + Stage::row_offset(row) + v_panels * Stage::panel_bytes;
+        ptx::bar_sync(1, 128);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = Element::pack(s[8 * j + 2 * i], s[8 * j + 2 * i + 1]);
+            ptx::stmatrix(to + swizzled(lane, 2 * j), words);
+        }
+    }
+    __device__ void put_factors(u32 stage, float upper, float lower) const {
+        if (lane % 4 == 0) smem.factor[stage][warp * 16 + lane / 4] = upper, smem.factor[stage][warp * 16 + lane / 4 + 8] = lower;
+    }
+
+    __device__ void attend(const Work& work, u32 count) {
+        take_q(work);
+        bool is_first = true, more = true;
+#pragma unroll 1
+        for (i32 split = work.split; more; ++split) {
+            more = split + 1 < work.split_end;  // asked before the last tile is told of: then the work may be gone
+            const Score score(args, Rows(args, work.batch), tile_of(work));
+            Softmax softmax(args, Rows(args, work.batch), tile_of(work), score.scale_log2);
+            Span span(work, split);
+            u32 told = what::begins;
+#pragma unroll 1
+            for (; span.tile < span.end; ++span.tile) {
+                multiply([&] {
+                    if (!is_first) say(smem.go[ring.previous().stage]);
+                });
+                weigh_tile(work, softmax, span.tile);
+                if (told == 0) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
+                const bool is_last = span.tile + 1 == span.end;
+                if (work.first_key > span.tile * cfg::tile_kv) told |= min(work.first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
+                if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
+                tell(told);
+                ptx::fence_proxy_async();
+                __syncwarp();
+                say(smem.p_full[ring.stage]);
+                if (is_last && !more) say(smem.go[ring.stage]);
+                is_first = false, told = 0;
+                ring.advance();
+            }
+        }
+    }
+
+    // What becomes of a split's state; says so in bits. By what O, or O and what is parked, are multiplied goes where the factors of the
+    // next stage would be, as that is Q or begins a split.
+    __device__ u32 end_split(const Work& work, const Softmax& softmax, i32 split) {
+        Ring<stages> next = ring;
+        next.advance();
+        smem.empty[next.stage].wait(next.parity ^ 1);
+        __syncwarp();
+        MaxSum found;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
+        const bool releases = split + 1 == work.split_end, has_rows = warp * 16 < work.rows;
+        float4* const parked = parked_at(args, warp) + blocks * 32 + lane / 4;
+        u32 told = what::ends | (releases ? what::releases : 0);
+        float4* to = parked;
+        if (work.split > work.begin) {
+            told |= what::leaves | (split - work.begin) << what::place;
+            to = stats_at(work, split - work.begin);
+        } else {
+            if (split > work.begin) {
+                MaxSum total;
+                total.set(*parked);
+                const Factors by = total.factors(found, softmax.scale_log2);
+                total.fold(found, by), found = total;
+                put_factors(next.stage, code(by, 0), code(by, 1));
+                told |= what::folds;
+            }
+            if (!releases) told |= what::parks;
+            else if (work.split_end < work.end) told |= what::leaves, to = stats_at(work, 0);
+            else {
+                finish(work, found, softmax.scale_log2, told & what::folds, next.stage, parked);
+                return told;
+            }
+        }
+        __syncwarp();
+        if (has_rows && lane % 4 == 0) *to = found.max_sum();
+        return told;
+    }
+    __device__ float4* stats_at(const Work& work, i32 place) const {
+        return state_at(args, work.border, place, member() * 4 + warp) + blocks * 32 + lane / 4;
+    }
+    // One of the two factors is 1: the other one, below 0 where it is that of what is parked.
+    __device__ static float code(const Factors& by, int r) { return by.here[r] == 1.f ? by.there[r] : -by.here[r]; }
+    // The whole of the rows: their logarithms, and what makes sums to means; beside factors these go to memory.
+    __device__ void finish(const Work& work, const MaxSum& found, float scale_log2, bool folds, u32 stage, float4* parked) {
+        const Rows rows(args, work.batch);
+        Softmax whole(args, rows, tile_of(work), scale_log2);
+        const Store store(args, rows, tile_of(work));
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const i32 row = row_of(work) + 8 * r;
+            const bool inside = row < rows.q_len;
+            whole.max[r] = found.max[r], whole.sum[r] = lane % 4 ? 0.f : found.sum[r];
+            LogSum<float> sum = whole.row_sum(r);
+            whole.finish(inside ? row : 0, sum);
+            inverse[r] = sum.inverse();
+            if (lane % 4 == 0 && inside) store.lse(row, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
+        }
+        if (!folds) put_factors(stage, inverse[0], inverse[1]);
+        else if (lane % 4 == 0) *parked = make_float4(inverse[0], inverse[1], 0.f, 0.f);
+    }
+};
+
+__device__ void weigh(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_inc<cfg::weigher_registers>();
+    Weigher weigher(args, smem);
+    for (u32 count = 0;; ++count) {
+        const Work& work = smem.work[count % 2];
+        smem.work_full[count % 2].wait(count / 2 & 1);
+        if (uniform(work.batch) < 0) break;
+        if (ptx::uniform(threadIdx.x / 32) == 0) find_next(args, smem, count + 1);
+        weigher.attend(work, count);
+    }
+    smem.empty[weigher.ring.stage].wait(weigher.ring.parity ^ 1);
+    weigher.tell(what::is_end);
+    __syncwarp();
+    weigher.say(smem.p_full[weigher.ring.stage]);
+}
+
+struct Summer {  // warpgroups 1 and 2
+    const Args& args;
+    Smem& smem;
+    const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
+    float o[PvMma::accumulators];
+    Ring<stages> ring;
+
+    __device__ Summer(const Args& args, Smem& smem) : args(args), smem(smem) {}
+
+    // Made anew where they are asked for: nothing of what follows from them is kept in registers around the loop.
+    __device__ static u32 half() { return ptx::uniform(threadIdx.x / 128) - 1; }
+    __device__ static u32 strip() { return ptx::uniform(threadIdx.x / 32) % 4; }          // of the block's
+    __device__ static u32 strip_of_work() { return uniform(member()) * 4 + strip(); }
+    __device__ static u32 thread() { return ptx::uniform(threadIdx.x / 32) * 32 - 128 + ptx::lane_id(); }  // of both warpgroups
+    __device__ static u32 own() { return strip() * 16 + ptx::lane_id() / 4; }  // the upper one of this thread's rows
+    __device__ static void say(ptx::Mbarrier& barrier) {
+        __syncwarp();
+        if (ptx::lane_id() == 0) barrier.arrive();
+    }
+
+    __device__ void load() const {
+        if (!loads) return;
+        smem.empty[ring.stage].wait(ring.parity);
+        __syncwarp();
+        load_next(args, smem, ring.stage);
+    }
+    __device__ void multiply() {
+        const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
+        const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+    }
+    __device__ void rescale(float a, float b) {
+#pragma unroll
+        for (int i = 0; i < PvMma::accumulators; ++i) o[i] *= i % 4 < 2 ? a : b;
+    }
+    // The first rows of V, of keys that do not count: what is there may be NaN, of which a weight of 0 makes NaN. Those behind the last key
+    // arrive as zeros.
+    __device__ void clear(u32 rows) const {
+#pragma unroll 1
+        for (u32 i = thread(); i < rows * v_panels * 8; i += 256) {
+            unsigned char* const to = reinterpret_cast<unsigned char*>(&smem.ring[ring.stage]) + Stage::row_offset(i / (v_panels * 8));
+            *reinterpret_cast<uint4*>(to + i / 8 % v_panels * Stage::panel_bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(2, 256);
+    }
+    __device__ void add_tile(u32 told) {
+        if (!(told & what::begins)) {
+            const float *const factor = &smem.factor[ring.stage][own()], a = factor[0], b = factor[8];
+            if (__any_sync(0xffffffffu, a != 1.f || b != 1.f)) rescale(a, b);
+        }
+        if (told >> what::before) clear(told >> what::before);
+        smem.go[ring.stage].wait(ring.parity);
+        multiply();
+    }
+    __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
+    // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
+    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks.
+    __device__ void fold(float a, float b) {
+        constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups on their way
+        const bool upper = __float_as_uint(a) >> 31, lower = __float_as_uint(b) >> 31;
+        const float4* const from = place(parked_at(args, strip()));
+        constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
+        static_assert(ahead * each * step <= sizeof(Stage));
+        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + thread() * sizeof(float4);
+        const auto copy = [&](int group) {
+#pragma unroll
+            for (int i = 0; i < each; ++i) ptx::cp_async(to + (group % ahead * each + i) * step, from + (group * each + i) * 32);
+            ptx::cp_async_commit();
+        };
+#pragma unroll
+        for (int group = 0; group < ahead; ++group) copy(group);
+        if (__any_sync(0xffffffffu, !upper || !lower)) rescale(upper ? 1.f : a, lower ? 1.f : b);
+        a = upper ? -a : 1.f, b = lower ? -b : 1.f;
+#pragma unroll
+        for (int group = 0; group < groups; ++group) {
+            ptx::cp_async_wait<ahead - 1>();
+#pragma unroll
+            for (int i = 0; i < each; ++i) {
+                const float4 sum = ptx::load_shared_float4(to + (group % ahead * each + i) * step);
+                float* const x = o + 4 * (group * each + i);
+                x[0] = __fmaf_rn(sum.x, a, x[0]), x[1] = __fmaf_rn(sum.y, a, x[1]);
+                x[2] = __fmaf_rn(sum.z, b, x[2]), x[3] = __fmaf_rn(sum.w, b, x[3]);
+            }
+            if (group + ahead < groups) copy(group + ahead);
+            else ptx::cp_async_commit();
+        }
+        ptx::fence_proxy_async();  // TMA writes there next
+    }
+    __device__ void keep(float4* state) const {
+        float4* const to = place(state);
+#pragma unroll
+        for (int i = 0; i < blocks / 2; ++i) to[i * 32] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    }
+    // By what the sums of the thread's two rows are multiplied lies `step` numbers apart.
+    __device__ void store(const Work& work, const float* inverse, int step) const {
+        const Rows rows(args, work.batch);
+        const Store store(args, rows, tile_of(work));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const i32 row = work.q_begin + own() + 8 * r;
+            const bool inside = row < rows.q_len;
+            store_row(store.o(inside ? row : 0) + half() * (cfg::head_dim_v / 2), inside, o, r, inverse[r * step]);
+        }
+    }
+    // What becomes of a split's state, before its last stage is released: until then nobody overwrites what is read here.
+    __device__ void end_split(const Work& work, u32 told) {
+        if (strip() * 16 >= work.rows) return;
+        const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
+        if (told & what::folds) fold(factor[0], factor[8]);
+        if (told & what::parks) keep(parked_at(args, strip()));
+        else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
+        else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
+        else store(work, factor, 8);
+    }
+    __device__ u32 await() const {
+        smem.p_full[ring.stage].wait(ring.parity);
+        return ptx::uniform(smem.told[ring.stage]);
+    }
+    __device__ void go_on() {
+        load();
+        ring.advance();
+    }
+    __device__ void run() {
+        while (true) {
+            u32 told = await();
+            if (told & what::is_end) return;
+            if (told & what::is_q) {
+                say(smem.empty[ring.stage]);
+                go_on();
+                continue;
+            }
+#pragma unroll
+            for (float& x : o) x = 0.f;
+#pragma unroll 1
+            for (add_tile(told); !(told & what::ends); add_tile(told)) {
+                say(smem.empty[ring.stage]);
+                go_on();
+                told = await();
+            }
+            if (told & what::folds) ptx::bar_sync(2, 256);
+            end_split(smem.work[told >> what::work & 1], told);
+            say(smem.empty[ring.stage]);
+            if (told & what::releases) say(smem.work_empty[told >> what::work & 1]);
+            go_on();
+        }
+    }
+};
+
+__device__ void sum_values(const Args& args, Smem& smem) {
+    ptx::setmaxnreg_dec<cfg::summer_registers>();
+    Summer summer(args, smem);
+    if (summer.loads)  // behind setmaxnreg: it may wait for a work that warpgroup 0 finds with the registers that are given up here
+        for (u32 i = 0; i < stages; ++i) load_next(args, smem, i);
+    summer.run();
+}
+
+extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        ptx::prefetch(args.k.map);
+        for (int i = 0; i < stages; ++i) {
+            smem.full[i][0].init(1), smem.full[i][1].init(1);
+            smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8);
+        }
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8);
+        smem.loader = {0, 0, -1};
+        ptx::fence_mbarrier_init();
+    }
+    if (threadIdx.x < 32) Rows::prefetch(args);
+    __syncthreads();
+    const u32 warp = ptx::uniform(threadIdx.x / 32);
+    const bool early = Launch::uses_pdl && warp == 0 && args.batches <= most_early;
+    if (!early) {
+        Launch::wait();
+        Launch::launch_dependents();
+    }
+    if (warp == 0) begin(args, smem, early);
+    if (warp < 4) weigh(args, smem);
+    else sum_values(args, smem);
+}

@@ -1,0 +1,40 @@
+#pragma once
+// Clusters of blocks, which reach each other's shared memory: https://docs.nvidia.com/cuda/parallel-thread-execution/#cluster
+// In a cluster an address of shared memory has the block's rank from bit 24 on.
+#include "ptx/tma.cuh"
+
+namespace ptx {
+
+__device__ inline u32 cluster_rank() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+    return x;
+}
+// Where something lies in its own block's shared memory, as descriptors of wgmma say it.
+__device__ inline u32 own_address(const void* p) { return smem_address(p) & 0xffffff; }
+// All threads of all blocks meet. What was written to shared memory before, its barriers too, is seen behind it.
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Arrives `count` times at the barrier that lies at this place in the block of another rank, or the own one.
+__device__ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there], %2; }" ::"r"(smem_address(&barrier)), "r"(rank), "r"(count) : "memory");
+}
+// Waits for arrivals of other blocks.
+__device__ inline void wait_for_cluster(Mbarrier& barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(smem_address(&barrier)), "r"(parity) : "memory");
+}
+// A box goes to this place in each block of `ranks`, a bit for each, and its bytes count on the barrier at this place there.
+__device__ inline void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, i32 c0, i32 c1, i32 c2, i32 c3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 : : "r"(smem_address(to)), "l"(&map), "r"(smem_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(ranks) : "memory");
+}
+__device__ inline void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                 : : "r"(smem_address(to)), "l"(&map), "r"(smem_address(&full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(ranks) : "memory");
+}
+
+}  // namespace ptx
