@@ -185,7 +185,7 @@ class AttnMla(Kernel[AttentionKVCache]):
     def constants(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, int]:
         """The compile-time numbers."""
         sizes = {"tile_q": config.tile_q, "tile_kv": TILE_KV, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM_V}
-        of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS, "consumers": config.members, "kept_levels": 1}
+        of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS}
         return {**dataclasses.asdict(config), **sizes, **REGISTERS, **of_fold}
 
     def render(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Source:
@@ -201,7 +201,7 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
-        options = self.options(op, config, arch) | {"SplitFold": scheduler.ChainFold()}
+        options = self.options(op, config, arch)
         return attn_decode_fold.source_and_fields(options, SHARED, self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, float]:

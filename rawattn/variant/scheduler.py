@@ -190,18 +190,6 @@ class KvBundles(KvScheduler):
         return (*self.numbers, Field("bundle_works", "i32"))
 
 
-class ChainFold(Option):
-    """Splits of a work's keys are folded from left to right."""
-
-    source: ClassVar[str] = "variant/split_fold/chain.cuh"
-
-
-class TreeFold(Option):
-    """Splits of a work's keys are folded as a binary tree by their numbers: a block leaves few states of those that it has."""
-
-    source: ClassVar[str] = "variant/split_fold/tree.cuh"
-
-
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 
