@@ -101,9 +101,14 @@ class StreamKScheduler(Option):
 
 @dataclasses.dataclass(frozen=True)
 class StreamK(StreamKScheduler):
-    """The same for ``members`` blocks that have each share together, rows of their own."""
+    """The same for ``members`` blocks that have each share together, rows of their own; splits of sequences above ``long_keys``
+    have half as many keys."""
 
     members: int = 1
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, Field("long_keys", "i32"))
 
     @property
     def cuda_type(self) -> str:
