@@ -35,7 +35,6 @@ from ..operation.keys import TopK
 from ..serving.attention import attention_kvcache
 
 SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-RECORDS = "fp8_ds_mla"
 COLUMNS, VALUES = 576, 512  # of a latent row
 
 
@@ -180,9 +179,7 @@ def _check_layer(alibi_slopes: Any, attn_type: str) -> None:
 
 
 class RawattnMLASparseBackend(LatentBackend, AttentionBackend):
-    """A backend of vLLM for MLA over the keys that an indexer chose, in 16 bits and in records of 656 bytes."""
-
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS, RECORDS]
+    """A backend of vLLM for MLA over the keys that an indexer chose, in 16 bits."""
 
     @staticmethod
     def get_name() -> str:
@@ -236,10 +233,11 @@ class RawattnMLASparseImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         self, q: Any, kv_cache: Any, topk_indices: Any, valid_counts: Any, *, layer: Any, block_size: int, is_decode: bool
     ) -> tuple[Any, Any]:
         """Computes o, (tokens, heads, 512), over the rows of the cache that topk_indices, (tokens, k), names for each token, the
-        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts."""
+        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts. The two parts of q are joined: no
+        kernel of a GPU takes them apart beside lists."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         step = serving.Step(None, None, causal=False, keys=TopK(topk_indices, valid_counts, physical=True))
-        each = tuple(x[:, None] for x in q) if isinstance(q, tuple) else q[:, None]
+        each = (torch.cat(q, -1) if isinstance(q, tuple) else q)[:, None]
         returns_lse = self.need_to_return_lse_for_decode
         found = attention_kvcache(each, make_cache(rows[None]), step, return_lse=returns_lse, **self.options)
         return (found[0][:, 0], found[1][..., 0]) if returns_lse else (found[:, 0], None)
