@@ -233,8 +233,8 @@ class RawattnMLASparseImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         self, q: Any, kv_cache: Any, topk_indices: Any, valid_counts: Any, *, layer: Any, block_size: int, is_decode: bool
     ) -> tuple[Any, Any]:
         """Computes o, (tokens, heads, 512), over the rows of the cache that topk_indices, (tokens, k), names for each token, the
-        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts. The two parts of q are joined: no
-        kernel of a GPU takes them apart beside lists."""
+        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts. The two parts of q are
+        joined: no kernel of a GPU takes them apart beside lists."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         step = serving.Step(None, None, causal=False, keys=TopK(topk_indices, valid_counts, physical=True))
         each = (torch.cat(q, -1) if isinstance(q, tuple) else q)[:, None]
