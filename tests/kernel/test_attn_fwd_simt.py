@@ -75,8 +75,9 @@ def test_fp32_on_tensor_cores(kind: dict[str, Any], head_dim: int, head_dim_v: i
     sizes = {"batch": 2, "q_len": 130, "kv_len": 400, "heads": 8, "kv_heads": 2, "head_dim": head_dim, "head_dim_v": head_dim_v}
     case = Case("fp32", **sizes | kind)
     assert select(case.op, TYPICAL["sm_90a"]).kernel is ATTN_FWD_MMA
-    check(case, kernel=ATTN_FWD_MMA)
-    check(case)
+    used = case.used("torch", "cuda")
+    check(case, kernel=ATTN_FWD_MMA, **used)
+    check(case, **used)
 
 
 @pytest.mark.parametrize("offset", [1, 3])

@@ -62,9 +62,9 @@ def test_long_lists_of_a_large_step(most: int, kernel: str | None) -> None:
     """Numbers of all kinds, as indexers give them, with nonsense among them."""
     lengths = tuple((1, n) for n in (4096, 0, 1, 63, 2049, 5000))
     case = Cached(lengths, page_size=64, dtype="bf16", heads=16, kv_heads=2, head_dim=128, head_dim_v=128, device="cuda")
-    step = ListedStep(case, Lists(most, counts=True, wrong=0.05, empty=True))
+    step = ListedStep(case, Lists(most, counts=True, wrong=0.05, empty=True, seed=2))
     step.check(*map(to_numpy, attend(step, kernel=kernel)), 2e-2)
-    assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"]
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (most > 1)  # a list of one has no wrong number
 
 
 def test_all_keys_have_the_bits_of_the_plain_step() -> None:
