@@ -106,9 +106,8 @@ def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
     made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
-    return [
-        functools.partial(rawattn.attention_kvcache, caches.q, cache, step, split=caches.case.split, **options) for cache in made
-    ]
+    options = {"split": caches.case.split} | options
+    return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
 
 
 def tensors(caches: Caches) -> list[Callable[[], Any]]:
