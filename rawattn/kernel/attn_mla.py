@@ -12,7 +12,7 @@ from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, PageBoxes, PageRows, Scratch, View, Violations
-from ..variant.walk import SplitIntervalWalk, lists
+from ..variant.walk import WorkIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
 from .attn_decode_fold import LEFT_BYTES
@@ -166,7 +166,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
             "Kv": kv.LatentPanelsKv(pages, page) if page == TILE_KV else kv.LatentBoxesKv(pages, page),
-            "Walk": SplitIntervalWalk(),
+            "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),

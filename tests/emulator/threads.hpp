@@ -332,12 +332,13 @@ struct Mbarrier {
         progress += late;
     }
 };
-struct PolledMbarrier : Mbarrier {
+struct CopiesMbarrier : Mbarrier {
     void arrive_after_copies() {
         start_copy({0, 0, 0, nullptr, this}), cp_async_commit();
         arriving.push_back(threadIdx.x);
     }
 };
+using PolledMbarrier = CopiesMbarrier;
 static void finish_copies(u32 pending, i32 thread) {
     auto& own = copy_groups[thread];
     const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
