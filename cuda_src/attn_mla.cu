@@ -30,6 +30,8 @@
                        // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/stmatrix.cuh"

@@ -1,7 +1,10 @@
 #pragma once
 // Who loads the stages of attn_mla.cu, and what comes to each: Q of a work, then the tiles of its splits. Smem has the members that are
 // named here. Positions lie in shared memory, as registers are few.
+#include "ptx/barrier.cuh"
 #include "ptx/cp_async_mbarrier.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/tma.cuh"
 #include "tile/ring.cuh"
 #include "tile/splits.cuh"
 #include "variant/interfaces.cuh"
@@ -61,7 +64,8 @@ struct LoadedByWarp {
                 }
             }
         } else {
-            const KeysFrom keys = {{ptx::from_lane(work.place.kv_len, 0)}, ptx::from_lane(work.place.first_key, 0)};
+            const i32 first_key = ptx::from_lane(work.place.first_key, 0), kv_len = ptx::from_lane(work.place.kv_len, 0);
+            const KeysFrom keys = {{kv_len}, first_key};
             Kv(args, WorkTile{ptx::from_lane(work.batch, 0), 0, 0, 0}, keys).template load<Smem::first_panels>(smem.ring[stage], smem.full[stage], tile);
             if (leads) {
                 if (tile + 1 < Span(work, split).end) next.tile = tile + 1;
