@@ -309,8 +309,7 @@ static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
 struct Mbarrier {
-    unsigned char count, pending;
-    u16 phase;
+    u16 count, pending : 15, phase : 1;
     i32 bytes;  // announced, and not there
 
     void init(u32 arrivals) { count = pending = arrivals, phase = 0, bytes = 0; }
