@@ -117,6 +117,7 @@ class AttnMla(Kernel[AttentionKVCache]):
     name = "attn_mla"
     needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnMlaConfig
+    places_back = 9.5  # behind all others
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"

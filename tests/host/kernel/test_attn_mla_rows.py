@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import pathlib
 from typing import Any
 
@@ -85,3 +83,96 @@ def test_lists(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     word = stand_in(monkeypatch, tmp_path, sm_count=5)
     check(STEPS[name], attend(STEPS[name]))
     assert word[0] == 0
+
+
+@pytest.mark.parametrize("lengths", [((1, 130), (1, 130)), ((1, 1100), (1, 1100))])
+def test_all_keys_have_the_bits_of_the_plain_step(
+    lengths: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles and splits are the same. In another order sums round otherwise."""
+    stand_in(monkeypatch, tmp_path, sm_count=5)
+    most = lengths[0][1]
+    numbers = np.tile(np.arange(most, dtype=np.int32), (2, 1))
+    monkeypatch.setattr(Lists, "of", lambda *_: (numbers, None))
+    step = ListedStep(of(SAME, lengths=lengths), Lists(most))
+    q, cache = _move(step.case.rows(16, 576, 1), "torch", "cpu"), step.cache("torch")
+    wanted = rawattn.attention_kvcache(q, cache, step.case.step("torch"), kernel="attn_mla", config=ONE, return_lse=True)
+    same(attend(step), wanted)
+    numbers[:] = numbers[:, ::-1].copy()
+    assert not attend(step)[1].equal(wanted[1])
+
+
+def test_even_splits_of_lists(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, sm_count=5)
+    check(STEPS["many keys"], attend(STEPS["many keys"], split="even"))
+
+
+@pytest.mark.parametrize("late", [3, 37, 130, 170, 290, 350, 383])
+def test_a_late_lane_finds_its_phase(late: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all that load, and of those that wait for them; works are short."""
+    stand_in(monkeypatch, tmp_path, sm_count=1)
+    step = ListedStep(of(PACKED, lengths=((3, 150), (1, 64), (2, 30))), Lists(130, counts=True, empty=True))
+    wanted = attend(step)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(attend(step), wanted)
+
+
+@pytest.mark.parametrize("wrong", ["number", "count"])
+def test_violations(wrong: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers beyond a sequence are no keys, and said so, and a count is cut; -1 is none without a word."""
+    word, step = stand_in(monkeypatch, tmp_path), ListedStep(PACKED, Lists(20, wrong=0.3 * (wrong == "number"), none=0.5))
+    if wrong == "count":
+        step = of(step, lists=of(step.lists, counts=True))
+        numbers, counts = step.numbers
+        assert counts is not None
+        counts[0], counts[3] = WRONG, -5
+        numbers[3] = -1
+        places = Lists.places
+        monkeypatch.setattr(Lists, "of", lambda *_: (numbers, counts))
+        monkeypatch.setattr(Lists, "places", lambda self, n, c, *rest: places(self, n, np.clip(c, 0, self.most), *rest))
+    check(step, attend(step))
+    assert word[0] == 256
+
+
+def listed(heads: int = 128, physical: bool = False, counts: bool = False, **changes: Any) -> AttentionKVCache:
+    op = op_of(heads=heads, kv_len=65536, batch=4, **changes)
+    spec = of(op.spec, keys=KeyLists(True, 1, 1, physical), **({"mask": Full()} if physical else {}))
+    return of(op, spec=spec, keys=ListSizes(2048, 0, 0, counts), form="rows" if physical else op.form)
+
+
+OPERATIONS = {
+    "rows": listed(physical=True),
+    "rows, 16 heads": listed(16, physical=True, q_rope=True),
+    "table": listed(counts=True),
+    "dense, ragged": listed(form="dense", page=70000, ragged=True, total_q=64, counts=True, sinks=True, mask=WINDOW),
+    "begins": listed(kv_begin=True, causal_each=True, form="indptr", mask=Full()),
+    "pages of 1": op_of(heads=128, page=1, table=70000),
+    "pages of 1, 16 heads": op_of(heads=16, page=1, table=70000),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_spills(name: str) -> None:
+    """Products are not serialised, and next to nothing is spilled."""
+    op = OPERATIONS[name]
+    kernel = ATTN_MLA if op.keys is None else ATTN_MLA_LISTED
+    config, *_ = kernel.candidates(op, HOPPER)
+    binary = compiler.compile(kernel.render(op, config, "sm_90a"))
+    assert binary.spill_bytes <= MOST_SPILLED and not binary.advisories
+    assert compiler.compile(kernel.render_fold(op, config, "sm_90a")[0]).spill_bytes == 0
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_who_is_chosen(name: str) -> None:
+    """Others by themselves, where there are any: no GPU has run this form."""
+    op = OPERATIONS[name]
+    chosen, named = select(op, HOPPER).kernel, select(op, HOPPER, "attn_mla")
+    assert named.config == (TWO if op.heads > 64 else ONE)
+    assert (chosen is named.kernel) == op.q_rope
+
+
+def test_blocks_are_refused() -> None:
+    op = listed()
+    blocks = of(op, spec=of(op.spec, keys=KeyLists(False, 1, 64)), keys=ListSizes(32, 1, 1))
+    with pytest.raises(UnsupportedError, match="it takes lists for each token, TopK, not for blocks of queries"):
+        select(blocks, HOPPER, "attn_mla")
