@@ -7,7 +7,7 @@ import dataclasses
 from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..variant import Option, kv, rows, scheduler
-from ..variant.lists import ListedKeys, PhysicalPages
+from ..variant.lists import NumberedKeys, PhysicalPages
 from ..variant.walk import WorkListWalk
 from . import listed, paging
 from .attn_mla import AttnMla, AttnMlaConfig, is_even
@@ -41,7 +41,7 @@ class AttnMlaListed(AttnMla):
         pages: Option = PhysicalPages(op.page_size) if op.spec.keys.physical else kv.PAGES[op.form]
         own = listed.list_options(op, of_rows, paging.mask_option(op), op.score.constant_time)
         own |= {
-            "Kv": kv.LatentRowsKv(ListedKeys(pages, listed.numbers_of(op))),
+            "Kv": kv.LatentRowsKv(NumberedKeys(pages, listed.numbers_of(op))),
             "Walk": WorkListWalk(),
             "Launch": scheduler.Independent(),  # lists are not read while the launch before may still write them
         }

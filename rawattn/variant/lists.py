@@ -124,10 +124,10 @@ class ListedPages(_OfLists):
     source: ClassVar[str] = "variant/pages/listed.cuh"
 
 
-class ListedKeys(_OfLists):
+class NumberedKeys(_OfLists):
     """The keys of a token's list, one by one."""
 
-    source: ClassVar[str] = "variant/lists/listed_keys.cuh"
+    source: ClassVar[str] = "variant/lists/numbered_keys.cuh"
 
     @property
     def cuda_type(self) -> str:

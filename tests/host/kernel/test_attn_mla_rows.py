@@ -1,4 +1,4 @@
-"""attn_mla.cu where threads copy keys row by row, run thread by thread on the CPU: over lists of keys, and over pages below 8 keys."""
+"""attn_mla.cu where threads copy keys row by row, thread by thread on the CPU: over lists of keys, and pages below 8 keys."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def test_lists(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("lengths", [((1, 130), (1, 130)), ((1, 1100), (1, 1100))])
-def test_all_keys_have_the_bits_of_the_plain_step(
-    lengths: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_keys_have_the_bits_of_the_plain_step(lengths: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and splits are the same. In another order sums round otherwise."""
     stand_in(monkeypatch, tmp_path, sm_count=5)
     most = lengths[0][1]

@@ -5,13 +5,13 @@
 #include "variant/lists/key_list.cuh"
 
 template <class Pages, class L>
-struct ListedKeys {
+struct NumberedKeys {
     const Pages pages;
     const KeyList<L> list;
     const i32 first, last;
 
     template <class Place>
-    __device__ ListedKeys(const Args& args, i32 batch, const Place& place)
+    __device__ NumberedKeys(const Args& args, i32 batch, const Place& place)
         : pages(args, WorkTile{place.sequence, 0, 0, 0}), list(args, WorkTile{batch, 0, 0, 0}, place.kv_len), first(place.first), last(place.last) {}
 
     __device__ i32 find(const Args&, i32 key) const { return list.number(key); }
