@@ -160,7 +160,7 @@ template <class K, class Tile> struct LatentRowsOption : Given {
     static const K kv;
     static Tile& tile;
     static typename K::Loads::Barrier (&full)[2];
-    static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; }& place;
+    static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
     static_assert(requires { kv.template load<1>(tile, full, i, kv.find(i)); }, "Kv: load<first panels>(tile, full, index, find(index))");
 };

@@ -240,7 +240,8 @@ class AttnMla(Kernel[AttentionKVCache]):
         values: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
         values |= paging.values(op) | {"slots": slots(op), "strips": strips(op, config)}
         keys, most = split_rule(op)
-        values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1, "long_keys": long_keys(op)}
+        values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
+        values["long_keys"] = long_keys(op)
         return values | op.mask.values | op.score.values
 
     def shares(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> int:
