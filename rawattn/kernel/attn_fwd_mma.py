@@ -282,7 +282,7 @@ class AttnFwdMma(ForwardKernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         options |= {"Walk": tiling.cursor(op), "Blocks": Blocks32() if op.element == FP32 else Blocks16()}
-        options["Strip"] = strip_option(op)
+        options |= {"Strip": strip_option(op), "Slots": kv.Turns(), "QColumns": rows.OneQ()}
         if config.pack_gqa:
             options |= tiling.packed_options(op, rows.PackGqa())
         if config.split:
