@@ -2,15 +2,21 @@
 // A pool of pages of any size whose rows are records of 656 bytes: 512 numbers in e4m3, KvElement, a float32 scale for each 128 of them,
 // and 64 in bf16. Copies bring a record to that row of the tile where its numbers will be. Once they are there, the eight threads that
 // copied it read all of it, and then write the numbers, each times its scale. Rows of no page and those past the sequence's end become zeros.
-#include "variant/kv/paged_rows.cuh"
+#include "ptx/cp_async.cuh"
+#include "tile/strided_pages.cuh"
+#include "variant/work_tile.cuh"
 
 template <class Pages>
-struct PagedRecordsKv : PagedRowsKv<Pages> {
+struct PagedRecordsKv {
     static constexpr u32 lanes = 8, eight = 512, rest = eight + 4 * sizeof(float), bytes = rest + 128;  // of a record
     static constexpr u32 rows_at_once = cfg::threads / lanes;
     static_assert(cfg::head_dim == 576 && cfg::head_dim_v == 512 && cfg::tile_kv % 4 == 0 && rows_at_once % 8 == 0, "records; a warp has four");
 
-    using PagedRowsKv<Pages>::PagedRowsKv;
+    const Args& args;
+    const Pages pages;
+    const Rows::Keys keys;
+
+    __device__ PagedRecordsKv(const Args& args, const Rows& rows, const WorkTile& work) : args(args), pages(args, work), keys(rows.keys()) {}
 
     // Where a record lies in the tile: rows on end in other banks, of which each has 64 bytes at once.
     template <class Tile>
@@ -19,14 +25,14 @@ struct PagedRecordsKv : PagedRowsKv<Pages> {
     template <class Tile>
     __device__ void load_k(Tile& tile, i32 index) const {
         const u32 row = threadIdx.x / lanes, lane = threadIdx.x % lanes, to = ptx::smem_address(&tile) + place<Tile>(row) + lane * 16;
-        const StridedPages& pool = this->args.k;
+        const StridedPages& pool = args.k;
 #pragma unroll
         for (u32 i = 0; i < cfg::tile_kv; i += rows_at_once) {
             if (cfg::tile_kv % rows_at_once != 0 && row + i >= cfg::tile_kv) break;
             const i32 key = index * cfg::tile_kv + i32(row + i);
-            const i32 page = this->keys.has_any(key, 1) ? this->pages.page(this->args, key, pool.count) : i32(pool.count);
+            const i32 page = keys.has_any(key, 1) ? pages.page(args, key, pool.count) : i32(pool.count);
             const bool inside = page < pool.count;
-            const unsigned char* from = (inside ? pool.row(page, this->pages.row(key), 0) : pool.data) + lane * 16;
+            const unsigned char* from = (inside ? pool.row(page, pages.row(key), 0) : pool.data) + lane * 16;
 #pragma unroll
             for (u32 c = 0; c < bytes / 128; ++c) ptx::cp_async(to + i * Tile::row_bytes + c * 128, from + c * 128, inside ? 16 : 0);
             if (lane == 0) ptx::cp_async(to + i * Tile::row_bytes + bytes / 128 * 128, from + bytes / 128 * 128, inside ? 16 : 0);
