@@ -129,7 +129,8 @@ __device__ void load_q(const Args& args, const Rows& rows, const WorkTile& work,
 
 // What a producer has seen of the lengths lies where consumers later exchange what they found.
 constexpr i32 most_seen = sizeof(Strands) / sizeof(SeenLength) / cfg::producers;
-static_assert(cfg::most_early <= most_seen, "each producer keeps the lengths that it has seen");
+constexpr i32 most_early = 32;  // sequences: what this hides is latency, 1 to 2 us at 16 of them
+static_assert(most_early <= most_seen, "each producer keeps the lengths that it has seen");
 
 // Loads what the block computes. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
@@ -447,7 +448,7 @@ extern "C" __global__ __launch_bounds__(32 * cfg::warps, 1) void attn_decode(con
     if (threadIdx.x == 32 * cfg::producers) Kv::prefetch(args);
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
-    bool early = Launch::uses_pdl && threadIdx.x < 32 * cfg::producers && args.batches <= cfg::most_early;
+    bool early = Launch::uses_pdl && threadIdx.x < 32 * cfg::producers && args.batches <= most_early;
     if (!early) {
         Launch::wait();
         Launch::launch_dependents();

@@ -1,5 +1,5 @@
-// Folds the states that attn_decode_wide.cu left of works which several blocks had parts of, in the order that SplitFold says: the same
-// sums, product by product, that a block makes which has all splits of a work.
+// Folds the states that attn_decode_wide.cu left of works which several blocks had parts of, from left to right: the same sums, product by
+// product, that a block makes which has all splits of a work.
 //
 // A warp folds some columns of a strip, 16 rows, of one such work, so that all multiprocessors share it. A lane brings its own numbers of
 // all states to shared memory at once, and reads them there itself.
@@ -9,7 +9,8 @@
 //
 // Who changes lengths while blocks of the launch before look at them tears it: a share does not begin where the one before ends.
 
-#include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Score, Softmax, Store, Launch, SplitFold
+#include "config.cuh"  // rendered: cfg, Args, and the options Element, Rows, Score, Softmax, Store, Launch
+#include "ptx/cp_async.cuh"
 #include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
 #include "tile/softmax.cuh"
@@ -17,11 +18,13 @@
 #include "variant/interfaces.cuh"
 
 constexpr int columns = 2;  // a fragment's blocks that a warp folds
+constexpr int states = 16;  // brought at once
 constexpr int warps = cfg::threads / 32;
 static_assert(blocks % columns == 0 && cfg::most_blocks <= cfg::threads);
 
+struct State { float4 o[columns][32], stats[32]; };
 struct Smem {
-    SplitFold::Room<columns> room[warps];
+    State state[warps][states];
     u32 cut[warps];          // bits: at which borders works are cut
     i32 border[cfg::threads];  // these, in order
 };
@@ -31,7 +34,6 @@ template struct ScoreOption<Score>;
 template struct SumOption<Softmax>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
-template struct StatesFoldOption<SplitFold, columns>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, Launch::uses_pdl};
 
@@ -47,12 +49,11 @@ struct StoreColumns : Store {
     }
 };
 
-__device__ void fold(const Args& args, SplitFold::Room<columns>& room, i32 border, i32 strip, i32 block) {
+__device__ void fold(const Args& args, State (&state)[states], i32 border, i32 strip, i32 block) {
     const Left& left = args.left[border];
     if (strip * 16 >= left.rows) return;
     const WorkTile work{left.batch, left.head, left.q_begin, 0};
-    const i32 lane = threadIdx.x % 32;
-    const SplitFold::Pieces pieces(args, left, border);
+    const i32 lane = threadIdx.x % 32, owned = left.owned, count = max(1, 1 + left.splits - owned);  // fewer where lengths were torn
     const Rows rows(args, work.batch);
     const float scale_log2 = Score(args, rows, work).scale_log2;
     StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + lane / 4, {}};
@@ -60,7 +61,34 @@ __device__ void fold(const Args& args, SplitFold::Room<columns>& room, i32 borde
     float sum[4 * columns];
 #pragma unroll
     for (float& x : sum) x = -0.f;  // to which -0 may be added
-    SplitFold::fold_states<columns>(args, room, pieces, border, strip, block, lane, scale_log2, found, sum, [&] { store.find(); });
+#pragma unroll 1
+    for (i32 first = 0; first < count; first += states) {
+        const i32 here = min(states, count - first);
+#pragma unroll 1
+        for (i32 i = 0; i < here; ++i) {
+            const float4* const from = state_at(args, border, first + i ? owned - 1 + first + i : 0, strip);
+            ptx::cp_async(ptx::smem_address(&state[i].stats[lane]), from + blocks * 32 + lane / 4);
+#pragma unroll
+            for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&state[i].o[c][lane]), from + (block + c) * 32 + lane);
+        }
+        ptx::cp_async_commit();
+        if (first == 0) store.find();  // while states are on their way
+        ptx::cp_async_wait<0>();
+        if (first == 0) found.set(state[0].stats[lane]), found.sum[0] = found.sum[1] = -0.f;  // nothing yet, by a factor of 1
+#pragma unroll 2
+        for (i32 i = 0; i < here; ++i) {
+            MaxSum next;
+            next.set(state[i].stats[lane]);
+            const Factors by = found.factors(next, scale_log2);
+            found.fold(next, by);
+#pragma unroll
+            for (int c = 0; c < columns; ++c) {
+                const float4 x = state[i].o[c][lane];
+                sum[4 * c] = by.fold(sum[4 * c], x.x, 0), sum[4 * c + 1] = by.fold(sum[4 * c + 1], x.y, 0);
+                sum[4 * c + 2] = by.fold(sum[4 * c + 2], x.z, 1), sum[4 * c + 3] = by.fold(sum[4 * c + 3], x.w, 1);
+            }
+        }
+    }
     store_strip(store, args, rows, work, store.first, found, sum, scale_log2);
 }
 
@@ -87,7 +115,7 @@ extern "C" __global__ __launch_bounds__(cfg::threads, 1) void attn_decode_fold(c
     const i32 warp = threadIdx.x / 32, chunks = blocks / columns, each = args.strips * chunks, units = list_cut(args, smem) * each;
 #pragma unroll 1
     for (i32 unit = warp * gridDim.x + blockIdx.x; unit < units; unit += gridDim.x * warps)  // neighbours go to other multiprocessors
-        fold(args, smem.room[warp], smem.border[unit / each], unit % each / chunks, unit % each % chunks * columns);
+        fold(args, smem.state[warp], smem.border[unit / each], unit % each / chunks, unit % each % chunks * columns);
     const i32 border = blockIdx.x + 1 < gridDim.x ? args.borders : i32(threadIdx.x);  // one block looks
     if (border < args.borders && args.left[border].end != args.left[border + 1].begin) atomicOr(args.violations, violated::torn);
 }

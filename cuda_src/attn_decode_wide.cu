@@ -13,14 +13,13 @@
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V, which TMA brings (bytes)
 //   the option Order may have named barriers between the consumers
 //
-// SplitFold says in which order the splits of a work are folded, and so what a block folds of those that it has. What it cannot fold, as
-// others have the splits before or behind, it leaves as states at the border of the block with the work's first splits
-// (tile/cut_work.cuh). attn_decode_fold.cu folds them on: so the sums are the same wherever works are cut. Who changes lengths while
-// blocks look at them gets results that are undefined, but lie in their memory. No vote of a warp looks at a number: rows do not see
-// each other.
+// A block with the first splits of a work folds them as it goes, and leaves what they give as one state if others have the rest. Those
+// leave a state for each split, at that block's border (tile/cut_work.cuh). attn_decode_fold.cu folds them on: so the sums are the same
+// wherever works are cut. Who changes lengths while blocks look at them gets results that are undefined, but lie in their memory. No vote
+// of a warp looks at a number: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch, SplitFold
+                       // Element, Rows, Mask, Score, Softmax, Order, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/cp_async.cuh"
 #include "tile/cut_work.cuh"
 #include "tile/facts.cuh"
@@ -36,6 +35,35 @@ using QTile = Tile<cfg::tile_q, cfg::head_dim>;
 using KTile = Kv::Tile<cfg::tile_kv, cfg::head_dim>;
 using VTile = Kv::Tile<cfg::tile_kv, cfg::head_dim_v>;
 
+constexpr i32 most_early = 8;  // sequences whose lengths a block reads while the launch before still runs; more were not timed here
+
+// What has been found of a work's splits so far: the columns in shared memory, each thread's own, as registers are few.
+using Columns = float[cfg::head_dim_v / 2];
+struct Total {
+    using Board = float4[blocks][128 * cfg::consumers];
+    Board& o;
+    MaxSum stats;
+
+    __device__ float4& at(int i) const { return o[i][threadIdx.x - 128]; }
+    __device__ static float4 four(const Columns& x, int i) { return make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]); }
+    __device__ void put(const MaxSum& found, const Columns& x) {
+        stats = found;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) at(i) = four(x, i);
+    }
+    // Makes of what was found over keys that follow what was found over all so far, and keeps it.
+    __device__ void join(MaxSum& next, Columns& x, float scale_log2) {
+        const Factors by = stats.factors(next, scale_log2);
+        stats.fold(next, by), next = stats;
+#pragma unroll
+        for (int i = 0; i < blocks; ++i) {
+            const float4 sum = at(i);
+            x[4 * i] = by.fold(sum.x, x[4 * i], 0), x[4 * i + 1] = by.fold(sum.y, x[4 * i + 1], 0);
+            x[4 * i + 2] = by.fold(sum.z, x[4 * i + 2], 1), x[4 * i + 3] = by.fold(sum.w, x[4 * i + 3], 1);
+            at(i) = four(x, i);
+        }
+    }
+};
 struct Work {
     SplitRun run;
     TileRange tiles;  // of the work's rows
@@ -46,14 +74,14 @@ struct Smem {
     QTile q[cfg::q_stages];
     KTile k[cfg::stages];
     VTile v[cfg::stages];
-    SplitFold::Board total;
+    Total::Board total;
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
     ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
     ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     Work work[2];
     i32 border[2];  // at which a work's states are left
-    SeenLength seen[cfg::most_early];  // while the launch before still runs
+    SeenLength seen[most_early];
     Kv::Board board;
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
@@ -68,7 +96,6 @@ template struct PanelsKvOption<Kv, KTile, VTile>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
-template struct SplitFoldOption<SplitFold, SplitRun>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), Launch::uses_pdl};
 
@@ -96,7 +123,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         }
         if (run.is_last()) break;
         if (run.split == run.splits.begin && !run.is_whole())
-            left = {run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, SplitFold::owned(run), SplitFold::splits(run), left.begin, left.end};
+            left = {run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, run.split_end - run.split, run.splits.end - run.split, left.begin, left.end};
         if (tiles.begin < tiles.end) {
             const Kv source(args, rows, run);
             i32 found = source.find(tiles.begin);
@@ -246,14 +273,12 @@ struct Consumer {
     }
 
     __device__ i32 strip() const { return index * 4 + lane / 32; }  // this warp's
-    __device__ void leave(float4* to, const MaxSum& found) const {
+    __device__ void leave(i32 border, i32 place, const MaxSum& found) const {
+        float4* const to = state_at(args, border, min(place, args.slots - 1), strip());
         const u32 own = lane % 32;
 #pragma unroll
-        for (int i = 0; i < blocks; ++i) to[i * 32 + own] = four(o, i);
+        for (int i = 0; i < blocks; ++i) to[i * 32 + own] = Total::four(o, i);
         if (own % 4 == 0) to[blocks * 32 + own / 4] = found.max_sum();
-    }
-    __device__ void leave(i32 border, i32 place, const MaxSum& found) const {
-        leave(state_at(args, border, min(place, args.slots - 1), strip()), found);
     }
 
     __device__ void attend(const Work& work, const i32& border) {
@@ -262,7 +287,7 @@ struct Consumer {
         const bool has_rows = strip() * 16 < work.rows;
         const Own own(args, run, run.q_begin + strip() * 16 + lane % 32 / 4);
         MaxSum found;
-        SplitFold fold{smem.total};
+        Total total{smem.total};
         smem.q_full[q.stage].wait(q.parity);
         i32 split = uniform(run.split);
         const i32 split_end = uniform(run.split_end);
@@ -273,14 +298,17 @@ struct Consumer {
             attend_split(own, softmax, {uniform(tiles.begin), uniform(tiles.full_begin), uniform(tiles.full_end), uniform(tiles.end)});
 #pragma unroll
             for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
-            fold.take(*this, run, begin, split, border, has_rows, found, own.score.scale_log2);
+            if (run.split > begin) {
+                if (has_rows) leave(border, split - begin, found);
+            } else if (split == begin) total.put(found, o);
+            else total.join(found, o, own.score.scale_log2);
         } while (++split < split_end);
         __syncwarp();
         release(smem.q_empty[q.stage]);
         q.advance();
         if (!has_rows) return;
         if (run.is_whole()) store_strip(Store(args, own.rows, run), args, own.rows, run, own.row, found, o, own.score.scale_log2);
-        else SplitFold::end(*this, run, begin, border, found);
+        else if (run.split == begin) leave(border, 0, found);
     }
 };
 
@@ -314,7 +342,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     }
     if (threadIdx.x < 32) Rows::prefetch(args);
     __syncthreads();
-    bool early = Launch::uses_pdl && threadIdx.x < 32 && args.batches <= cfg::most_early;
+    bool early = Launch::uses_pdl && threadIdx.x < 32 && args.batches <= most_early;
     if (!early) {
         Launch::wait();
         Launch::launch_dependents();

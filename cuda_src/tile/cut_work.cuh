@@ -5,10 +5,6 @@
 
 constexpr int blocks = cfg::head_dim_v / 8;  // of a fragment's columns
 
-// What a thread of attn_decode_wide.cu has of its two rows, and four numbers of it.
-using Columns = float[cfg::head_dim_v / 2];
-__device__ inline float4 four(const Columns& x, int i) { return make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]); }
-
 // Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums. The
 // args.slots places at the border behind a block are for the states of its cut work: the one of its own splits, then one for each split
 // of other blocks, whose number in the work is the place.

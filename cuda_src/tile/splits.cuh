@@ -9,6 +9,13 @@ constexpr i32 split_group = 8, tile_kv_log2 = cfg::tile_kv == 64 ? 6 : 5;
 constexpr i32 behind_all = (1 << 30) / cfg::tile_kv;  // a key tile that no sequence has
 static_assert(1 << tile_kv_log2 == cfg::tile_kv);
 
+// The fewest keys of a split; half as many of sequences above args.long_keys, where a kernel has it.
+template <class A>
+__device__ inline i32 fewest_keys_log2(const A& args, i32 kv_len) {
+    if constexpr (requires { args.long_keys; }) return args.split_keys_log2 - (kv_len > args.long_keys);
+    else return args.split_keys_log2;
+}
+
 struct Splits {
     i32 shift;        // a split has 1 << shift key tiles
     i32 first, last;  // key tiles that the sequence visits: [first, last)
@@ -17,7 +24,7 @@ struct Splits {
     Splits() = default;
     __device__ Splits(const Args& args, i32 kv_len, TileRange visited) : first(visited.begin), last(max(visited.begin, visited.end)) {
         const i32 least = (kv_len + (1 << args.most_splits_log2) - 1) >> args.most_splits_log2;
-        shift = max(args.split_keys_log2, least > 1 ? 32 - __clz(least - 1) : 0) - tile_kv_log2;
+        shift = max(fewest_keys_log2(args, kv_len), least > 1 ? 32 - __clz(least - 1) : 0) - tile_kv_log2;
         begin = first >> shift, end = max(begin + 1, split_after(last));
     }
     // The first split that begins at a tile or after it.

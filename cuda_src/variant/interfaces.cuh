@@ -242,15 +242,6 @@ template <class P> struct PartsOption : Given {
 template <class L> struct LaunchOption {
     static_assert(requires { bool(L::uses_pdl), L::wait(), L::launch_dependents(); }, "Launch: uses_pdl, wait(), launch_dependents()");
 };
-// split fold: in which order the splits of a work are folded. What a block needs that finds them ...
-template <class F, class SplitRun> struct SplitFoldOption {
-    static_assert(sizeof(typename F::Board), "SplitFold: Board: a block's shared memory for it");
-    static_assert(requires(const SplitRun& run) { i32(F::owned(run)), i32(F::splits(run)); }, "SplitFold: owned(run), splits(run): of a work that is cut");
-};
-// ... and a warp of the launch that folds states.
-template <class F, int columns> struct StatesFoldOption {
-    static_assert(sizeof(typename F::template Room<columns>), "SplitFold: Room<columns>: a warp's shared memory for it");
-};
 // element: number formats. Element is that of the operands of products, and its Number what is computed in; QElement is that of q and
 // dq, KvElement of k, v, dk and dv, OElement of o and do. For tensor cores (ptx/mma.cuh) ...
 template <class E> struct ElementOption {

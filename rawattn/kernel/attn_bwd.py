@@ -186,7 +186,7 @@ def later_configs_of(op: Forward) -> list[AttnBwdConfig]:
     return [dataclasses.replace(config, producer_registers=producer, consumer_registers=consumer)]
 
 
-def is_plain(op: Forward) -> bool:
+def _is_plain(op: Forward) -> bool:
     """Says whether nothing changes weights and scores, and tiles lie side by side."""
     return op.has_plain_score and not op.spec.dropout and not lists(op.mask)
 
@@ -296,7 +296,7 @@ class AttnBwd(BackwardKernel):
         forward = op.forward
         if (columns := forward.head_dim + forward.head_dim_v) > WIDEST_PAIR:
             reasons.append(f"head_dim and head_dim_v are {columns} together; it takes up to {WIDEST_PAIR}")
-        if forward.widest > WIDEST and not is_plain(forward):
+        if forward.widest > WIDEST and not _is_plain(forward):
             reasons.append(
                 f"with heads above {WIDEST} columns it takes no list of tiles, and weights and scores that nothing changes"
             )
@@ -423,22 +423,6 @@ class AttnBwd(BackwardKernel):
         kinds = attn_bwd_works.kinds(op, config)
         return tuple(program for kind in kinds for program in super(AttnBwd, self).programs(op, kind, device))
 
-    def render_main(self, ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
-        """The source and the fields of the main launch."""
-        shares = _shares_panel(config)
-        of_dq = (("DqMma", 64), ("DqHalfMma", config.dq_columns - 64)) if shares else (("DqMma", config.dq_columns),)
-        products = [
-            wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
-            wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
-            wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
-            wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
-            *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
-        ]
-        own = {"Elements": elements, "StepOrder": ORDERS[config.order][0]}
-        own |= {"DqShare": gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels()}
-        own |= {"Steps": gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask))}
-        return render("attn_bwd.cu", op, config, arch, products, {"DsStore": ds} | own)
-
     def resolved(self, op: Backward, config: AttnBwdConfig, device: Device) -> AttnBwdConfig:
         """The configuration with what sizes suggest where it says nothing: sums of dq, parts of heads, walk and direction."""
         return attn_bwd_works.resolved(op, config, device.sm_count)
@@ -452,10 +436,10 @@ class AttnBwd(BackwardKernel):
         grid = min(device.sm_count, works * parts) if forward.total_kv else 0
         kv_values |= attn_bwd_works.values(forward, config, device.sm_count, grid)
         launches = attn_bwd_captured.cleared_for_ds(self, op, device, config.gradient) if config.gradient else []
-        main = functools.partial(self.render_main, _choose_ds_store(op, config), _choose_elements(op, config))
+        main = functools.partial(_render_main, _choose_ds_store(op, config), _choose_elements(op, config))
         several = {name: min(getattr(config, name), 2) for name in ("dq_sums", "query_parts", "bundle")} | {"heads_together": 0}
         of_source = dataclasses.replace(group.source_of(config), **several)
-        launches += [self.launch(op, of_source, device, self.name, kv_values, grid, main)]
+        launches += [self.launch(op, of_source, device, "attn_bwd", kv_values, grid, main)]
         launches += self.add_parts(op, parts, device)
         if config.store != "final" and forward.total_q:
             chains = config.dq_chains if config.store == "ordered" else 0
@@ -474,15 +458,21 @@ class AttnBwd(BackwardKernel):
         return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
 
 
-def render(
-    file: str, op: Forward, config: AttnBwdConfig, arch: str, products: list[str], own: dict[str, Option]
-) -> tuple[Source, Fields]:
-    """The source and the fields of a kernel that keeps keys stationary and adds to dq; ``own`` are its other options."""
+def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     parts = numbers.pop("parts") * numbers.pop("query_parts")
     del numbers["dq_sums"], numbers["bundle"], numbers["heads_together"]
     constants = {**numbers, "tile_kv": config.tile_kv, "q_block": config.tile_q}
     constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    shares = _shares_panel(config)
+    of_dq = (("DqMma", 64), ("DqHalfMma", config.dq_columns - 64)) if shares else (("DqMma", config.dq_columns),)
+    products = [
+        wgmma("SMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False, negate=op.scale < 0),
+        wgmma("DpMma", op.element, config.tile_q, a_in_registers=False, b_by_rows=False),
+        wgmma("DvMma", op.element, op.head_dim_v, a_in_registers=True, b_by_rows=True),
+        wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
+        *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
+    ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
     rotated, of_part = config.walk == "rotated", config.query_parts > 1
     if of_part:
@@ -495,11 +485,14 @@ def render(
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=_weight_of(op), **backward.dkv_rows(parts),
         Scheduler=plan, Turn=RotatedTurn() if rotated else backward.turn(op), Walk=walk,
-        DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], **own,
+        DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
+        StepOrder=ORDERS[config.order][0],
+        DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
+        Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
-    return backward.rendered(file, constants, fields, products, every, arch)
+    return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
 
 
 ATTN_BWD = AttnBwd()

@@ -23,7 +23,6 @@ MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them 
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
 MOST_BLOCKS = 256  # that have a counter each
-MOST_EARLY = 128  # sequences for whose lengths a block has room in any configuration
 MOST_BYTES = 20_000_000  # of the states of splits, on a stream
 _START = {1: 9e-6, 2: 14e-6}  # seconds, by m_tiles; fitted to timings on an H200 (perf/notes/attn_decode.md)
 
@@ -41,7 +40,6 @@ class AttnDecodeConfig:
     cp_async: bool = False  # whether warps copy the pages, in place of TMA
     producers: int = 1  # warps that copy; TMA needs one
     q_tiles: int = 2  # with two a producer loads Q of the next work ahead
-    most_early: int = 32  # sequences, up to which lengths are read while the launch before runs: 1 to 2 us at 16 of them
 
     @property
     def tile_q(self) -> int:
@@ -195,9 +193,8 @@ class AttnDecode(Kernel[AttentionKVCache]):
             return f"producers is {config.producers}; it must be 1, or 2 or 4 where cp_async"
         if config.q_tiles not in (1, 2):
             return f"q_tiles is {config.q_tiles}; it must be 1 or 2"
-        if config.stages < 2 or not 0 <= config.most_early <= MOST_EARLY:
-            numbers = f"stages is {config.stages} and most_early {config.most_early}"
-            return f"{numbers}; they must be at least 2, and up to {MOST_EARLY}"
+        if config.stages < 2:
+            return f"stages is {config.stages}; it must be at least 2"
         return tiling.too_much_smem(smem_bytes(op, config), 1, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeConfig]:

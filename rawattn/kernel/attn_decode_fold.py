@@ -10,8 +10,8 @@ from ..variant.field import Fields
 from .render import config_header, source
 
 NAME, FILE = "attn_decode_fold", "attn_decode_fold.cu"
-AXES = ("Element", "Rows", "Score", "Softmax", "Store", "Launch", "SplitFold")
-CONSTANTS = ("tile_q", "tile_kv", "m_tiles_per_warp", "head_dim_v", "most_blocks", "consumers", "kept_levels")
+AXES = ("Element", "Rows", "Score", "Softmax", "Store", "Launch")
+CONSTANTS = ("tile_q", "tile_kv", "m_tiles_per_warp", "head_dim_v", "most_blocks")
 THREADS = 256
 LEFT_BYTES = 64  # of what each block says of its share
 

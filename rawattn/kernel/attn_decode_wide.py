@@ -13,7 +13,7 @@ from ..variant import Option, kv, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, Scratch, View, Violations
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
-from .attn_decode import MOST_BLOCKS, MOST_EARLY, MOST_ROWS, ceil_div, is_wide, most_rows
+from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
@@ -25,8 +25,6 @@ FILE = "attn_decode_wide.cu"
 LEAST_KEYS = 512  # of a split: a state of 64 rows is an eighth of these at head_dim 128
 MOST_SPLITS = 32
 MOST_BYTES = 150_000_000  # of what blocks leave, on a stream: states of splits, besides LEFT_BYTES of each
-FOLDS: dict[str, Option] = {"chain": scheduler.ChainFold(), "tree": scheduler.TreeFold()}  # in which order splits are folded
-TREE_LEVELS = 5  # of up to MOST_SPLITS
 _START, _FOLD = 8e-6, 2e-6  # seconds; guessed
 
 
@@ -38,10 +36,6 @@ class AttnDecodeWideConfig:
     tile_kv: int = 64
     stages: int = 4  # of the rings of K and V
     q_stages: int = 1
-    fold: str = "chain"  # of FOLDS
-    kept_levels: int = 1  # of a tree, whose states lie in shared memory
-    most_early: int = 8  # sequences, up to which lengths are read while the launch before runs; more were not timed
-    once: bool = False  # whether L2 gives keys and values away before what blocks leave
 
     @property
     def consumers(self) -> int:
@@ -58,9 +52,7 @@ def smem_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
     """Shared memory of a block, at most."""
     rows = config.stages * config.tile_kv
     tiles = 128 * (config.q_stages * config.tile_q * panels(op.head_dim) + rows * (panels(op.head_dim) + panels(op.head_dim_v)))
-    sums = config.kept_levels * config.tile_q * (4 * op.head_dim_v + 8 * (config.fold == "tree"))  # with maxima and sums by quads
-    seen = (config.most_early - 8) * (12 + 4 * (op.kv_begin + op.causal_each))  # 1024 bytes have room for eight
-    return tiles + sums + seen + 16 * (config.q_stages + 2 * config.stages) + 1024
+    return tiles + 4 * config.tile_q * op.head_dim_v + 16 * (config.q_stages + 2 * config.stages) + 1024  # ... and totals
 
 
 def registers(config: AttnDecodeWideConfig) -> tuple[int, int]:
@@ -93,9 +85,13 @@ def state_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig) -> int:
 
 
 def partials_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig, grid: int) -> int:
-    """Bytes of the states at all borders between blocks, and of those that blocks of a tree keep there for themselves."""
-    kept = grid * (TREE_LEVELS - config.kept_levels) if config.fold == "tree" else 0
-    return (max(1, grid - 1) * slots(op) + kept) * state_bytes(op, config)
+    """Bytes of the states at all borders between blocks."""
+    return max(1, grid - 1) * slots(op) * state_bytes(op, config)
+
+
+def is_read_once(op: AttentionKVCache, config: AttnDecodeWideConfig) -> bool:
+    """Says whether one tile of rows reads a key, so that L2 gives it away before the states that blocks leave."""
+    return most_rows(op) <= config.tile_q and kv_kind(op, config) is not kv.PagedBoxesKv
 
 
 SHARED = (  # with the launch that folds
@@ -146,21 +142,15 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64 or 128, and 32 or 64"
         if config.tile_q == 128 and op.head_dim_v > 160:
             return f"tile_q is 128; it must be 64 where head_dim_v is {op.head_dim_v}"
-        if not 1 <= config.most_early <= MOST_EARLY:
-            return f"most_early is {config.most_early}; it must be from 1 to {MOST_EARLY}"
         if config.stages < 2 or config.q_stages not in (1, 2):
             return f"stages is {config.stages} and q_stages {config.q_stages}; they must be at least 2, and 1 or 2"
-        if config.fold not in FOLDS or not 1 <= config.kept_levels <= (TREE_LEVELS if config.fold == "tree" else 1):
-            kept = f"kept_levels {config.kept_levels}"
-            return f"fold is {config.fold!r} and {kept}; they must be of {[*FOLDS]}, and 1, or up to {TREE_LEVELS} of a tree"
-        if config.once and kv_kind(op, config) is kv.PagedBoxesKv:
-            return "once is True; it needs pages of 64 keys or more here"
         return tiling.too_large_block(smem_bytes(op, config), device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnDecodeWideConfig]:
         """The configuration with as many stages as fit, up to ten, and a second tile of Q where it leaves the ring four;
-        shorter key tiles where not even three fit."""
-        tile_q = 128 if most_rows(op) > 64 and op.head_dim_v <= 160 else 64
+        shorter key tiles where not even three fit. More than 64 rows are two tiles where blocks would be without work."""
+        works = op.batch * op.kv_heads * slots(op)
+        tile_q = 128 if most_rows(op) > 64 and op.head_dim_v <= 160 and 2 * works > device.sm_count else 64
         fewest = ((64, 2, 4), (64, 1, 3), (32, 1, 2))  # tile_kv, q_stages and the fewest stages, the best first
         rings = [AttnDecodeWideConfig(tile_q, kv, n, q) for kv, q, least in fewest for n in range(10, least - 1, -1)]
         return [config for config in rings if self.legal(config, op, device) is None][:1]
@@ -187,14 +177,13 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
-            "SplitFold": FOLDS[config.fold],
         }
 
     def fields(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         keys = pools(op, config)
         common = (
-            *([each._replace(ctype="TmaPageRowsOnce") for each in keys] if config.once else keys),
+            *([each._replace(ctype="TmaPageRowsOnce") for each in keys] if is_read_once(op, config) else keys),
             Field("q", "StridedTensor", View("q")),
             *SHARED,
             Field("heads_per_kv", "i32"),
@@ -205,8 +194,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
     def constants(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, int]:
         """The compile-time numbers."""
         producer, consumer = registers(config)
-        numbers = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("fold", "once")}
-        constants = {**numbers, "consumers": config.consumers, "m_tiles_per_warp": 1}
+        constants = {**dataclasses.asdict(config), "consumers": config.consumers, "m_tiles_per_warp": 1}
         constants |= {"producer_registers": producer, "consumer_registers": consumer, "head_dim": op.head_dim}
         return constants | {"head_dim_v": op.head_dim_v, "most_blocks": MOST_BLOCKS}
 
@@ -248,7 +236,16 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         computed."""
         if not op.total_q * op.batch:
             return Program(())
-        options = op.form, page_rows(op, config), kv_kind(op, config), op.ragged, op.sinks, op.scale < 0, op.spec.kind
+        options = (
+            op.form,
+            page_rows(op, config),
+            kv_kind(op, config),
+            op.ragged,
+            op.sinks,
+            op.scale < 0,
+            op.spec.kind,
+            is_read_once(op, config),
+        )
         key = (op.element, *paging.arrays_of(op), op.head_dim, op.head_dim_v, *options, config, device.arch)
         rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config, device.arch)))
         grid = self.grid(op, config, device)

@@ -61,13 +61,19 @@ def rows_that_matter(op: AttentionKVCache) -> int:
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Up to 64
-    rows a block waits for memory, and has time to fold; of more, each border costs time (perf/notes/attn_mla.md)."""
+    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, and sequences up to ``long_keys`` have
+    few (perf/notes/attn_mla.md)."""
     if is_even(op):
         return TILE_KV, 1 << 30
     rows = rows_that_matter(op)
-    keys, most = 512 if rows <= TILE_ROWS else 2048, 64 if rows <= 16 else 32 if rows <= 32 else 16
+    keys, most = 512 if rows <= TILE_ROWS else 4096, 64 if rows <= 16 else 32 if rows <= 32 else 16
     most = 16 if op.spec.invariant else most  # whatever the most rows are, states of all splits have room
     return (min(op.split_keys, LONGEST + 1) if op.split_keys > 0 else keys), most
+
+
+def long_keys(op: AttentionKVCache) -> int:
+    """The keys above which splits of a sequence are half as long."""
+    return 16384 if op.split_keys == 0 and rows_that_matter(op) > TILE_ROWS else LONGEST
 
 
 def slots(op: AttentionKVCache) -> int:
@@ -75,7 +81,7 @@ def slots(op: AttentionKVCache) -> int:
     if is_even(op):
         return 2
     keys, most = split_rule(op)
-    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1))
+    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1 - (op.kv_len > long_keys(op))))
 
 
 def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
@@ -185,7 +191,7 @@ class AttnMla(Kernel[AttentionKVCache]):
     def constants(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, int]:
         """The compile-time numbers."""
         sizes = {"tile_q": config.tile_q, "tile_kv": TILE_KV, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM_V}
-        of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS, "consumers": config.members, "kept_levels": 1}
+        of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS}
         return {**dataclasses.asdict(config), **sizes, **REGISTERS, **of_fold}
 
     def render(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Source:
@@ -201,7 +207,7 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
-        options = self.options(op, config, arch) | {"SplitFold": scheduler.ChainFold()}
+        options = self.options(op, config, arch)
         return attn_decode_fold.source_and_fields(options, SHARED, self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, float]:
@@ -209,7 +215,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         values: dict[str, float] = {"scale": abs(op.scale), "heads": op.kv_heads, "pack_gqa_heads": op.heads_per_kv}
         values |= paging.values(op) | {"slots": slots(op), "strips": strips(op, config)}
         keys, most = split_rule(op)
-        values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1}
+        values |= {"split_keys_log2": keys.bit_length() - 1, "most_splits_log2": most.bit_length() - 1, "long_keys": long_keys(op)}
         return values | op.mask.values | op.score.values
 
     def shares(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> int:

@@ -14,7 +14,6 @@ from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
 from ..kernel.append import APPEND
 from ..kernel.attn_bwd import ATTN_BWD
-from ..kernel.attn_bwd_columns import ATTN_BWD_COLUMNS
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
 from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -37,9 +36,7 @@ from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Op
 from ..operation.operand import PLAIN
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
-KERNELS_BACKWARD: tuple[Any, ...] = (
-    ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_COLUMNS, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD,
-)  # fmt: skip
+KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
     Combine: (COMBINE, CPU_COMBINE),

@@ -101,9 +101,14 @@ class StreamKScheduler(Option):
 
 @dataclasses.dataclass(frozen=True)
 class StreamK(StreamKScheduler):
-    """The same for ``members`` blocks that have each share together, rows of their own."""
+    """The same for ``members`` blocks that have each share together, rows of their own; splits of sequences above ``long_keys``
+    have half as many keys."""
 
     members: int = 1
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, Field("long_keys", "i32"))
 
     @property
     def cuda_type(self) -> str:
@@ -188,18 +193,6 @@ class KvBundles(KvScheduler):
     @property
     def fields(self) -> Fields:
         return (*self.numbers, Field("bundle_works", "i32"))
-
-
-class ChainFold(Option):
-    """Splits of a work's keys are folded from left to right."""
-
-    source: ClassVar[str] = "variant/split_fold/chain.cuh"
-
-
-class TreeFold(Option):
-    """Splits of a work's keys are folded as a binary tree by their numbers: a block leaves few states of those that it has."""
-
-    source: ClassVar[str] = "variant/split_fold/tree.cuh"
 
 
 class PingPong(Option):

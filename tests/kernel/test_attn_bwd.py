@@ -19,7 +19,6 @@ from rawattn.driver import context
 from rawattn.driver.device import TYPICAL, Device
 from rawattn.kernel import attn_bwd_mma
 from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig, config_of
-from rawattn.kernel.attn_bwd_columns import ATTN_BWD_COLUMNS
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
@@ -155,7 +154,6 @@ def test_head_dims(kernel: Any, case: Case, dlse: bool) -> None:
             (ATTN_BWD, "bf16", 64),
             (ATTN_BWD, "fp16", 128),
             (ATTN_BWD_PAIR, "bf16", 256),
-            (ATTN_BWD_COLUMNS, "bf16", 192),
             (ATTN_BWD_MMA, "bf16", 64),
             (ATTN_BWD_MMA, "fp16", 128),
             (ATTN_BWD_MMA, "bf16", 256),
@@ -171,7 +169,7 @@ def test_masks_and_lengths(kernel: Any, case: Case, dlse: bool) -> None:
 
 @listed(
     (kernel, Case("bf16", batch, 170, 300, heads, kv_heads, size, size, causal=True), True)
-    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD_PAIR, 192), (ATTN_BWD_COLUMNS, 184), (ATTN_BWD_MMA, 64), (ATTN_BWD_MMA, 192))
+    for kernel, size in ((ATTN_BWD, 64), (ATTN_BWD_PAIR, 192), (ATTN_BWD_MMA, 64), (ATTN_BWD_MMA, 192))
     for batch, heads, kv_heads in ((2, 4, 4), (2, 8, 2), (3, 6, 1), (1, 1, 1), (2, 40, 8), (0, 2, 2), (9, 16, 16))
 )
 def test_batches_and_heads(kernel: Any, case: Case, dlse: bool) -> None:
@@ -202,13 +200,7 @@ def test_scores_of_ones_own(kernel: Any, case: Case, dlse: bool, name: str, data
 @listed(
     (kernel, Case("bf16", heads=4, kv_heads=2, head_dim=size, head_dim_v=size, lengths=lengths, **mask), True)
     for (kernel, size), mask, lengths in itertools.product(
-        [
-            (ATTN_BWD, 64),
-            (ATTN_BWD, 128),
-            (ATTN_BWD_PAIR, 256),
-            (ATTN_BWD_COLUMNS, 192),
-            *((ATTN_BWD_MMA, size) for size in (64, 128, 256)),
-        ],
+        [(ATTN_BWD, 64), (ATTN_BWD, 128), (ATTN_BWD_PAIR, 256), *((ATTN_BWD_MMA, size) for size in (64, 128, 256))],
         [MASKS[0], MASKS[1], MASKS[3]],
         PACKED,
     )
@@ -332,7 +324,6 @@ class Narrow:
 
 
 PERSISTENT = [
-    (ATTN_BWD_COLUMNS, Case("bf16", 2, 1000, 1000, 4, 2, 192, 192, causal=True), True),
     (ATTN_BWD, Case("bf16", 2, 1000, 1000, 4, 2, 64, 64, causal=True), True),
     (ATTN_BWD, Case("bf16", 1, 2000, 2000, 8, 8, 128, 128), False),
     (ATTN_BWD_PAIR, Case("bf16", 1, 900, 1500, 4, 1, 256, 256, causal=True), False),

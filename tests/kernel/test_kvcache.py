@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn.kernel.attn_decode_wide import AttnDecodeWide, AttnDecodeWideConfig
+from rawattn.kernel.attn_decode_wide import AttnDecodeWide
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.runtime import call_cache
 from rawattn.testing import _move, _to_float64, expect
@@ -199,33 +199,6 @@ def test_tens_of_rows_against_the_reference(name: str) -> None:
     """By wgmma, few rows too."""
     case = (BY_TMA | TENS)[name]
     check(case, attend(case, kernel=WIDE))
-    assert rawattn.violations() == ()
-
-
-TREE = AttnDecodeWideConfig(64, 64, 4, 1, "tree")
-TREES = {  # of splits, in the two tiles of rows, with one level and with two in shared memory
-    f"{name}, {config}": (TENS[name], config)
-    for name, configs in (
-        ("64 rows", (TREE, of(TREE, kept_levels=2, once=True))),
-        ("256 rows", (TREE, of(TREE, tile_q=128, stages=3))),
-        ("one head", (of(TREE, once=True), of(TREE, kept_levels=2))),
-        ("ragged", (of(TREE, tile_q=128, stages=3),)),
-        ("many sequences", (of(TREE, kept_levels=3),)),
-    )
-    for config in configs
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", TREES)
-def test_trees_of_splits_against_the_reference(name: str) -> None:
-    """A sequence alone has the same bits as in the batch, wherever works are cut."""
-    case, config = TREES[name]
-    o, lse = attend(case, kernel=WIDE, config=config)
-    check(case, (o, lse))
-    alone = attend(of(case, lengths=case.lengths[:1]), kernel=WIDE, config=config)
-    if not case.ragged:
-        assert alone[0].equal(o[:1]) and alone[1].equal(lse[:1])
     assert rawattn.violations() == ()
 
 

@@ -550,18 +550,6 @@ def test_violated_bounds_are_said_and_cut() -> None:
     same(more, wanted, 2)
 
 
-def test_lengths_of_many_sequences_read_early() -> None:
-    """Two of a lane and more, while the launch before runs: the bits are those of a block that waits first."""
-    case = Case(PAGED, tuple(3 + 11 * i % 97 for i in range(70)), grid=5)
-    wanted = run(with_config(case, most_early=0))
-    for most in (69, 70, 128):
-        same(run(with_config(case, most_early=most)), wanted, 70)
-
-
-def with_config(case: Case, **changes: Any) -> Case:
-    return dataclasses.replace(case, config=dataclasses.replace(case.config, **changes))
-
-
 SHORT, LONG = (700, 3, 0, 4000), (65, 4000, 333, 10)  # lengths of sequences, before another stream changes them and after
 TORN = {
     "table": Case(PAGED, LONG, grid=7, room=4000),

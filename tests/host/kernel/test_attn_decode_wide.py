@@ -34,7 +34,6 @@ from tests.host.kernel import test_attn_fwd_kvcache as many
 HOPPER = TYPICAL["sm_90a"]
 AROUND, SEAL = 1 << 14, 0x7FC0FFEE  # words on either side of the states of splits, all a NaN of their own
 ONE, TWO = AttnDecodeWideConfig(64, 64, 3, 2), AttnDecodeWideConfig(128, 64, 2, 1)
-TREES = tuple(dataclasses.replace(config, fold="tree", kept_levels=n) for config, n in ((ONE, 1), (TWO, 1), (ONE, 2)))
 LENGTHS = ((8, 2500), (8, 0), (8, 65), (8, 1), (8, 1100))
 SAME = Cached(LENGTHS, page_size=16, dtype="bf16", heads=8, kv_heads=2, head_dim=32, head_dim_v=32, whole=True, ragged=False)
 RAGGED = dataclasses.replace(SAME, ragged=True, lengths=((31, 2300), (0, 7), (3, 2200), (17, 40), (1, 0), (5, 3)))
@@ -63,9 +62,7 @@ class Runner:
             slots, strips, borders = numbers
             if not folds and (slots > 1 or options.get("split") == "even") and borders:
                 return  # the fold comes, too
-            is_tree = isinstance(config, AttnDecodeWideConfig) and config.fold == "tree"
-            own = main.grid * (attn_decode_wide.TREE_LEVELS - config.kept_levels) if is_tree else 0
-            words = (max(1, borders) * slots + own) * strips * (16 * case.head_dim_v + 32)
+            words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)
 
             def some(blocks: Any, which: Any = main, **pointers: int) -> None:
@@ -126,15 +123,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "causal for some": (of(RAGGED, causal=(0, 1, 1, 0, 1, 0), window=(None, 1)), ONE, 5),
     "window in one tile": (of(SAME, window=(5, 0), sinks=True), ONE, 5),
 }
-CASES |= {
-    "tree": (of(SAME, form="dense", page_size=2501, window=(1700, 0)), of(TREES[0], once=True), 6),
-    "lengths of many read early": (
-        of(SAME, lengths=tuple((2, 30 * i) for i in range(12)), page_size=64),
-        of(ONE, most_early=16),
-        5,
-    ),
-    "tree, ragged, two warpgroups": (of(RAGGED, page_size=64, sinks=True, softcap=5.0), TREES[1], 7),
-}
 SLOW = ("pages of 8", "small pages of 192 and 128", "columns 192", "causal for some", "end to end")
 
 
@@ -158,31 +146,6 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
     same(run(case, TWO, 3), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
-
-
-@pytest.mark.parametrize("window", [None, (2100, 0)], ids=["all", "window"])
-def test_bits_of_a_tree_follow_from_the_sequence(window: Any, run: Runner) -> None:
-    """Where works are cut, which levels lie in shared memory, and how many rows a work has makes no difference; a window leaves a
-    tree without its first splits."""
-    case = of(SAME, lengths=((8, 4500), (8, 7), (8, 2300)), page_size=64, window=window)
-    wanted = run.check(case, TREES[0], 1, split=128)
-    for grid in (2, 3, 5, 11, 40):
-        same(run.check(case, TREES[0], grid, split=128), wanted)
-    same(run(case, TREES[0], 7, order=lambda n: range(n)[::-1], split=128), wanted)
-    for config, grid in ((TREES[1], 1), (TREES[1], 6), (TREES[2], 2), (of(ONE, fold="tree", kept_levels=4), 3)):
-        same(run.check(case, config, grid, split=128), wanted)
-    alone = of(case, lengths=case.lengths[:1])
-    o, lse, _ = run(alone, TREES[0], 13, split=128)
-    assert o.equal(wanted[0][:1]) and lse.equal(wanted[1][:1])
-
-
-@pytest.mark.parametrize("splits", [2, 3, 5, 7, 8, 12, 16, 31])
-def test_a_tree_leaves_few_states(splits: int, run: Runner) -> None:
-    """An aligned share is one node. Of the sums of few rows each is that of the definition, wherever a sequence ends."""
-    case = of(SAME, lengths=((2, 64 * splits - 5),), page_size=64, heads=2, kv_heads=1)
-    wanted = run.check(case, TREES[0], 1, split=64)
-    for grid in (2, 3, 4, 6):
-        same(run.check(case, TREES[grid % 3], grid, split=64), wanted)
 
 
 def test_more_states_than_a_fold_brings_at_once(run: Runner) -> None:
@@ -272,10 +235,9 @@ SHORT, LONG = (700, 3, 0, 4000), (65, 4000, 333, 10)  # lengths of sequences, be
 TORN = of(SAME, lengths=tuple((8, n) for n in LONG), form="dense", page_size=4001)
 
 
-@pytest.mark.parametrize("config", [ONE, TREES[0]], ids=["chain", "tree"])
-def test_torn_lengths_are_said_and_mended(config: AttnDecodeWideConfig, run: Runner) -> None:
+def test_torn_lengths_are_said_and_mended(run: Runner) -> None:
     """Some blocks of a launch see other lengths than others. The next launch is right, whatever that has left."""
-    said, wanted = 0, run(TORN, config, 7)
+    said, wanted = 0, run(TORN, ONE, 7)
     assert wanted[2] == 0
 
     def tear(others: Any, first: int, grid: int, some: Any, kv_lens: int) -> None:
@@ -285,7 +247,7 @@ def test_torn_lengths_are_said_and_mended(config: AttnDecodeWideConfig, run: Run
         some(range(0), kv_lens=kv_lens)
 
     for others, first in itertools.product((SHORT, (0,) * 4), (1, 3, 4, 6)):
-        found = run(TORN, config, 7, tear=functools.partial(tear, others, first))
+        found = run(TORN, ONE, 7, tear=functools.partial(tear, others, first))
         same(found, wanted)
         said += found[2] >> 6
         assert found[2] in (0, 64)
@@ -345,18 +307,6 @@ def test_no_spills(q_len: int, sizes: tuple[int, ...]) -> None:
             assert binary.spill_bytes == 0 and not binary.advisories, (name, source.name)
 
 
-@pytest.mark.parametrize("config", [of(TREES[0], stages=5), of(TREES[2], stages=4, q_stages=1), of(TREES[1], stages=4)], ids=str)
-def test_trees_spill_nothing(config: AttnDecodeWideConfig) -> None:
-    op = op_of(config.tile_q // 4, page=0)
-    for config_of in (config, of(config, once=True)):
-        for source in (
-            ATTN_DECODE_WIDE.render(op, config_of, "sm_90a"),
-            ATTN_DECODE_WIDE.render_fold(op, config_of, "sm_90a")[0],
-        ):
-            binary = compiler.compile(source)
-            assert binary.spill_bytes == 0 and not binary.advisories, source.name
-
-
 def test_configurations() -> None:
     """As much of the ring as fits; 128 rows at once where there are more than 64, but of wide heads."""
     for op, wanted in (
@@ -371,21 +321,15 @@ def test_configurations() -> None:
         ({"tile_kv": 128}, "tile_kv 128"),
         ({"stages": 1}, "stages is 1"),
         ({"stages": 9}, "bytes of shared memory"),
-        ({"fold": "row"}, "fold is 'row'"),
-        ({"kept_levels": 2}, "kept_levels 2"),
-        ({"fold": "tree", "kept_levels": 6}, "kept_levels 6"),
-        ({"once": True}, "once is True"),
-        ({"most_early": 200}, "most_early is 200"),
     ):
         assert said in str(ATTN_DECODE_WIDE.legal(AttnDecodeWideConfig(**config), op_of(), HOPPER))
     assert "it must be 64" in str(ATTN_DECODE_WIDE.legal(TWO, op_of(32, 192), HOPPER))
 
 
-@pytest.mark.parametrize("tree", [{}, {"fold": "tree", "stages": 3}], ids=["chain", "tree"])
 @pytest.mark.parametrize("op", [op_of(8, 80), op_of(32, 192, 128)], ids=["80", "192 and 128"])
-def test_smem_of_configurations(op: AttentionKVCache, tree: dict[str, Any], tmp_path: pathlib.Path) -> None:
+def test_smem_of_configurations(op: AttentionKVCache, tmp_path: pathlib.Path) -> None:
     """The host expects the bytes that the kernel says, or a little more."""
-    config = of(ATTN_DECODE_WIDE.candidates(op, HOPPER)[0], **tree)
+    config, *_ = ATTN_DECODE_WIDE.candidates(op, HOPPER)
     source = ATTN_DECODE_WIDE.render(op, config, "sm_90a")
     facts = ctypes.c_uint32.in_dll(emulator.library(source, tmp_path), "facts")
     assert 0 <= attn_decode_wide.smem_bytes(op, config) - facts.value < 1024

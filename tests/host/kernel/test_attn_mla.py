@@ -253,9 +253,9 @@ RULES = (  # queries, heads, invariant, and the binary logarithms of the fewest 
     (1, 16, False, (9, 6)),
     (2, 16, False, (9, 5)),
     (1, 64, False, (9, 4)),
-    (5, 16, False, (11, 4)),
+    (5, 16, False, (12, 4)),
     (5, 16, True, (9, 4)),
-    (1, 128, True, (11, 4)),
+    (1, 128, True, (12, 4)),
 )
 
 
@@ -266,6 +266,18 @@ def test_keys_of_a_split() -> None:
             op = op_of(q_len, heads, batch=batch, invariant=invariant)
             values = ATTN_MLA.lower(op, ATTN_MLA.candidates(op, HOPPER)[0], HOPPER).launches[0].values
             assert (values["split_keys_log2"], values["most_splits_log2"]) == wanted
+            assert values["long_keys"] == (16384 if wanted[0] == 12 else attn_mla.LONGEST)
+
+
+def test_long_sequences_have_shorter_splits(run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits follow from each sequence's own length: one that is longer than ``long_keys`` has half as long ones."""
+    case = of(SAME, lengths=((1, 1300), (1, 600), (1, 1000)))
+    long, short = run.check(case, ONE, 3, split=256), run.check(case, ONE, 3, split=512)
+    monkeypatch.setattr(attn_mla, "split_rule", lambda op: (512, 16))
+    monkeypatch.setattr(attn_mla, "long_keys", lambda op: 1000)
+    o, lse = run.check(case, ONE, 3)
+    assert o[:1].equal(long[0][:1]) and o[1:].equal(short[0][1:]) and not o[:1].equal(short[0][:1])
+    assert lse[:1].equal(long[1][:1]) and lse[1:].equal(short[1][1:])
 
 
 def test_workspace() -> None:

@@ -3,7 +3,6 @@ tests/host_threads.py, others by tests/emulator. Outputs and scratch hold NaN be
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 import pathlib
@@ -15,17 +14,14 @@ import numpy.typing as npt
 import pytest
 
 from perf.lib.altered import patched_bwd_mma
-from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import attn_bwd, attn_bwd_columns
+from rawattn.kernel import attn_bwd
 from rawattn.kernel.attn_bwd import ATTN_BWD
-from rawattn.kernel.attn_bwd_columns import ATTN_BWD_COLUMNS, AttnBwdColumnsConfig
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA, AttnBwdMmaConfig
 from rawattn.kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from rawattn.kernel.attn_bwd_simt import ATTN_BWD_SIMT
 from rawattn.kernel.program import Program
 from rawattn.operation import Forward
-from rawattn.runtime.select import select
 from rawattn.variant.element import ELEMENTS, FP32, FP64
 from rawattn.variant.mask import And, Causal, Full, Window, of_head
 from rawattn.variant.score import Scale, Softcap
@@ -65,7 +61,7 @@ class Case:
 
 
 SEED = -(5 << 40) + 11
-THREADED = ("attn_bwd", "attn_bwd_columns", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
+THREADED = ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_dq")  # wgmma, and blocks that wait for each other
 PADDING = 3  # rows behind the last packed sequence
 AROUND = 1 << 14  # numbers on either side of outputs
 SHORT = ((0, 5), (33, 64), (64, 130), (1, 1), (70, 0), (7, 90))  # borders as in PACKED, for cases that run in every run
@@ -146,15 +142,6 @@ HOPPER |= {  # wide heads in one kernel
     ),
     "144 and 176, one kernel, rotated": Case((144, 176), {}, ((450, 700),), (1, 1), order="dp_later", grid=6, walk="rotated"),
     "128 and 192, one kernel, parts": Case((128, 192), {"mask": Causal()}, ((70, 200),) * 2, (2, 1), order="dp_later", parts=2),
-}
-HOPPER |= {  # wide heads whose columns warpgroups share out
-    "192, columns": Case((192, 192), {"mask": Causal(), "scale": -0.2}, ((200, 300),) * 2, (4, 2), order="columns", dlse=True),
-    "136 and 184, columns, packed": Case(
-        (136, 184), {"mask": Window(90, 70)}, PACKED, varlen=True, order="columns", grid=3, sinks=True
-    ),
-    "192, columns, rotated": Case((192, 192), {}, ((450, 700),), (1, 1), order="columns", grid=8, walk="rotated"),
-    "192, columns, lens": Case((192, 160), {"mask": Causal()}, ((150, 200),) * 2, order="columns", lens=((150, 3), (129, 70))),
-    "192, columns, sums": Case((192, 192), {}, ((70, 700),), (1, 1), order="columns", grid=4, sums=2),
 }
 HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
@@ -416,12 +403,6 @@ class Call:
 
     def program(self) -> Program:
         case, kernel = self.case, ATTN_BWD_PAIR if max(self.case.size) > 128 and self.case.order != "dp_later" else ATTN_BWD
-        if case.order == "columns":
-            of_case = {"store": case.store, "direction": case.direction, "walk": case.walk, "dq_sums": case.sums}
-            columns = AttnBwdColumnsConfig(**of_case, bundle=case.bundle)
-            assert ATTN_BWD_COLUMNS.legal(columns, self.op, TYPICAL["sm_90a"]) is None or case.store == "unordered"
-            device = dataclasses.replace(TYPICAL["sm_90a"], sm_count=case.grid)
-            return ATTN_BWD_COLUMNS.lower(self.op, columns, device)
         if case.mma:
             config = dataclasses.replace(case.mma, store=case.store, direction=case.direction, parts=case.parts, walk=case.walk)
             reason = ATTN_BWD_MMA.legal(config, self.op, TYPICAL["sm_90a"])
@@ -572,54 +553,3 @@ def check(call: Call, tmp_path: pathlib.Path, change: Callable[[Call], int] | No
         truth = sum(each[3] for each in wanted[:count])
         close = min(bound, 1e-4)  # nothing of them is rounded to 16 bits
         assert np.abs(call.arrays["dsinks"] - truth).max() <= close * np.abs(truth).max()
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [{}, {"mask": Causal(), "scale": -0.1}, {"mask": Window(90, 70)}, {"varlen": True}, {"mask": And(Causal(), Window(70))}],
-    ids=str,
-)
-def test_columns_spill_nothing(kinds: dict[str, Any]) -> None:
-    """And nothing keeps its products from running beside others."""
-    device, packed = TYPICAL["sm_90a"], {"total_q": 1024, "total_kv": 1024} if "varlen" in kinds else {}
-    op = backward((192, 192), batch=2, q_len=512, kv_len=512, **{"mask": Full(), "score": Scale(), "scale": 0.1} | kinds | packed)
-    config, *others = ATTN_BWD_COLUMNS.candidates(op, device)
-    launches = {launch.entry: launch for launch in ATTN_BWD_COLUMNS.lower(op, config, device).launches}
-    binary = compiler.compile(launches["attn_bwd_columns"].source)
-    assert not others and binary.spill_bytes == 0 and not binary.advisories
-    assert select(op, device).kernel is ATTN_BWD_PAIR and select(op, device, "attn_bwd_columns").config == config
-
-
-def test_columns_that_are_refused(tmp_path: pathlib.Path) -> None:
-    device, plain = TYPICAL["sm_90a"], {"batch": 1, "q_len": 70, "kv_len": 70, "mask": Full(), "scale": 0.1}
-    for size, score, said in (
-        ((192, 128), Scale(), "it takes both above 128"),
-        ((200, 192), Scale(), "head_dim is 200"),
-        ((192, 192), Softcap(2.0), "that nothing changes"),
-    ):
-        op = backward(size, score=score, **plain)
-        assert said in " ".join(ATTN_BWD_COLUMNS.supports(op, device))
-    op = backward((192, 192), score=Scale(), **plain)
-    for changes in ({"q_stages": 1}, {"order": "dp_later"}, {"store": "final"}, {"parts": 2}):
-        config = AttnBwdColumnsConfig(**changes)
-        assert "it has one" in str(ATTN_BWD_COLUMNS.legal(config, op, device))
-    config = AttnBwdColumnsConfig()
-    main = next(each for each in ATTN_BWD_COLUMNS.lower(op, config, device).launches if each.entry == "attn_bwd_columns")
-    facts = ctypes.c_uint32.in_dll(host_threads.library(main.source, tmp_path), "facts")
-    assert 0 <= attn_bwd_columns.smem_bytes(config, op.forward) - facts.value <= 1024
-
-
-@pytest.mark.parametrize("late", [0, 2])
-def test_columns_of_a_late_warpgroup(late: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has what the others leave, and they what it leaves, wherever it is slow."""
-    plain, pause = host_threads.library, f"        for (i32 n = 0; n < 60 * (index == {late}); ++n) __syncwarp();\n"
-
-    def slowed(source: Any, folder: pathlib.Path) -> Any:
-        text = source.text
-        for call in ("leave(smem.p, s)", "leave(smem.ds, s)", "start_dq()", "ptx::wgmma_wait<2>()"):
-            assert text.count(f"        {call};\n") == 1
-            text = text.replace(f"        {call};\n", f"{pause}        {call};\n")
-        return plain(dataclasses.replace(source, text=text), folder)
-
-    monkeypatch.setattr(host_threads, "library", slowed)
-    check(Call(Case((192, 192), {}, ((200, 150),), (1, 1), order="columns")), tmp_path)
