@@ -45,12 +45,15 @@ class AttnFwdMmaKVCache(OverCache):
         plain, rows_each = dataclasses.replace(config, pack_gqa=False), op.heads_per_kv if config.pack_gqa else 1
         if isinstance(op, Forward):
             return ATTN_FWD_MMA.cost(plain, op, device)
-        return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each)
+        return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each, paging.widening(op))
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         """The tuning shapes of plain tensors, with as many heads for each key head as the operation has."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
+        if paging.has_records(op):
+            few, some = {"q_len": 1, "total_q": -1, "ragged": False}, {"q_len": 512, "total_q": -1, "ragged": False}
+            return tuple(dataclasses.replace(op, batch=n, kv_len=4096, **rows) for n, rows in ((64, few), (1, few), (4, some)))
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 

@@ -214,6 +214,9 @@ class AttnFwdMmaListed(Listed):
     def meant_for(self, op: Any, device: Device) -> bool:
         return self.runs_on(device) and op.element in (BF16, FP16)
 
+    def cost(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> float:
+        return ATTN_FWD_MMA.seconds(config, over_blocks(op), device, widening=paging.widening(op))
+
     def legal(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> str | None:
         if config.pack_gqa or config.split:
             return "pack_gqa or split is True; over lists heads that share them share tiles, and keys are not split"

@@ -87,6 +87,12 @@ def has_records(op: Any) -> bool:
     return isinstance(op, AttentionKVCache) and isinstance(op.kv_element, Record)
 
 
+def widening(op: AttentionKVCache) -> float:
+    """The clocks of a multiprocessor, about, in which threads make a record's numbers: three instructions for each of 512, and
+    shared memory read and written."""
+    return 28.0 if has_records(op) else 0.0
+
+
 def strided_options(op: AttentionKVCache, pages: Option) -> dict[str, Option]:
     """The options of keys, values and queries that all threads of a block copy; ``pages`` says where keys lie."""
     source = kv.PagedRecordsKv if has_records(op) else kv.PagedRowsWidenedKv if is_fp8(op) else kv.PagedRowsKv
