@@ -251,9 +251,7 @@ class AttnFwdMma(ForwardKernel):
     def cost(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
 
-    def seconds(
-        self, config: AttnFwdMmaConfig, op: Forward, device: Device, rows_each: int = 1, widening: float = 0.0
-    ) -> float:
+    def seconds(self, config: AttnFwdMmaConfig, op: Forward, device: Device, rows_each: int = 1, widening: float = 0.0) -> float:
         """Counts for every key tile of every block the clocks of the products and of the exponentials (16 a clock), or of shared
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more. Over caches ``rows_each`` heads share a
         tile, and ``widening`` are the clocks that threads need to make a key's numbers."""

@@ -1,4 +1,4 @@
-"""This module compares attn_fwd_mma over records of 656 bytes, run thread by thread on the CPU, with attention over what they say."""
+"""attn_fwd_mma over records of 656 bytes, run thread by thread on the CPU, beside attention over what they say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rawattn
