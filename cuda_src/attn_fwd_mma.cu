@@ -7,6 +7,7 @@
 //
 //   barrier               arrives        waits          protects
 //   copy group t          its copies     its thread     a thread's part of tile t (of Q and the first K: group 0) until it is there
+//   __syncwarp, for t     a warp         the warp       records that it copied, until there, and until read, where Kv puts numbers in their place
 //   __syncthreads, for t  every thread   every thread   all parts of tile t until they are there, and the slot of tile t - 1, which
 //                                                       tile t - 1 + cfg::stages takes, until read
 //   __syncthreads, last   every thread   every thread   smem.work until written

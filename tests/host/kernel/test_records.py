@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 
 import rawattn
+from rawattn import FP8_DS_MLA, Spec
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_fwd_mma import AttnFwdMmaConfig
+from rawattn.operation import AttentionKVCache
+from rawattn.operation.keys import KeyLists, ListSizes
+from rawattn.runtime.select import select
 from rawattn.testing import _move
+from rawattn.variant.element import BF16, FP16
+from rawattn.variant.mask import And, Causal, Window
+from rawattn.variant.score import Softcap
 from tests.caches import Recorded
 from tests.emulator.gpu import stand_in
+from tests.host.kernel import test_compile_matrix as matrix
 from tests.host.kernel.test_attn_fwd_kvcache import attend, check
+from tests.host.kernel.test_compile_portable import instructions
 from tests.key_lists import ListedStep, Lists, to_numpy
 
 torch = pytest.importorskip("torch")
@@ -69,3 +80,35 @@ def test_lists(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     step.check(*map(to_numpy, found), 2e-2)
     pair = listed(step, is_pair=True, kernel="attn_fwd_mma", config=SMALL)
     assert all(torch.equal(a, b) for a, b in zip(found, pair, strict=True)) and word[0] == 0
+
+
+def operation(listed: bool, **changes: Any) -> AttentionKVCache:
+    """64 sequences with 4096 keys and 128 heads, or two lists of 2048 for each."""
+    step = AttentionKVCache(BF16, 64, 1, 4096, 128, 1, 576, 512, 4096, 64, form="table", table=64, kv_element=FP8_DS_MLA)
+    physical = {"spec": Spec(keys=KeyLists(True, 1, 1, True)), "keys": ListSizes(2048, 0, 0, True), "form": "rows", "q_len": 2}
+    return of(step, **(physical if listed else {"spec": Spec(mask=Causal())}) | changes)
+
+
+WINDOW = Spec(mask=And(Causal(), Window(100)), score=Softcap(30.0), scale=-0.1, return_lse=True)
+COMPILED = {
+    "step": operation(False),
+    "chunks": operation(False, q_len=512, ragged=True, total_q=4096, spec=WINDOW, element=FP16, sinks=True, kv_begin=True),
+    "16 heads": operation(False, heads=16, causal_each=True, spec=Spec(return_lse=True)),
+    "rows": operation(True, q_rope=True, spec=Spec(keys=KeyLists(True, 1, 1, True), return_lse=True, score=Softcap(30.0))),
+    "table": operation(True, form="table", spec=dataclasses.replace(WINDOW, keys=KeyLists(True, 1, 1, False)), sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", [x if x in ("step", "rows") else pytest.param(x, marks=pytest.mark.slow) for x in COMPILED])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_120"])
+def test_nothing_spills(arch: str, name: str) -> None:
+    if not matrix.is_known(arch):
+        pytest.skip("an older NVRTC")
+    op, device = COMPILED[name], TYPICAL[arch]
+    found = select(op, device)
+    binary = compiler.compile(found.kernel.render(op, found.config, arch))
+    assert binary.spill_bytes == 0, found.config
+    names = instructions(binary.cubin)
+    wanted = {"LDGSTS", "LDSM", "HMMA", *["F2FP"] * (arch != "sm_80")}
+    assert names is None or wanted <= {x.split(".")[0] for x in names}
+    assert names is None or (arch == "sm_80") == (not any("E4M3" in x for x in names))
