@@ -18,6 +18,7 @@ from typing import Any
 import rawattn
 from rawattn.array.array import DTYPES
 from rawattn.command.timing import Call
+from rawattn.variant.element import FP8
 
 from .differentiable import sdpa
 from .ours import our_options
@@ -66,11 +67,40 @@ class Caches:
         numbers = torch.randperm(pages, device=device, generator=generator).to(torch.int32)
         self.page_table = numbers.view(case.batch, width) if case.page else None
         count = max(2, -(-cold_bytes // case.pool_bytes))
-        self.dtype = getattr(torch, DTYPES[case.cache].name)
+        self.dtype = torch.uint8 if case.has_records else getattr(torch, DTYPES[case.cache].name)
         sizes = (count, pages, rows, case.kv_heads, case.head_dim), (count, pages, rows, case.kv_heads, case.head_dim_v)
-        pools = [normal(*size).to(self.dtype) for size in sizes[: 2 - case.latent]]
+        if case.has_records:
+            pools = [self.records(normal, sizes[0][:4])]
+        else:
+            pools = [normal(*size).to(self.dtype) for size in sizes[: 2 - case.latent]]
         self.pools: list[tuple[Any, ...]] = list(zip(pools[0], pools[-1][..., : case.head_dim_v], strict=True))
-        self.scales = SCALES if self.dtype.itemsize == 1 else (1.0, 1.0)
+        self.scales = SCALES if case.cache in FP8 else (1.0, 1.0)
+        self.places = None
+        if case.topk:  # of each query among the keys of its sequence, none twice
+            chosen = [
+                torch.randperm(kv, device=device, generator=generator)[: case.topk]
+                for kv in case.kv_lens
+                for _ in range(case.q_len)
+            ]
+            self.places = torch.stack(chosen).unflatten(0, (case.batch, case.q_len))
+
+    @staticmethod
+    def records(normal: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+        """Records whose scales are 1."""
+        import torch
+
+        eight, last = normal(*shape, 512).to(torch.float8_e4m3fn), normal(*shape, 64)
+        return torch.cat([x.view(torch.uint8) for x in (eight, torch.ones(*shape, 4, device=last.device), last)], -1)
+
+    @property
+    def keys_of_step(self) -> Any:
+        """The lists of rows of the cache."""
+        import torch
+
+        assert self.places is not None and self.page_table is not None
+        page = self.case.page
+        pages = self.page_table.long().gather(1, (self.places // page).flatten(1)).view(self.places.shape)
+        return rawattn.TopK((pages * page + self.places % page).flatten(0, 1).to(torch.int32), physical=True)
 
     def keys(self, i: int, cache: int = 0) -> tuple[Any, Any]:
         """k and v of sequence i in one of the caches, (kv_len, kv_heads, columns)."""
@@ -78,6 +108,9 @@ class Caches:
 
         n, pages = self.case.kv_lens[i], [i] if self.page_table is None else self.page_table[i].tolist()
         k, v = (pool.view(torch.uint8)[pages].view(pool.dtype).flatten(0, 1)[:n] for pool in self.pools[cache])
+        if self.case.has_records:
+            k = torch.cat([k[..., :512].view(torch.float8_e4m3fn).bfloat16(), k[..., 528:].contiguous().view(torch.bfloat16)], -1)
+            v = k[..., :512]
         return k, v
 
     def exact(self, i: int) -> Any:
@@ -91,6 +124,8 @@ class Caches:
         s = torch.einsum("qhgd,khd->hgqk", q, k) * case.head_dim**-0.5
         at, keys = rows[:, None] + len(k) - case.q_lens[i], torch.arange(len(k), device=k.device)
         kept = keys <= at if case.window is None else (keys <= at) & (keys >= at - (case.window[0] or 0))
+        if self.places is not None:
+            kept = torch.zeros_like(kept).scatter(1, self.places[i][rows], True)
         return torch.einsum("hgqk,khd->qhgd", s.masked_fill(~kept, -torch.inf).softmax(-1), v).flatten(1, 2)
 
     def of(self, x: Any, i: int) -> Any:
@@ -105,7 +140,11 @@ class Caches:
 def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
-    made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
+    step = rawattn.Step(None, None, causal=False, keys=caches.keys_of_step) if caches.case.topk else step
+    if caches.case.has_records:
+        made = [rawattn.KVCache.records(k[:, :, 0]) for k, _ in caches.pools]
+    else:
+        made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
     return [
         functools.partial(rawattn.attention_kvcache, caches.q, cache, step, split=caches.case.split, **options) for cache in made
     ]

@@ -52,13 +52,13 @@ struct PagedRecordsKv {
             uint2 numbers[eight / 64];
 #pragma unroll
             for (u32 j = 0; j < eight / 64; ++j) numbers[j] = *reinterpret_cast<const uint2*>(from + j * 64 + lane * 8);
-            const float4 scales = *reinterpret_cast<const float4*>(from + eight);
+            const float4 all = *reinterpret_cast<const float4*>(from + eight);
+            const float scales[4] = {all.x, all.y, all.z, all.w};
             const uint4 last = *reinterpret_cast<const uint4*>(from + rest + lane * 16);
             __syncwarp();  // and read
 #pragma unroll
             for (u32 j = 0; j < eight / 64; ++j) {
-                const float scale = j < 2 ? scales.x : j < 4 ? scales.y : j < 6 ? scales.z : scales.w;
-                const uint2 low = scaled(numbers[j].x, scale), high = scaled(numbers[j].y, scale);
+                const uint2 low = scaled(numbers[j].x, scales[j / 2]), high = scaled(numbers[j].y, scales[j / 2]);
                 *reinterpret_cast<uint4*>(to + j * 128) = make_uint4(low.x, low.y, high.x, high.y);
             }
             *reinterpret_cast<uint4*>(to + eight * 2) = make_uint4(of_bf16(last.x), of_bf16(last.y), of_bf16(last.z), of_bf16(last.w));
