@@ -52,8 +52,10 @@ class AttnFwdMmaKVCache(OverCache):
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
         if paging.has_records(op):
-            few, some = {"q_len": 1, "total_q": -1, "ragged": False}, {"q_len": 512, "total_q": -1, "ragged": False}
-            return tuple(dataclasses.replace(op, batch=n, kv_len=4096, **rows) for n, rows in ((64, few), (1, few), (4, some)))
+            sizes = ((64, 1), (1, 1), (4, 512))
+            return tuple(
+                dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=-1, ragged=False) for n, q_len in sizes
+            )
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
