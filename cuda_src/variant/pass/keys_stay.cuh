@@ -42,12 +42,13 @@ template <int n>
 struct KeysStayPairs {
     const KeysStay& pass;
     const i32 row, head, q_begin, first;  // query
+    const Mask mask;
     const Score score;
     float2 lse_log2[n / 4], delta[n / 4];
 
     __device__ KeysStayPairs(const KeysStay& pass, i32 step, i32 row)
         : pass(pass), row(row), head(pass.move_head(step)), q_begin(pass.tile(step) * cfg::tile_q), first(q_begin + i32(threadIdx.x % 4) * 2),
-          score(pass.args, pass.rows, {pass.work.batch, head, q_begin, 0}) {
+          mask(pass.args, pass.rows, {pass.work.batch, head, q_begin, 0}), score(pass.args, pass.rows, {pass.work.batch, head, q_begin, 0}) {
         const i64 at = i64(place_of(pass.args, pass.rows, head, pass.tile(step))) * cfg::tile_q + threadIdx.x % 4 * 2;
 #pragma unroll
         for (int i = 0; i < n / 4; ++i) {
@@ -55,7 +56,7 @@ struct KeysStayPairs {
             delta[i] = *reinterpret_cast<const float2*>(pass.args.delta + at + 8 * i);
         }
     }
-    __device__ auto kept() const { return kept_transposed<n>(Mask(pass.args, pass.rows, {pass.work.batch, head, q_begin, 0}), first, row); }
+    __device__ auto kept() const { return kept_transposed<n>(mask, first, row); }
     __device__ i32 q(int i) const { return first + fragment_column(i); }
     __device__ i32 kv(int i) const { return row + 8 * fragment_row(i); }
     __device__ float lse_of(int i) const { return i % 2 ? lse_log2[i / 4].y : lse_log2[i / 4].x; }
