@@ -20,6 +20,7 @@ from .render import wgmma
 
 NARROWEST, WIDEST = 257, 512
 STAYS, MOVES = 64, 32  # rows of a block that stay, and of a step
+STAY_FIELDS = (("stays", "TmaTensor"), ("stays_v", "TmaTensor"))
 # Pass -> its option, and the operands that stay, that are summed, and that make the rest of the weights.
 PASSES: dict[str, tuple[Option, tuple[str, str], str, str]] = {
     "dv": (gradients.DvPass(), ("k", "v"), "do", "q"),
@@ -79,7 +80,8 @@ class AttnBwdWide(BackwardKernel):
         forward = op.forward
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(forward, WIDEST)
         if forward.widest < NARROWEST:
-            reasons.append(f"head_dim is {forward.head_dim} and head_dim_v {forward.head_dim_v}; it takes heads of which one is above 256")
+            sizes = f"head_dim is {forward.head_dim} and head_dim_v {forward.head_dim_v}"
+            reasons.append(f"{sizes}; it takes heads of which one is above 256")
         if any(forward.lens) and not forward.varlen:
             reasons.append("it takes q_lens and kv_lens of packed sequences alone")
         reasons += [f"its {name} is a function" for name in ("mask", "score") if getattr(forward, name).is_function]
@@ -135,16 +137,17 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tup
     """The source of one pass."""
     (which, config), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
     made, stays, summed, other = PASSES[which]
-    box = MOVES // config.cluster
-    tensors = [Field(name, "TmaTensor", TensorMap(operand, STAYS)) for name, operand in zip(("stays", "stays_v"), stays, strict=True)]
-    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, box)) for name, operand in (("summed", summed), ("other", other))]
+    tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
+    moves = ("summed", summed), ("other", other)
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES // config.cluster)) for name, operand in moves]
     own: dict[str, Option] = {"Score": backward.exact_score(op)}
     if which == "dq":
         constants = {"tile_q": config.tile_q, "tile_kv": MOVES}
         own["Scheduler"] = (LptVarlenScheduler if op.varlen else LptScheduler)(persistent=False, cluster=True)
-        tensors.append(gradients.DQ)
+        rows: Fields = (gradients.DQ,)
     else:
         constants = {"tile_q": MOVES, "tile_kv": config.tile_q}
+        rows = backward.group_options(config.parts)["Group"].fields
         own |= {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
     every = backward.options(op, **own, Pass=made)
     constants |= {"stays": STAYS, "moves": MOVES, "cluster": config.cluster, "stages": config.stages, "q_block": config.tile_q}
@@ -155,7 +158,7 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tup
         for name in ("SMma", "SLastMma", "DpMma")
     ]
     products.append(wgmma("SumMma", op.element, -(-columns // 128) * 64, a_in_registers=False, b_by_rows=True))
-    fields = (*tensors, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS) if which != "dq" else (*tensors, *backward.STATISTICS, *backward.HEADS)
+    fields = (*tensors, *rows, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd_wide.cu", constants, fields, products, every, arch)
 
 
