@@ -87,8 +87,8 @@ def test_gradients(name: str, seed: int, tmp_path: pathlib.Path) -> None:
 
 def test_any_order_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
     """Of threads and of copies, and any number of blocks that read together."""
-    case, found = Case(SMALL, {"mask": Causal()}, ((200, 260),), (2, 1)), []
-    for seed, config in ((0, ONE), (1, TWO), (2, TWO), (3, FOUR), (4, AttnBwdWideConfig(256, stages=4))):
+    case, found = Case(SMALL, {"mask": Causal()}, ((100, 260),), (1, 1)), []
+    for seed, config in ((0, ONE), (1, TWO), (2, AttnBwdWideConfig(256, stages=4))):
         call = Call(case, config, seed)
         test_backward.check(call, tmp_path)
         found.append([call.arrays[name].tobytes() for name in ("dq", "dk", "dv")])
