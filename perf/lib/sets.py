@@ -223,6 +223,10 @@ LATENT = (  # sequences, queries, heads, keys
 SETS["mla-decode"] = [latent(*shape) for shape in LATENT]
 SETS["mla-decode-even"] = [latent(*shape, split="even") for shape in LATENT]
 SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] for keys in (4096, 8192)]  # fewer borders
+SETS["wide-decode"] = [  # heads of 512 over caches, of Gemma 4 and DeepSeek-V4
+    step((kv_len,) * n, 64, 1, heads, kv_heads, 512, split=split)
+    for heads, kv_heads in ((32, 4), (16, 1)) for kv_len in (8192, 32768) for n in (1, 8, 64) for split in ("auto", 512)
+]  # fmt: skip
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "masks": of_functions(functions.MASKS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
