@@ -78,10 +78,13 @@ class AttnFwdMmaKVCache(OverCache):
         return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
-        """The tuning shapes of plain tensors, with as many heads for each key head as the operation has."""
+        """The tuning shapes of plain tensors, with as many heads for each key head as the operation has. Where keys are split it
+        is one, of as many queries: the batch has no say in the tiles, nor have they in the bits."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
+        if is_split(op, AttnFwdMmaConfig()):
+            shapes = (dataclasses.replace(shapes[0], batch=64, q_len=op.q_len, kv_len=4096, heads=8, kv_heads=8),)
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:

@@ -140,7 +140,9 @@ def test_bits_of_splits_follow_from_the_sequence(tmp_path: pathlib.Path, monkeyp
     stand_in(monkeypatch, tmp_path)
     case = of(SPLIT["table"], lengths=((1, 300), (1, 50), (1, 777)), heads=2, kv_heads=1)
     given = {"kernel": "attn_fwd_mma", "config": SPLIT_CONFIG, "split": 64}
-    found = [attend(of(case, page_size=page, form=form), **given)[:2] for page, form in ((16, "table"), (1, "indptr"), (800, "dense"))]
+    found = [
+        attend(of(case, page_size=page, form=form), **given)[:2] for page, form in ((16, "table"), (1, "indptr"), (800, "dense"))
+    ]
     assert all(o.equal(found[0][0]) and lse.equal(found[0][1]) for o, lse in found[1:])
     _, _, cache, step = attend(case, **given)
     q, sinks = _move(case.rows(2, 512, 1), "torch", "cpu"), _move(case.sink_logits(), "torch", "cpu")
@@ -166,6 +168,8 @@ def test_who_has_splits_of_wide_heads() -> None:
         main, fold = kernel.lower(op, config, hopper).launches
         assert (main.values["splits"], main.values["split_tiles"] * config.tile_kv, fold.entry) == (splits, keys, "combine")
         assert main.grid == op.batch * op.kv_heads * splits
+    alone = dataclasses.replace(step, split_keys=512)
+    assert select(alone, hopper).config == select(dataclasses.replace(alone, batch=64, total_q=64), hopper).config
     for changes in ({"ragged": True}, {"head_dim": 256, "head_dim_v": 256}, {"batch": 1024, "total_q": 1024}):
         assert "split is True: " in (kernel.legal(asked, dataclasses.replace(step, **changes), hopper) or "")
     with pytest.raises(UnsupportedError, match="attn_fwd_mma: splits of keys are asked for; over caches it does not split"):
