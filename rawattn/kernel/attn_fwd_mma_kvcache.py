@@ -25,7 +25,7 @@ MOST_SCRATCH = 1 << 30  # bytes of what splits leave to be folded
 
 
 def count_splits(op: AttentionKVCache) -> int:
-    """The splits of a sequence at most: as many as the bound of lengths may need. How many a sequence has follows from its own."""
+    """The splits of a sequence at most: as many as the bound of lengths may need. Its own length says how many it has."""
     keys, most = split_rule(op)
     return min(most, ceil_div(max(1, op.kv_len), keys))
 
@@ -84,7 +84,7 @@ class AttnFwdMmaKVCache(OverCache):
             return (paging.tried_shape(op),)
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         if is_split(op, AttnFwdMmaConfig()):
-            shapes = (dataclasses.replace(shapes[0], batch=64, q_len=op.q_len, kv_len=4096, heads=8, kv_heads=8),)
+            shapes = (dataclasses.replace(shapes[0], batch=64, q_len=max(1, op.q_len), kv_len=4096, heads=8, kv_heads=8),)
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
@@ -120,8 +120,8 @@ class AttnFwdMmaKVCache(OverCache):
         return tiling.most_tiles(self.tiled(op, config), config.tile_q)
 
     def lower(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> Program:
-        """The launch, or where keys are split two, the second of which folds; also where the bound of lengths allows one split, so
-        that no bit follows from the bound."""
+        """The launch, or where keys are split two, the second of which folds; also where the bound of lengths allows one
+        split, so that no bit follows from the bound."""
         split = is_split(op, config)
         config = dataclasses.replace(config, split=split)
         whole = super().lower(op, config, device)
