@@ -16,9 +16,9 @@ struct TmaPageRows {
         ptx::tma_load(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
     }
     // The same of rows that nobody else will read: L2 gives them away before others.
-    __device__ void load_once(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column) const {
+    __device__ void load_once(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column, i32 head = 0) const {
         constexpr i32 bound = 1 << 30;
-        ptx::tma_load_evict_first(to, map, full, column, bound - rows, 0, bound, page * page_steps + (row + rows) * row_steps);
+        ptx::tma_load_evict_first(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
     }
     // The same for all rows of a sequence from `row` on.
     __device__ void load(void* to, ptx::Mbarrier& full, BatchSpan at, i32 column, i32 row, i32 head) const {
@@ -26,10 +26,9 @@ struct TmaPageRows {
     }
 };
 
-// The same, whose elements are read once: L2 keeps others rather than them.
+// The same, all of whose rows are read once.
 struct TmaPageRowsOnce : TmaPageRows {
     __device__ void load(void* to, ptx::Mbarrier& full, i32 page, i32 row, i32 rows, i32 column, i32 head) const {
-        constexpr i32 bound = 1 << 30;
-        ptx::tma_load_evict_first(to, map, full, column, bound - rows, head * head_step, bound, page * page_steps + (row + rows) * row_steps);
+        load_once(to, full, page, row, rows, column, head);
     }
 };

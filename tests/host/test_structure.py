@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35430,
-    "perf": 5890,
-    "cuda_src": 16480,
-    "tests": 48000,
+    "rawattn": 35270,
+    "perf": 5870,
+    "cuda_src": 15930,
+    "tests": 47840,
 }
 FUNCTION_LINES = 60
 
