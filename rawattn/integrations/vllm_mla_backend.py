@@ -77,7 +77,11 @@ class LatentBackend:
 
 
 class RawattnMLABackend(LatentBackend, MLACommonBackend):
-    """A backend of vLLM for MLA over all keys."""
+    """A backend of vLLM for MLA over all keys. vLLM gives q as a pair, which attn_mla alone takes on a GPU."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool((capability.major, capability.minor) == (9, 0))
 
     @staticmethod
     def get_name() -> str:

@@ -10,7 +10,7 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Field, Fields, Scratch, View, Violations
+from ..variant.field import Field, Fields, View
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
@@ -92,15 +92,6 @@ def partials_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig, grid: int
 def is_read_once(op: AttentionKVCache, config: AttnDecodeWideConfig) -> bool:
     """Says whether one tile of rows reads a key, so that L2 gives it away before the states that blocks leave."""
     return most_rows(op) <= config.tile_q and kv_kind(op, config) is not kv.PagedBoxesKv
-
-
-SHARED = (  # with the launch that folds
-    Field("partials", "float*", Scratch("partials")),
-    Field("left", "Left*", Scratch("left")),
-    Field("violations", "u32*", Violations()),
-    Field("scale", "Number"),
-    *(Field(name, "i32") for name in ("heads", "batches", "borders", "slots", "strips")),
-)
 
 
 class AttnDecodeWide(Kernel[AttentionKVCache]):
@@ -185,7 +176,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
         common = (
             *([each._replace(ctype="TmaPageRowsOnce") for each in keys] if is_read_once(op, config) else keys),
             Field("q", "StridedTensor", View("q")),
-            *SHARED,
+            *attn_decode_fold.SHARED,
             Field("heads_per_kv", "i32"),
         )
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
@@ -209,7 +200,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
 
     def render_fold(self, op: AttentionKVCache, config: AttnDecodeWideConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
-        return attn_decode_fold.source_and_fields(self.options(op, config, arch), SHARED, self.constants(op, config), arch)
+        return attn_decode_fold.source_and_fields(self.options(op, config, arch), self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnDecodeWideConfig) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache, and rows those of all that share one."""

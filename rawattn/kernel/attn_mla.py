@@ -11,7 +11,7 @@ from ..operation import AttentionKVCache
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Field, Fields, PageBoxes, PageRows, Scratch, View, Violations
+from ..variant.field import Field, Fields, PageBoxes, PageRows, Scratch, View
 from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
@@ -90,15 +90,6 @@ def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
 
 
 STRIP_BYTES = 64 * HEAD_DIM_V + 128  # of a state's sixteen rows
-
-
-SHARED = (  # with the launch that folds
-    Field("partials", "float*", Scratch("partials")),
-    Field("left", "Left*", Scratch("left")),
-    Field("violations", "u32*", Violations()),
-    Field("scale", "Number"),
-    *(Field(name, "i32") for name in ("heads", "batches", "borders", "slots", "strips")),
-)
 
 
 class AttnMla(Kernel[AttentionKVCache]):
@@ -186,7 +177,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             Field("shares", "void*", Scratch("shares")),
         )
         of_options = (field for option in self.options(op, config, arch).values() for field in option.fields)
-        return tuple(dict.fromkeys((*pool, *own, *SHARED, *of_options)))
+        return tuple(dict.fromkeys((*pool, *own, *attn_decode_fold.SHARED, *of_options)))
 
     def constants(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, int]:
         """The compile-time numbers."""
@@ -208,7 +199,7 @@ class AttnMla(Kernel[AttentionKVCache]):
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
         """The source and the fields of the launch that folds."""
         options = self.options(op, config, arch)
-        return attn_decode_fold.source_and_fields(options, SHARED, self.constants(op, config), arch)
+        return attn_decode_fold.source_and_fields(options, self.constants(op, config), arch)
 
     def values(self, op: AttentionKVCache, config: AttnMlaConfig) -> dict[str, float]:
         """The run-time numbers of struct Args; ``heads`` are those of the cache, and rows those of all that share one."""

@@ -133,6 +133,8 @@ def test_what_vllm_asks(adapter: Any) -> None:
         assert "needs a model of float16" in cls.supports_combination(576, torch.bfloat16, "float16", *asked[3:])
         assert "sinks" in cls.supports_combination(*asked[:5], True, *asked[6:])
         assert "fp8_ds_mla" not in cls.supported_kv_cache_dtypes
+        for major, minor, wanted in ((7, 5, False), (8, 0, sparse), (9, 0, True), (12, 0, sparse)):
+            assert cls.supports_compute_capability(types.SimpleNamespace(major=major, minor=minor)) == wanted
         assert not getattr(cls.get_impl_cls(), "__abstractmethods__", None)
         assert not getattr(cls.get_builder_cls(), "__abstractmethods__", None)
         assert cls.get_impl_cls().can_return_lse_for_decode
