@@ -30,6 +30,8 @@
                        // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/load_shared.cuh"
 #include "ptx/stmatrix.cuh"
@@ -54,12 +56,11 @@ static_assert(sizeof(Stage) == panels * sizeof(QPart), "Q comes to a stage");
 
 struct Work {
     i32 batch, q_begin;  // -1: there is none
-    i32 first_key, kv_len;
-    TileRange tiles;                            // of the block's rows
-    short begin;                                // of the work's splits
-    unsigned char split, split_end, end;        // the block's splits, and the work's end
-    unsigned char border;                       // at which states are left
-    unsigned char rows, shift;                  // rows that exist; a split has 1 << shift key tiles
+    Walk::Place place;                    // keys, and the tiles of the block's rows
+    short begin;                          // of the work's splits
+    unsigned char split, split_end, end;  // the block's splits, and the work's end
+    unsigned char border;                 // at which states are left
+    unsigned char rows, shift;            // rows that exist; a split has 1 << shift key tiles
 };
 // What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
@@ -71,20 +72,22 @@ constexpr u32 releases = 128;           // the work
 constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the place of a state,
 constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
-struct Loader { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q. In shared memory, as registers are few
 struct Smem {
+    static constexpr int stages = ::stages, first_panels = ::first_panels;
     Stage ring[stages];
     QPart q_last;                   // the last 64 columns
     NarrowTile<tile_rows> q_slice;  // the sixteen before them
     float factor[stages][tile_rows];
-    ptx::Mbarrier full[stages][2], p_full[stages], go[stages], empty[stages];
+    Kv::Loads::Barrier full[stages][2];
+    ptx::Mbarrier p_full[stages], go[stages], empty[stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     u32 told[stages];
     Work work[2];
-    Loader loader;
+    Kv::Loads::Board loader;
 };
 using SeenLengths = SeenLength[most_early];
 static_assert(sizeof(SeenLengths) <= sizeof(Smem::factor) && sizeof(Smem) <= 232448);
+static_assert(sizeof(Kv::Contract<Kv, Stage>));
 static_assert(cfg::weigher_registers + 2 * cfg::summer_registers <= 3 * 168, "setmaxnreg would hang");
 template struct ElementOption<Element>;
 template struct RowsOption<Rows>;
@@ -92,7 +95,7 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SoftmaxOption<Softmax, Score>;
 template struct QColumnsOption<QColumns>;
-template struct LatentKvOption<Kv, Stage>;
+template struct WorkWalkOption<Walk>;
 template struct SharesOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
@@ -102,21 +105,11 @@ extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, Launch::us
 __device__ inline i32 uniform(i32 x) { return ptx::from_lane(x, 0); }
 __device__ inline i32 member() { return blockIdx.x % cfg::members; }
 __device__ inline i32 share() { return blockIdx.x / cfg::members; }
-__device__ inline KeysFrom keys_of(i32 first, i32 end) { return {{end}, first}; }
 __device__ inline WorkTile tile_of(const Work& work) { return {work.batch, 0, work.q_begin, 0}; }
 // Where a warp of a warpgroup keeps what it has found of a work's splits so far; it lies as a state does.
 __device__ inline float4* parked_at(const Args& args, u32 warp) {
     return reinterpret_cast<float4*>(args.parked) + (i64(blockIdx.x) * 4 + warp) * (blocks * 32 + 8);
 }
-
-// The key tiles of a split: one without keys, where it has none of the rows' own.
-struct Span {
-    i32 tile, end;
-
-    __device__ Span(const Work& work, i32 split) : tile(max(work.tiles.begin, split << work.shift)), end(min(work.tiles.end, (split + 1) << work.shift)) {
-        if (tile >= end) tile = behind_all, end = behind_all + 1;
-    }
-};
 
 // The next work in which the block has rows, by the first warp.
 __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 count) {
@@ -131,7 +124,7 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             const WorkTile own{run.batch, run.head, q_begin, run.split};
             cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
             using Byte = unsigned char;
-            work = {run.batch, q_begin, rows.keys().first(), rows.kv_len, cut.tiles, short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
+            work = {run.batch, q_begin, Walk::Place(args, rows, own, cut.tiles), short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
                     Byte(min(left, tile_rows)), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
@@ -174,35 +167,6 @@ __device__ void find_next(const Args& args, Smem& smem, u32 count) {
     __syncwarp();
     find(args, smem, scheduler, count);
     if (threadIdx.x == 0) *kept = scheduler;
-    __syncwarp();
-}
-
-// Loads what comes to a stage next, if anything does.
-__device__ void load_next(const Args& args, Smem& smem, u32 stage) {
-    Loader& next = smem.loader;
-    const i32 count = uniform(next.count), tile = uniform(next.tile), split = uniform(next.split);
-    if (count < 0) return;
-    const Work& work = smem.work[count % 2];
-    const bool leads = threadIdx.x % 32 == 0;
-    if (tile < 0) {
-        smem.work_full[count % 2].wait(count / 2 & 1);
-        __syncwarp();
-        if (leads) {
-            if (work.batch < 0) next.count = -1;
-            else {
-                smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
-                next.split = work.split, next.tile = Span(work, work.split).tile;
-            }
-        }
-    } else {
-        const KeysFrom keys = keys_of(uniform(work.first_key), uniform(work.kv_len));
-        Kv(args, WorkTile{uniform(work.batch), 0, 0, 0}, keys).load<first_panels>(smem.ring[stage], smem.full[stage], tile);
-        if (leads) {
-            if (tile + 1 < Span(work, split).end) next.tile = tile + 1;
-            else if (split + 1 < work.split_end) next.split = split + 1, next.tile = Span(work, split + 1).tile;
-            else next.count = count + 1, next.tile = -1;
-        }
-    }
     __syncwarp();
 }
 
@@ -264,12 +228,14 @@ struct Weigher {  // warpgroup 0
         const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
         smem.full[ring.stage][0].wait(ring.parity);
+        Kv::Loads::fence();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < 4 * panels; ++i) {
             if (i == 4 * first_panels) {
                 smem.full[ring.stage][1].wait(ring.parity);
+                Kv::Loads::fence();
                 ptx::wgmma_fence();
             }
             if (i < q_steps) QkMma::multiply(s, q[i], k.columns(i), i > 0);
@@ -285,14 +251,14 @@ struct Weigher {  // warpgroup 0
 
     // The upmost row of this thread, in the sequence.
     __device__ i32 row_of(const Work& work) const { return work.q_begin + warp * 16 + lane / 4; }
-    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile) {
-        const bool full = work.tiles.is_full(tile);
+    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile, const Walk::Kept& kept) {
+        const bool full = work.place.is_full(tile);
         const Rows rows(args, work.batch);
         const Score score(args, rows, tile_of(work));
         const PlacedScore<Score> placed{score, row_of(work), i32(tile * cfg::tile_kv + lane % 4 * 2)};
         const auto logits = [&] {
             placed.logits(s);
-            if (!full) mask_fragment(Mask(args, rows, tile_of(work)), s, placed.row, placed.first);
+            if (!full) kept.apply(args, rows, tile_of(work), work.place, s, placed.row, placed.first);
         };
         softmax.next(s, placed, full, logits, [] {});
         const u32 lane = ptx::lane_id(), row = warp * 16 + lane % 16;  // anew: nothing of it is kept around the loop
@@ -322,13 +288,15 @@ struct Weigher {  // warpgroup 0
             u32 told = what::begins;
 #pragma unroll 1
             for (; span.tile < span.end; ++span.tile) {
+                const Walk::Kept kept(args, work, span.tile);
                 multiply([&] {
                     if (!is_first) say(smem.go[ring.previous().stage]);
                 });
-                weigh_tile(work, softmax, span.tile);
+                weigh_tile(work, softmax, span.tile, kept);
                 if (told == 0) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
                 const bool is_last = span.tile + 1 == span.end;
-                if (work.first_key > span.tile * cfg::tile_kv) told |= min(work.first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
+                const i32 first_key = work.place.first_to_clear();
+                if (first_key > span.tile * cfg::tile_kv) told |= min(first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
                 if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
                 tell(told);
                 ptx::fence_proxy_async();
@@ -423,7 +391,7 @@ __device__ void weigh(const Args& args, Smem& smem) {
 struct Summer {  // warpgroups 1 and 2
     const Args& args;
     Smem& smem;
-    const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
+    Kv::Loads loads;
     float o[PvMma::accumulators];
     Ring<stages> ring;
 
@@ -440,12 +408,6 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
-    __device__ void load() const {
-        if (!loads) return;
-        smem.empty[ring.stage].wait(ring.parity);
-        __syncwarp();
-        load_next(args, smem, ring.stage);
-    }
     __device__ void multiply() {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
@@ -544,7 +506,7 @@ struct Summer {  // warpgroups 1 and 2
         return ptx::uniform(smem.told[ring.stage]);
     }
     __device__ void go_on() {
-        load();
+        loads.load(args, smem, ring);
         ring.advance();
     }
     __device__ void run() {
@@ -576,8 +538,7 @@ struct Summer {  // warpgroups 1 and 2
 __device__ void sum_values(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::summer_registers>();
     Summer summer(args, smem);
-    if (summer.loads)  // behind setmaxnreg: it may wait for a work that warpgroup 0 finds with the registers that are given up here
-        for (u32 i = 0; i < stages; ++i) load_next(args, smem, i);
+    summer.loads.begin(args, smem);  // behind setmaxnreg: it may wait for a work that warpgroup 0 finds with the registers that are given up here
     summer.run();
 }
 
@@ -585,13 +546,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x == 0) {
-        ptx::prefetch(args.k.map);
+        Kv::prefetch(args);
         for (int i = 0; i < stages; ++i) {
-            smem.full[i][0].init(1), smem.full[i][1].init(1);
+            smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::arrivals);
             smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8);
         }
         for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8);
-        smem.loader = {0, 0, -1};
+        Kv::Loads::init(smem.loader);
         ptx::fence_mbarrier_init();
     }
     if (threadIdx.x < 32) Rows::prefetch(args);

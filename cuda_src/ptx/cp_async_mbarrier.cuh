@@ -1,16 +1,18 @@
 #pragma once
-// Asynchronous copies by threads, whose end an mbarrier tells to other threads. From Ampere on, which has no try_wait.
+// Asynchronous copies by threads, whose end an mbarrier tells to other threads; and one from Ampere on, which has no try_wait.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-mbarrier-arrive
 #include "ptx/cp_async.cuh"
 #include "ptx/mbarrier.cuh"
 
 namespace ptx {
 
-struct PolledMbarrier : Mbarrier {
+struct CopiesMbarrier : Mbarrier {
     // The thread arrives when all its copies so far are there.
     __device__ void arrive_after_copies() {
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(this)) : "memory");
     }
+};
+struct PolledMbarrier : CopiesMbarrier {
     __device__ void arrive() {
         asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(smem_address(this)) : "memory");
     }

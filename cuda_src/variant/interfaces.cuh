@@ -155,6 +155,15 @@ template <class K, class Tile> struct LatentKvOption : Given {
     static_assert(requires { K(args, work, keys); }, "Kv(args, work, keys of the sequence)");
     static_assert(requires { kv.template load<1>(tile, full, i); }, "Kv: load<first panels>(tile, full, index)");
 };
+// ... or by threads, who look up early where their rows are; `place` is what a walk keeps of a work's keys.
+template <class K, class Tile> struct LatentRowsOption : Given {
+    static const K kv;
+    static Tile& tile;
+    static typename K::Loads::Barrier (&full)[2];
+    static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
+    static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
+    static_assert(requires { kv.template load<1>(tile, full, i, kv.find(i)); }, "Kv: load<first panels>(tile, full, index, find(index))");
+};
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
     static const K kv;
@@ -197,6 +206,15 @@ template <class W, class M> struct SplitWalkOption : Given {
     static_assert(requires { W::span(args, rows, work, i).end; }, "Walk: span(args, rows, work, q_end): tiles of rows from work.q_begin on");
     static_assert(requires { W(mask, rows, work), i32(walk.classify(i)), i32(W::where(i, i)); }, "Walk(mask, rows, work): classify(tile), where(tile, class), by a warp");
     static_assert(requires { W::tell(board, u32(i), i), i32(W::told(board, u32(i), tiles, i)); }, "Walk: tell(board, stage, class), told(board, stage, tiles, tile)");
+};
+// ... what of a work's keys is kept, and what a mask keeps of a tile, asked before the tile's products and after them ...
+template <class W> struct WorkWalkOption : Given {
+    static const TileRange& tiles;
+    static const typename W::Place& place;
+    static const typename W::Kept& kept;
+    static float (&s)[32];
+    static_assert(requires { (typename W::Place(args, rows, work, tiles)), i32(place.first_to_clear()), bool(place.is_full(i)); }, "Walk: Place(args, rows, work, tiles): first_to_clear(), is_full(tile)");
+    static_assert(requires { kept.apply(args, rows, work, place, s, i, i); }, "Walk: Kept(args, work, tile): apply(args, rows, work, place, s, row, first)");
 };
 // ... walk: the key tiles of a block, for warps that go along them by themselves, and of these what a warp's rows need.
 template <class W, class M> struct CursorOption : Given {

@@ -12,6 +12,7 @@ import numpy as np
 from rawattn.array.array import contiguous
 from rawattn.operation import AttentionKVCache, Backward, Forward
 from rawattn.operation.captures import FLOATS, with_captured
+from rawattn.operation.keys import KeyLists
 from rawattn.operation.kvcache import EVEN
 from rawattn.operation.spec import Spec
 from rawattn.testing import Case
@@ -73,7 +74,7 @@ SCALES = 1.25, 0.75  # of keys and values in eight bits
 class StepCase(Case):
     """A causal step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache, ``cache`` its number format.
     ``chunks`` are the queries of the last sequences, which have more than the others. In a ``latent`` cache values are the first
-    columns of keys; ``split`` is the call's."""
+    columns of keys; ``split`` is the call's. With ``top`` each query has a list of so many rows of the cache, and no mask."""
 
     kv_lens: tuple[int, ...] = ()
     page: int = 0
@@ -81,6 +82,7 @@ class StepCase(Case):
     chunks: tuple[int, ...] = ()
     latent: bool = False
     split: str | int = "auto"
+    top: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,13 +119,22 @@ class StepCase(Case):
     def op(self) -> Any:
         pages, width, rows = self.pool_shape
         of_q = (sum(self.q_lens),) if self.chunks else (self.batch, self.q_len)
-        arrays = {"q": contiguous((*of_q, self.heads, self.head_dim), "bf16"), "kv_lens": contiguous((self.batch,), "int32")}
+        arrays = {"q": contiguous((*of_q, self.heads, self.head_dim), "bf16")}
+        arrays |= (
+            {"keys": contiguous((sum(self.q_lens), self.top), "int32")}
+            if self.top
+            else {"kv_lens": contiguous((self.batch,), "int32")}
+        )
         for name, columns in (("k_cache", self.head_dim), ("v_cache", self.head_dim_v)):
             arrays[name] = contiguous((pages, rows, self.kv_heads, columns), self.cache)
         arrays |= {"page_table": contiguous((self.batch, width), "int32")} if self.page else {}
         arrays |= {"cu_seqlens_q": contiguous((self.batch + 1,), "int32")} if self.chunks else {}
         scales = (1.0, 1.0) if self.cache == "bf16" else SCALES
-        spec, split_keys = Spec.of(causal=True, window=self.window), {"auto": 0, "even": EVEN}.get(str(self.split), self.split)
+        lists = KeyLists(physical=True) if self.top else None
+        spec, split_keys = (
+            Spec.of(causal=not self.top, window=self.window, keys=lists),
+            {"auto": 0, "even": EVEN}.get(str(self.split), self.split),
+        )
         return AttentionKVCache.of(arrays, spec, max(self.q_lens), None, int(split_keys), scales, self.latent)
 
 
@@ -136,9 +147,9 @@ def step(
     return StepCase(**{**own, **more})
 
 
-def latent(batch: int, q_len: int, heads: int, kv_len: int, split: str | int = "auto") -> StepCase:
+def latent(batch: int, q_len: int, heads: int, kv_len: int, split: str | int = "auto", page: int = 64, top: int = 0) -> StepCase:
     """A step over latent caches as DeepSeek's models have them."""
-    return step((kv_len,) * batch, 64, q_len, heads, 1, 576, head_dim_v=512, latent=True, split=split)
+    return step((kv_len,) * batch, page, q_len, heads, 1, 576, head_dim_v=512, latent=True, split=split, top=top)
 
 
 def zipf(count: int, total: int) -> tuple[int, ...]:
@@ -220,9 +231,13 @@ LATENT = (  # sequences, queries, heads, keys
     (64, 1, 128, 4096), (64, 1, 128, 8192), (128, 1, 128, 8192), (128, 2, 128, 4096), (64, 1, 16, 4096), (128, 1, 16, 8192),
     (16, 1, 128, 32768), (1, 1, 128, 32768), (1, 1, 16, 8192),
 )  # fmt: skip
+PAGED = [(batch, 1, heads, kv_len) for batch, kv_len in ((64, 4096), (128, 8192)) for heads in (16, 128)]
 SETS["mla-decode"] = [latent(*shape) for shape in LATENT]
 SETS["mla-decode-even"] = [latent(*shape, split="even") for shape in LATENT]
 SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] for keys in (4096, 8192)]  # fewer borders
+SETS["mla-sparse"] = [latent(1, 4096, heads, 65536, page=0, top=2048) for heads in (128, 64)]  # prefill of chosen keys, and steps
+SETS["mla-sparse"] += [latent(batch, q_len, 128, 65536, page=0, top=2048) for batch, q_len in ((1, 128), (1, 1))]
+SETS["mla-pages"] = [latent(*shape, page=page) for shape in PAGED for page in (1, 64)]
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "masks": of_functions(functions.MASKS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
@@ -323,6 +338,8 @@ def flops(case: Case) -> int:
     if isinstance(case, FunctionCase):
         return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
+    if isinstance(case, StepCase) and case.top:
+        return 2 * columns * case.heads * case.top * sum(case.q_lens)
     if isinstance(case, StepCase):
         lengths = tuple(zip(case.q_lens, case.kv_lens, strict=True))
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}

@@ -65,6 +65,8 @@ class Caches:
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
         numbers = torch.randperm(pages, device=device, generator=generator).to(torch.int32)
         self.page_table = numbers.view(case.batch, width) if case.page else None
+        most, shape = max(1, case.kv_len), (sum(case.q_lens), case.top)  # lists of rows of the cache; a row may come twice
+        self.lists = torch.randint(most, shape, dtype=torch.int32, device=device, generator=generator)
         count = max(2, -(-cold_bytes // case.pool_bytes))
         self.dtype = getattr(torch, DTYPES[case.cache].name)
         sizes = (count, pages, rows, case.kv_heads, case.head_dim), (count, pages, rows, case.kv_heads, case.head_dim_v)
@@ -88,6 +90,10 @@ class Caches:
         k, v = (x.double() * scale for x, scale in zip((k, v), self.scales, strict=True))
         rows = torch.tensor(self.checked(i), device=k.device)
         q = self.of(self.q, i)[rows].double().unflatten(1, (case.kv_heads, -1))
+        if case.top:
+            lists = self.lists[self.starts[i] + rows].long()
+            p = (torch.einsum("qhgd,qkhd->hgqk", q, k[lists]) * case.head_dim**-0.5).softmax(-1)
+            return torch.einsum("hgqk,qkhd->qhgd", p, v[lists]).flatten(1, 2)
         s = torch.einsum("qhgd,khd->hgqk", q, k) * case.head_dim**-0.5
         at, keys = rows[:, None] + len(k) - case.q_lens[i], torch.arange(len(k), device=k.device)
         kept = keys <= at if case.window is None else (keys <= at) & (keys >= at - (case.window[0] or 0))
@@ -105,6 +111,8 @@ class Caches:
 def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
+    if caches.case.top:
+        step = rawattn.Step(None, None, caches.cu_seqlens_q, keys=rawattn.TopK(caches.lists, physical=True))
     made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
     options = {"split": caches.case.split} | options
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]

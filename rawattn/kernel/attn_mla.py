@@ -11,8 +11,8 @@ from ..operation import AttentionKVCache
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Field, Fields, PageBoxes, PageRows, Scratch, View
-from ..variant.walk import SplitIntervalWalk, lists
+from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View, Violations
+from ..variant.walk import SplitIntervalWalk, WorkIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
 from .attn_decode_fold import LEFT_BYTES
@@ -54,6 +54,11 @@ def is_even(op: AttentionKVCache) -> bool:
     return op.split_keys == EVEN
 
 
+def has_tiny_pages(op: AttentionKVCache) -> bool:
+    """Says whether pages are too small for TMA, so that threads copy rows."""
+    return 1 << page_shift(op) < SWIZZLE_ROWS
+
+
 def rows_that_matter(op: AttentionKVCache) -> int:
     """The rows by which a sequence's splits are chosen: those of the bound, or of one query where nothing may follow from it."""
     return op.heads_per_kv if op.spec.invariant else most_rows(op)
@@ -89,6 +94,11 @@ def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
     return min(config.tile_q, 16 * ceil_div(max(1, most_rows(op)), 16)) // 16
 
 
+def kv_option(pages: Option, rows: int) -> Option:
+    """The option for pages of which TMA reads so many rows at once."""
+    return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
+
+
 STRIP_BYTES = 64 * HEAD_DIM_V + 128  # of a state's sixteen rows
 
 
@@ -98,12 +108,24 @@ class AttnMla(Kernel[AttentionKVCache]):
     name = "attn_mla"
     needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnMlaConfig
+    places_back = 9.5  # behind all others
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return False
+
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
+        return not self.gathers(op)  # no GPU has run the form in which threads copy rows
+
+    def gathers(self, op: AttentionKVCache) -> bool:
+        """Says whether threads copy keys row by row, wherever they lie."""
+        return has_tiny_pages(op)
+
+    def step(self, op: AttentionKVCache) -> AttentionKVCache:
+        """The step whose sequences are works."""
+        return op
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = self.device_reasons(device)
@@ -113,11 +135,12 @@ class AttnMla(Kernel[AttentionKVCache]):
             )
         if op.kv_element != op.element:
             reasons.append(f"it takes caches in the format of q, {op.element.name}")
-        reasons += tiling.tensor_core_reasons(paging.over_tensors(op), max(op.head_dim, HEAD_DIM))
-        if most_rows(op) > MOST_ROWS:
-            reasons.append(f"a sequence may have {most_rows(op)} rows; it takes up to {MOST_ROWS}")
-        if 1 << page_shift(op) < SWIZZLE_ROWS or op.pages == 0:
-            reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
+        rows = most_rows(self.step(op))
+        reasons += tiling.tensor_core_reasons(paging.over_tensors(self.step(op)), max(op.head_dim, HEAD_DIM))
+        if rows > MOST_ROWS:
+            reasons.append(f"a sequence may have {rows} rows; it takes up to {MOST_ROWS}")
+        if op.pages == 0:
+            reasons.append("the cache has no pages")
         if paging.has_functions(op) or lists(op.mask) or op.mask.of_head is not None:
             reasons.append("its mask or its score is a function, or the mask has holes or differs by head")
         return reasons + tiling.reasons(self.layout_reason(op.layout))
@@ -134,11 +157,12 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
         """The configuration with pairs of blocks where rows fill more than one."""
-        config = AttnMlaConfig(members=2 if most_rows(op) > TILE_ROWS and device.sm_count > 1 else 1)
+        config = AttnMlaConfig(members=2 if most_rows(self.step(op)) > TILE_ROWS and device.sm_count > 1 else 1)
         return [config] if self.legal(config, op, device) is None else []
 
     def cost(self, config: AttnMlaConfig, op: AttentionKVCache, device: Device) -> float:
         """Counts how often the keys are read, once for each tile of rows, besides the start and the fold."""
+        op = self.step(op)
         return _START + _FOLD + ceil_div(max(1, most_rows(op)), config.tile_q) * few_rows.read_seconds(op, op.kv_len)
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[AttentionKVCache, ...]:
@@ -148,7 +172,6 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The option on each axis."""
         sums: Option = softmax.ConstantTime()
         pages = kv.PAGES[op.form]
-        page = page_rows(op, config)
         return {
             "Element": op.element,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
@@ -156,8 +179,8 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": kv.LatentPanelsKv(pages, page) if page == TILE_KV else kv.LatentBoxesKv(pages, page),
-            "Walk": SplitIntervalWalk(),
+            "Kv": kv.LatentRowsKv(kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
+            "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
             "Launch": scheduler.launch_of(arch),
@@ -166,7 +189,9 @@ class AttnMla(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool: Fields = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
-        if page_rows(op, config) < TILE_KV:
+        if self.gathers(op):
+            pool = (Field("k", "StridedPages", PagePool("k_cache", 0)),)
+        elif page_rows(op, config) < TILE_KV:
             pool = (
                 Field("k", "TmaPageBoxes", PageBoxes("k_cache")),
                 Field("k_end", "TmaPageRows", PageRows("k_cache", SWIZZLE_ROWS)),
@@ -221,22 +246,28 @@ class AttnMla(Kernel[AttentionKVCache]):
         room = 1 + MOST_BYTES // (slots(op) * strips(op, config) * STRIP_BYTES)
         return min(device.sm_count // config.members, MOST_BLOCKS // config.members, works * parts, room)
 
+    def rendered_kind(self, op: AttentionKVCache, config: AttnMlaConfig) -> tuple[object, ...]:
+        """All that ``render`` and ``fields`` depend on besides the configuration."""
+        page = 1 if self.gathers(op) else page_rows(op, config)
+        options = op.form, page, op.ragged, op.sinks, op.scale < 0, op.q_rope, is_even(op), op.spec.kind
+        return (op.element, *paging.arrays_of(op), *options)
+
     def lower(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> Program:
         """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is
         computed."""
         if not op.total_q * op.batch:
             return Program(())
-        options = op.form, page_rows(op, config), op.ragged, op.sinks, op.scale < 0, op.q_rope, is_even(op), op.spec.kind
-        key = (op.element, *paging.arrays_of(op), *options, config, device.arch)
+        key = (*self.rendered_kind(op, config), config, device.arch)
         rendered = self._keep(key, lambda: (self.render(op, config, device.arch), self.fields(op, config, device.arch)))
-        shares = self.shares(op, config, device)
+        step = self.step(op)
+        shares = self.shares(step, config, device)
         grid = shares * config.members
         values = self.values(op, config) | {"borders": shares - (not is_even(op))}
         launches = [Launch(self.name, *rendered, values, grid)]
-        if shares > 1 and (slots(op) > 1 or is_even(op)):
+        if shares > 1 and (slots(step) > 1 or is_even(op)):
             fold = self._keep((attn_decode_fold.NAME, key), lambda: self.render_fold(op, config, device.arch))
             launches += [Launch(attn_decode_fold.NAME, *fold, values, device.sm_count)]
-        states = max(1, values["borders"]) * slots(op) * strips(op, config) * STRIP_BYTES
+        states = max(1, values["borders"]) * slots(step) * strips(step, config) * STRIP_BYTES
         scratch = (
             ("partials", states),
             ("left", LEFT_BYTES * (shares + 1)),

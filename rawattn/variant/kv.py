@@ -114,6 +114,18 @@ class LatentBoxesKv(PagedTmaKv):
     source: ClassVar[str] = "variant/kv/latent_boxes.cuh"
 
 
+class PagedKeys(Wrapper):
+    """Keys of sequences in pages of any size, one by one."""
+
+    source: ClassVar[str] = "variant/pages/paged_keys.cuh"
+
+
+class LatentRowsKv(Wrapper):
+    """Caches whose values are the first columns of their keys, whose rows threads copy; the base says where each key is."""
+
+    source: ClassVar[str] = "variant/kv/latent_rows.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 

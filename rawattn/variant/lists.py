@@ -124,6 +124,16 @@ class ListedPages(_OfLists):
     source: ClassVar[str] = "variant/pages/listed.cuh"
 
 
+class NumberedKeys(_OfLists):
+    """The keys of a token's list, one by one."""
+
+    source: ClassVar[str] = "variant/lists/numbered_keys.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.base.cuda_type}, {self.numbers.cuda_type}>"
+
+
 class PackedKeys(Option):
     """Packed keys as one page."""
 

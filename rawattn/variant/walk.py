@@ -77,6 +77,18 @@ class SplitIntervalWalk(Option):
     source: ClassVar[str] = "variant/walk/split_interval.cuh"
 
 
+class WorkIntervalWalk(Option):
+    """Key tiles of attn_mla, side by side."""
+
+    source: ClassVar[str] = "variant/walk/work_interval.cuh"
+
+
+class WorkListWalk(Option):
+    """Key tiles of a token's list."""
+
+    source: ClassVar[str] = "variant/walk/work_list.cuh"
+
+
 class SplitListWalk(Option):
     """Key tiles of attn_decode, a list."""
 

@@ -309,8 +309,7 @@ static void wgmma_commit() {}
 template <int pending> void wgmma_wait() {}
 
 struct Mbarrier {
-    unsigned char count, pending;
-    u16 phase;
+    u16 count, pending : 15, phase : 1;
     i32 bytes;  // announced, and not there
 
     void init(u32 arrivals) { count = pending = arrivals, phase = 0, bytes = 0; }
@@ -332,12 +331,13 @@ struct Mbarrier {
         progress += late;
     }
 };
-struct PolledMbarrier : Mbarrier {
+struct CopiesMbarrier : Mbarrier {
     void arrive_after_copies() {
         start_copy({0, 0, 0, nullptr, this}), cp_async_commit();
         arriving.push_back(threadIdx.x);
     }
 };
+using PolledMbarrier = CopiesMbarrier;
 static void finish_copies(u32 pending, i32 thread) {
     auto& own = copy_groups[thread];
     const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;

@@ -15,6 +15,7 @@ from rawattn.kernel.attn_mla import AttnMlaConfig
 from rawattn.testing import _move
 from tests.caches import Cached
 from tests.kernel.test_kvcache import attend, check
+from tests.key_lists import ListedStep, Lists, to_numpy
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -65,6 +66,79 @@ def test_any_step(data: Any) -> None:
         seed=data.draw(st.integers(0, 2**32 - 1)), heads=data.draw(st.sampled_from((1, 3, 8, 16, 63, 64, 65, 126, 128))),
     )  # fmt: skip
     check(case, attend(case, split=data.draw(st.sampled_from(("auto", "even", 512))), kernel="attn_mla"))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_small_pages_have_the_bits_of_larger_ones(page_size: int, heads: int) -> None:
+    case = of(ONE, heads=heads, page_size=page_size)
+    found = attend(case, kernel="attn_mla")
+    check(case, found)
+    assert equal(found, attend(of(case, page_size=64))) and rawattn.violations() == ()
+    begins = of(DRAFT, heads=heads, begins=BEGINS, whole=False, page_size=page_size)
+    check(begins, attend(begins, kernel="attn_mla"))
+
+
+FIVE = of(PACKED, lengths=((3, 700), (1, 0), (0, 65), (2, 5000), (9, 64)), page_size=64)
+LISTED = {
+    "few": ListedStep(of(ONE, lengths=((1, 70), (1, 1))), Lists(65)),
+    "128 heads": ListedStep(of(ONE, lengths=((1, 700), (1, 5000))), Lists(2048, counts=True)),
+    "packed, causal": ListedStep(FIVE, Lists(576, counts=True, empty=True, same=0.5)),
+    "rows, pages of 69": ListedStep(of(FIVE, page_size=69, heads=128), Lists(576), physical=True),
+    "dense, fp16": ListedStep(
+        of(ONE, lengths=((1, 900), (1, 300)), form="dense", page_size=901, dtype="fp16", sinks=True), Lists(65)
+    ),
+    "window, pages of 1": ListedStep(of(FIVE, window=(500, 0), form="indptr", page_size=1), Lists(300)),
+    "begins": ListedStep(of(FIVE, begins=(643, 0, 64, 4097, 9), causal=(0, 1, 1, 0, 1)), Lists(300)),
+}
+
+
+def attend_listed(step: ListedStep, **options: Any) -> Any:
+    case, sinks = step.case, step.case.sink_logits()
+    options |= {"window": case.window, "sinks": None if sinks is None else _move(sinks, "torch", "cuda"), "return_lse": True}
+    q, made = _move(case.rows(case.heads, 576, 1), "torch", "cuda"), step.step(lambda x: _move(x, "torch", "cuda"), "torch")
+    return rawattn.attention_kvcache(q, step.cache("torch"), made, kernel="attn_mla", **options)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists(name: str) -> None:
+    """Rows that no list names are NaN. The same bits again and again, and by blocks alone and in pairs."""
+    found = attend_listed(LISTED[name])
+    LISTED[name].check(*map(to_numpy, found), 2e-2)
+    assert all(equal(attend_listed(LISTED[name]), found) for _ in range(20))
+    assert all(equal(attend_listed(LISTED[name], config=AttnMlaConfig(n)), found) for n in (1, 2))
+    LISTED[name].check(*map(to_numpy, attend_listed(LISTED[name], split="even")), 2e-2)
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_lists_of_all_keys_have_the_bits_of_the_plain_step(heads: int) -> None:
+    case = of(ONE, lengths=((1, 5000), (1, 5000)), heads=heads)
+    q, every = (
+        _move(case.rows(heads, 576, 1), "torch", "cuda"),
+        torch.arange(5000, dtype=torch.int32, device="cuda").expand(2, 5000),
+    )
+    step = case.step("torch", keys=rawattn.TopK(every))
+    assert equal(rawattn.attention_kvcache(q, case.cache("torch"), step, kernel="attn_mla", return_lse=True), attend(case))
+
+
+def test_wrong_numbers_are_said() -> None:
+    step = ListedStep(FIVE, Lists(576, wrong=0.05))
+    step.check(*map(to_numpy, attend_listed(step)), 2e-2)
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"]
+
+
+def test_sparse_prefill() -> None:
+    """Each of 1,000 queries has its own 2,048 of 20,000 keys; some are compared."""
+    latent = torch.randn(1, 20000, 1, 576, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(1, 1000, 128, 576, dtype=torch.bfloat16, device="cuda")
+    numbers = torch.randint(-1, 20000, (1000, 2048), dtype=torch.int32, device="cuda")
+    cache, step = rawattn.KVCache(latent, latent[..., :512]), rawattn.Step(None, None, keys=rawattn.TopK(numbers, physical=True))
+    o = rawattn.attention_kvcache(q, cache, step, kernel="attn_mla")
+    for row in range(0, 1000, 111):
+        k = latent[:, numbers[row][numbers[row] >= 0].long()]
+        wanted = rawattn.reference.attention(q[:, row : row + 1], k, k[..., :512])
+        assert torch.allclose(o[:, row : row + 1].double(), wanted, atol=2e-2)
 
 
 def equal(a: Any, b: Any) -> bool:

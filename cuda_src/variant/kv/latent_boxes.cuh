@@ -7,11 +7,14 @@
 #include "tile/page_boxes.cuh"
 #include "tile/keys.cuh"
 #include "tile/page_rows.cuh"
+#include "variant/latent_loads.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct LatentBoxesKv {
     template <int rows, int columns> using Tile = GroupedTile<rows, columns>;
+    template <class Kv, class Tile> using Contract = LatentKvOption<Kv, Tile>;
+    using Loads = LoadedByWarp<LatentBoxesKv>;
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows, groups = cfg::page_rows / 8;  // of a tile; of a box
     static_assert(boxes <= 32 && cfg::page_rows % 8 == 0);
 
@@ -21,6 +24,7 @@ struct LatentBoxesKv {
 
     __device__ LatentBoxesKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
+    __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map); }
     // All bytes complete on the first barrier.
     template <int, class Tile>
     __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {

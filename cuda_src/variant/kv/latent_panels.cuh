@@ -7,11 +7,14 @@
 #include "tile/keys.cuh"
 #include "tile/page_rows.cuh"
 #include "tile/tile.cuh"
+#include "variant/latent_loads.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct LatentPanelsKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
+    template <class Kv, class Tile> using Contract = LatentKvOption<Kv, Tile>;
+    using Loads = LoadedByWarp<LatentPanelsKv>;
     static_assert(cfg::page_rows == cfg::tile_kv);
 
     const Args& args;
@@ -20,6 +23,7 @@ struct LatentPanelsKv {
 
     __device__ LatentPanelsKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
+    __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map); }
     // Starts the copies of a tile, the same in all lanes of a warp, of whose panels the first `first_panels` complete on `full[0]`.
     template <int first_panels, class Tile>
     __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {

@@ -227,7 +227,7 @@ def test_who_is_chosen() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "v elsewhere": ({"latent": False}, "it takes latent caches, whose v is the first 512 columns of a k of 576 with one head"),
     "sizes": ({"head_dim": 320, "head_dim_v": 256}, "it takes latent caches"),
-    "pages": ({"page_size": 4}, "the cache has page_size 4; it takes pages of 8 keys or more"),
+    "pages": ({"pages": 0}, "the cache has no pages"),
     "eight bits": ({"kv_element": E4M3}, "it takes caches in the format of q, bf16"),
 }
 
