@@ -132,7 +132,7 @@ class ListSizes(NamedTuple):
 
 
 def _check_object(name: str, field: str, value: Any, shape: str) -> None:
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if value is None or isinstance(value, (int, float, list, tuple)):  # torch 2.4 cannot compile hasattr of a tensor
         raise ProblemError(f"{field} of {name} is {value!r}; it must be an int32 array of shape {shape}.")
 
 
