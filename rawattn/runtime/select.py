@@ -17,6 +17,7 @@ from ..kernel.attn_bwd import ATTN_BWD
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
 from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from ..kernel.attn_bwd_wide import ATTN_BWD_WIDE
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
 from ..kernel.attn_decode_listed import ATTN_DECODE_LISTED
@@ -37,7 +38,7 @@ from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Op
 from ..operation.operand import PLAIN
 
 KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
-KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
+KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_WIDE, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
     Combine: (COMBINE, CPU_COMBINE),

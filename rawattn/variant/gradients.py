@@ -60,6 +60,27 @@ class ByColumns(Option):
     source: ClassVar[str] = "variant/sharing/by_columns.cuh"
 
 
+# ---- Pass: which gradient a launch of attn_bwd_wide sums, and so which rows stay
+
+
+class DvPass(Option):
+    """Keys stay, and dv is summed."""
+
+    source: ClassVar[str] = "variant/pass/dv.cuh"
+
+
+class DkPass(Option):
+    """Keys stay, and dk is summed."""
+
+    source: ClassVar[str] = "variant/pass/dk.cuh"
+
+
+class DqPass(Option):
+    """Queries stay, and dq is summed."""
+
+    source: ClassVar[str] = "variant/pass/dq.cuh"
+
+
 # ---- Statistics, Dlse: in which order ``lse_log2`` and ``delta`` are in scratch, and what the gradient of lse is
 
 

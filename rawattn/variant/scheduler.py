@@ -125,7 +125,10 @@ DIRECTIONS = {
     "Ascending": "ascending", "Alternating": "alternating", "AlternatingLong": "alternating_long",
     "ShortestFirst": "shortest_first", "LongestFirst": "longest_first",
 }  # fmt: skip
-NUMBERS = {"DynamicPersistent": "dynamic_persistent", "StaticPersistent": "static_persistent", "SingleTile": "single_tile"}
+NUMBERS = {
+    "DynamicPersistent": "dynamic_persistent", "StaticPersistent": "static_persistent", "SingleTile": "single_tile",
+    "ClusterTile": "cluster_tile",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

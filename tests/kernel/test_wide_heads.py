@@ -1,4 +1,4 @@
-"""Heads above 256 on a GPU against the reference: attn_fwd_wide, whose clusters read keys together, and attn_fwd_mma."""
+"""Heads above 256 on a GPU against the reference: attn_fwd_wide and attn_bwd_wide, whose clusters read together, and others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
+from rawattn.kernel.attn_bwd_wide import ATTN_BWD_WIDE, AttnBwdWideConfig
 from rawattn.kernel.attn_fwd_mma import ATTN_FWD_MMA
 from rawattn.kernel.attn_fwd_wide import ATTN_FWD_WIDE, AttnFwdWideConfig
 from rawattn.kernel.base import Kernel
+from rawattn.operation import Backward
 from rawattn.testing import Case
 from tests.calls import attend, check
 from tests.kernel.test_attn_bwd import Call
@@ -59,13 +61,32 @@ GRADIENTS = [
 ]
 
 
+BACKWARD = [pytest.param(ATTN_BWD_WIDE, marks=pytest.mark.gpu, id="attn_bwd_wide"), pytest.param(ATTN_BWD_MMA, id="attn_bwd_mma")]
+
+
+@pytest.mark.parametrize("kernel", BACKWARD)
 @pytest.mark.parametrize("case", GRADIENTS, ids=label)
-def test_gradients(case: Case) -> None:
-    """By attn_bwd_mma, whose warps divide the columns; the same bits twice."""
+def test_gradients(case: Case, kernel: Any) -> None:
+    """By attn_bwd_mma, whose warps divide the columns, and by attn_bwd_wide, in three passes; the same bits twice."""
+    if kernel is ATTN_BWD_WIDE and case.dropout:
+        assert ATTN_BWD_WIDE.supports(Backward(case.op, True), TYPICAL["sm_90a"]) == ["it drops no weights"]
+        return
     call = Call(case)
-    found = call.run(ATTN_BWD_MMA)
+    found = call.run(kernel)
     call.check(found)
-    assert all(torch.equal(x, y) for x, y in zip(call.run(ATTN_BWD_MMA), found, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(call.run(kernel), found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_clusters_change_no_bit_of_gradients(causal: bool) -> None:
+    """Nor does the depth of the ring; many steps, so that stages go round, and more clusters than run at once."""
+    for size, stages in ((512, 2), (384, 2), (384, 3)):
+        call = Call(Case("bf16", 2, 1500, 1500, 8, 2, size, size, causal=causal), dlse=False)
+        wanted = call.run(ATTN_BWD_WIDE, config=AttnBwdWideConfig(64, parts=1))
+        for _, cluster in itertools.product(range(3), (1, 2, 4)):
+            found = call.run(ATTN_BWD_WIDE, config=AttnBwdWideConfig(64 * cluster, stages=stages, parts=1))
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 #include "tile/fragment.cuh"
 
 struct StoreRows32 {
+    static constexpr i64 bytes = 4;  // of a number
     template <int n>
     __device__ static void store(unsigned char* to, i64 row_bytes, i32 row, i32 end, i32 columns, const float (&x)[n], float scale) {
 #pragma unroll

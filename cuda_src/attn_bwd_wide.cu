@@ -1,0 +1,324 @@
+// Gradients on Hopper for heads above 256, in three passes of this kernel: dv, dk and dq, each a sum of 64 rows and up to 512 columns, which fills
+// the registers of two warpgroups, as O does in attn_fwd_wide.cu. The formulas are attn_bwd.cu's. The option Pass says which it is:
+//
+//   pass   rows that stay   rows that move   weights   sum            products
+//   dv     K                Q, dO            P         P' dO          2
+//   dk     K, V             Q, dO            dS        dS' Q          3
+//   dq     Q, dO            K, V             dS        dS K           3
+//
+// A cluster of cfg::cluster blocks has as many times 64 rows that stay, and reads each tile of 32 rows that move once from L2: a block brings its
+// part of them to all. Warpgroup 0 has K (or Q) in registers and V (or dO) in shared memory. For each tile it makes dP, S, and of them weights,
+// a row being one that stays. Warpgroups 1 and 2 add their products with the tile that is summed to the left and the right half of the columns.
+// A warp of the former loads. Nothing is added across blocks, and steps come in one order.
+//
+//   barrier            arrives                                  waits              protects
+//   stays_full[0, 1]   TMA (bytes)                              weigh              K (or Q), then V (or dO) in its place
+//   full[s][0, 1]      TMA (bytes), of all blocks' copies       weigh; sum         a stage's tile that is summed, and the other one
+//   empty[s][0]        warps of sum, of every block             who loads          the tile that is summed, in every block
+//   empty[s][1]        warps of weigh, of every block           who loads          the other tile, in every block
+//   x_full[i]          warps of weigh                           sum                half i of smem.x until written
+//   go[i]              warps of weigh                           sum                nothing: the sum may begin
+//   x_empty[i]         warps of sum                             weigh              half i of smem.x until read
+//   named barrier 1    weigh                                    weigh              smem.rest until written; K (or Q) until read
+//   cluster            all threads of all blocks                they               barriers until made; at the end a block until nobody reaches it
+//
+// The sum of a step goes when the products of the next one are there. Then it runs beside that one's weights (perf/notes/wide_heads.md).
+
+#include "config.cuh"  // rendered: cfg, TmaTensor, TmaClusterTensor, StridedOutput, Args, SMma, SLastMma, DpMma, SumMma, and the options
+                       // Element, Rows, Mask, Score, Group and DkvRows where keys stay, Scheduler, Pass
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/stmatrix.cuh"
+#include "tile/facts.cuh"
+#include "tile/ring.cuh"
+#include "tile/tile.cuh"
+#include "variant/interfaces_bwd.cuh"
+#include "variant/pass/interface.cuh"
+
+constexpr int box_rows = cfg::moves / cfg::cluster, half = ceil_div(Pass::columns, 128) * 64;  // columns that a warpgroup sums, whole panels
+using StaysTile = Tile<cfg::stays, cfg::head_dim>;     // K or Q ...
+using StaysVTile = Tile<cfg::stays, cfg::head_dim_v>;  // ... V or dO
+using SummedTile = Tile<cfg::moves, 2 * half>;
+using OtherTile = Tile<cfg::moves, Pass::makes_ds ? cfg::head_dim_v : cfg::head_dim>;
+constexpr int s_steps = ceil_div(cfg::head_dim, 16), dp_steps = ceil_div(cfg::head_dim_v, 16);
+constexpr int kept_panels = StaysTile::panels < cfg::kept_panels ? StaysTile::panels : cfg::kept_panels;
+static_assert(cfg::stays == 64 && cfg::moves == 32 && cfg::stages > 1 && box_rows % 8 == 0);
+
+struct Stage {
+    SummedTile summed;
+    OtherTile other;
+};
+union Stays {
+    StaysTile first;
+    StaysVTile second;
+};
+struct Smem {
+    Stays stays;
+    Tile<cfg::stays, 64> rest[StaysTile::panels - kept_panels + (StaysTile::panels == kept_panels)];  // panels that no registers are left for
+    Stage ring[cfg::stages];
+    Tile<cfg::stays, 2 * cfg::moves> x;  // the weights of two steps, side by side
+    ptx::Mbarrier stays_full[2], full[cfg::stages][2], empty[cfg::stages][2], x_full[2], x_empty[2], go[2];
+};
+static_assert(cfg::weigh_registers + 2 * cfg::sum_registers <= 3 * 168, "setmaxnreg would hang");
+template struct ElementOption<Element>;
+template struct SameElements<Element, QElement, KvElement>;
+template struct RowsOption<Rows>;
+template struct QBlocksOption<Rows>;
+template struct MaskOption<Mask>;
+template struct ScoreOption<Score>;
+template struct PassOption<Pass>;
+
+extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
+
+// Arrives for a warp in every block of the cluster, when all its lanes have come.
+__device__ inline void release(ptx::Mbarrier& empty) {
+    __syncwarp();
+    if (ptx::lane_id() < cfg::cluster) ptx::arrive_at(empty, ptx::lane_id(), 1);
+}
+__device__ inline void say(ptx::Mbarrier& barrier) {
+    __syncwarp();
+    if (ptx::lane_id() == 0) barrier.arrive();
+}
+
+// A warp that loads what moves.
+struct Loader {
+    const Args& args;
+    Smem& smem;
+    const Pass& pass;
+    const i32 count;
+
+    __device__ void load_summed(i32 step) const { load(step, &Stage::summed, args.summed, 0); }
+    __device__ void load_other(i32 step) const { load(step, &Stage::other, args.other, 1); }
+    template <class T>
+    __device__ void load(i32 step, T Stage::* which, const TmaClusterTensor& tensor, u32 index) const {
+        if (step >= count) return;
+        const i32 stage = ptx::from_lane(step % cfg::stages, 0), first = i32(ptx::cluster_rank()) * box_rows;
+        if (step >= cfg::stages) ptx::wait_for_cluster(smem.empty[stage][index], (step / cfg::stages - 1) & 1);
+        __syncwarp();
+        const i32 head = ptx::from_lane(pass.move_head(step), 0), row = ptx::from_lane(pass.tile(step) * cfg::moves + first, 0);
+        if (ptx::elect()) {
+            ptx::Mbarrier& full = smem.full[stage][index];
+            T& tile = smem.ring[stage].*which;
+            full.arrive_expect(T::bytes);
+#pragma unroll
+            for (int i = 0; i < T::panels; ++i)
+                tensor.load_all(tile.data[i] + first * 64, full, (1 << cfg::cluster) - 1, pass.move(), i * 64, row, head);
+        }
+        __syncwarp();
+    }
+};
+
+// The low word of a descriptor, in a cluster: with the bytes from a panel to the next where the contraction is along rows.
+template <class T>
+__device__ SmemDescriptor<T> by_columns(const T& tile) { return {ptx::own_address(&tile) >> 4 | 1u << 16}; }
+template <class T>
+__device__ SmemDescriptor<T> by_rows(const T& tile) { return {ptx::own_address(&tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
+
+// Warpgroup 0.
+struct Weigher {
+    using Pairs = Pass::Pairs<SMma::accumulators>;
+    const Args& args;
+    Smem& smem;
+    const Pass& pass;
+    const u32 warp = ptx::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    u32 first[4 * kept_panels][4];  // K or Q, whose product with what moves is S
+    float s[SMma::accumulators], dp[DpMma::accumulators];
+
+    __device__ Weigher(const Args& args, Smem& smem, const Pass& pass) : args(args), smem(smem), pass(pass) {}
+
+    // Where the lane's row of a 16 x 16 block is, in a panel of 64 rows.
+    __device__ u32 place(u32 step) const { return (warp * 16 + lane % 16) * 128 + ((step * 2 + lane / 16) ^ lane % 8) * 16; }
+
+    template <class T>
+    __device__ void load_stays(T& tile, const TmaTensor& tensor, ptx::Mbarrier& full) const {
+        if (threadIdx.x == 0) {
+            full.arrive_expect(T::bytes);
+            load_tile(tensor, tile, full, pass.stay(), pass.begin(), pass.stay_head());
+        }
+        __syncwarp();
+    }
+    __device__ void take_stays() {
+        load_stays(smem.stays.first, args.stays, smem.stays_full[0]);
+        smem.stays_full[0].wait(0);
+#pragma unroll
+        for (int i = 0; i < 4 * kept_panels; ++i) ptx::ldmatrix(first[i], ptx::smem_address(smem.stays.first.data[i / 4]) + place(i % 4));
+#pragma unroll
+        for (int panel = kept_panels; panel < StaysTile::panels; ++panel)
+#pragma unroll
+            for (u32 i = threadIdx.x; i < StaysTile::panel_bytes / 16; i += 128)
+                reinterpret_cast<uint4*>(&smem.rest[panel - kept_panels])[i] = reinterpret_cast<const uint4*>(smem.stays.first.data[panel])[i];
+        ptx::fence_async_smem();
+        ptx::bar_sync(1, 128);
+        if (!Pass::makes_ds) return;
+        load_stays(smem.stays.second, args.stays_v, smem.stays_full[1]);
+        smem.stays_full[1].wait(0);
+    }
+    template <class T>
+    __device__ void start_s(const T& tile, u32 shift) {
+        const SmemDescriptor<T> b = by_columns(tile);
+#pragma unroll
+        for (int i = 0; i < s_steps; ++i) {
+            const u64 columns = SmemDescriptor<T>{b.low + shift}.columns(i);
+            if (i < 4 * kept_panels) SMma::multiply(s, first[i], columns, i > 0);
+            else SLastMma::multiply(s, by_columns(smem.rest[i / 4 - kept_panels]).columns(i % 4), columns, i > 0);
+        }
+        ptx::wgmma_commit();
+    }
+    // s, and dp where it is needed. `next`: the sum of the step before may go.
+    template <class Next>
+    __device__ void multiply(const Ring<cfg::stages>& at, Next next) {
+        const u32 shift = at.stage * u32(sizeof(Stage) / 16);
+        const SmemDescriptor<StaysVTile> second = by_columns(smem.stays.second);
+        const SmemDescriptor<OtherTile> b = by_columns(smem.ring[0].other);
+        smem.full[at.stage][1].wait(at.parity);
+        ptx::wgmma_discard(s);
+        if (Pass::makes_ds) {
+            ptx::wgmma_discard(dp);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < dp_steps; ++i) DpMma::multiply(dp, second.columns(i), SmemDescriptor<OtherTile>{b.low + shift}.columns(i), i > 0);
+            ptx::wgmma_commit();
+            smem.full[at.stage][0].wait(at.parity);
+            ptx::wgmma_fence();
+            start_s(smem.ring[0].summed, shift);
+            ptx::wgmma_wait<1>();
+            release(smem.empty[at.stage][1]);
+            ptx::wgmma_wait<0>();
+            next();
+        } else {
+            ptx::wgmma_fence();
+            start_s(smem.ring[0].other, shift);
+            ptx::wgmma_wait<0>();
+            next();
+            release(smem.empty[at.stage][1]);
+        }
+    }
+    // From dot products to P, or dS.
+    template <class Kept>
+    __device__ void weigh(const Pairs& pairs, const Kept& kept) {
+#pragma unroll
+        for (int i = 0; i < SMma::accumulators; ++i) {
+            const float t = pairs.score(s[i], pairs.q(i), pairs.kv(i)), exponent = __fmaf_rn(t, pairs.score.scale_log2, -pairs.lse_of(i));
+            const float p = ptx::exp2(kept(i) ? exponent : minus_inf);
+            s[i] = Pass::makes_ds ? p * pairs.score.derivative(s[i], pairs.q(i), pairs.kv(i)) * (dp[i] - pairs.delta_of(i)) : p;
+        }
+    }
+    __device__ void leave(i32 step) {
+        if (step >= 2) smem.x_empty[step % 2].wait((step / 2 - 1) & 1);
+#pragma unroll
+        for (int block = 0; block < cfg::moves / 16; ++block) {
+            u32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = Element::pack(s[8 * block + 2 * i], s[8 * block + 2 * i + 1]);
+            ptx::stmatrix(ptx::smem_address(&smem.x) + place(step % 2 * (cfg::moves / 16) + block), words);
+        }
+        ptx::fence_async_smem();
+        say(smem.x_full[step % 2]);
+    }
+    __device__ void run() {
+        const i32 count = pass.count(), row = pass.begin() + i32(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);  // this thread's upmost
+        if (count == 0) return;
+        take_stays();
+        Ring<cfg::stages> ring;
+#pragma unroll 1
+        for (i32 step = 0; step < count; ++step, ring.advance()) {
+            const Pairs pairs(pass, step, row);
+            multiply(ring, [&] {
+                if (step > 0) say(smem.go[(step - 1) % 2]);
+            });
+            if (pass.is_full(step)) weigh(pairs, EveryElement{});
+            else weigh(pairs, pairs.kept());
+            leave(step);
+        }
+        say(smem.go[(count - 1) % 2]);
+    }
+};
+
+// Warpgroup 1 or 2, which has `side` of the columns.
+struct Summer {
+    const Args& args;
+    Smem& smem;
+    const Pass& pass;
+    const u32 side;
+    float sum[SumMma::accumulators];
+
+    __device__ Summer(const Args& args, Smem& smem, const Pass& pass, u32 side) : args(args), smem(smem), pass(pass), side(side) {
+#pragma unroll
+        for (float& x : sum) x = 0.f;
+    }
+    // sum += x b
+    __device__ void start(i32 step, const Ring<cfg::stages>& at) {
+        const SmemDescriptor<Tile<cfg::stays, 2 * cfg::moves>> x = by_columns(smem.x);
+        const SmemDescriptor<SummedTile> b = by_rows(smem.ring[0].summed);
+        const u32 shift = at.stage * u32(sizeof(Stage) / 16) + side * u32(half / 64 * SummedTile::panel_bytes / 16);
+        const u32 columns = u32(step) % 2 * (cfg::moves * 2 / 16);
+        smem.full[at.stage][0].wait(at.parity);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < cfg::moves / 16; ++i)
+            SumMma::multiply(sum, SmemDescriptor<Tile<cfg::stays, 2 * cfg::moves>>{x.low + columns}.columns(i), SmemDescriptor<SummedTile>{b.low + shift}.rows(i), true);
+        ptx::wgmma_commit();
+    }
+    // `loads`: it is the warp that loads. When the sum of a step may go, the next one's other tile has been read.
+    __device__ void run(bool loads) {
+        const i32 count = pass.count();
+        const Loader loader{args, smem, pass, count};
+        Ring<cfg::stages> ring;
+        if (loads) {
+            for (i32 step = 0; step < cfg::stages; ++step) loader.load_other(step), loader.load_summed(step);
+            loader.load_other(cfg::stages);
+        }
+#pragma unroll 1
+        for (i32 step = 0; step < count; ++step, ring.advance()) {
+            smem.x_full[step % 2].wait(step / 2 & 1);
+            smem.go[step % 2].wait(step / 2 & 1);
+            start(step, ring);
+            if (loads) loader.load_other(step + 1 + cfg::stages);
+            ptx::wgmma_wait<0>();
+            release(smem.empty[ring.stage][0]);
+            say(smem.x_empty[step % 2]);
+            if (loads) loader.load_summed(step + cfg::stages);
+        }
+        const i32 row = pass.begin() + i32(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+        pass.store(row, i32(side) * half, sum, args.scale * SMma::sign);
+    }
+};
+
+template <class Work>
+__device__ void compute(const Args& args, Smem& smem, const Work& work) {
+    const u32 group = ptx::uniform(threadIdx.x / 128);
+    const Pass pass(args, work);
+    if (group == 0) {
+        ptx::setmaxnreg_inc<cfg::weigh_registers>();
+        Weigher(args, smem, pass).run();
+    } else {
+        ptx::setmaxnreg_dec<cfg::sum_registers>();
+        Summer(args, smem, pass, group - 1).run(ptx::uniform(threadIdx.x / 32) == 4);
+    }
+}
+
+extern "C" __global__ __cluster_dims__(cfg::cluster) __launch_bounds__(384, 1) void attn_bwd_wide(const __grid_constant__ Args args) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Smem& smem = *reinterpret_cast<Smem*>(raw);
+    if (threadIdx.x == 0) {
+        ptx::prefetch(args.stays.map), ptx::prefetch(args.stays_v.map), ptx::prefetch(args.summed.map), ptx::prefetch(args.other.map);
+        for (int i = 0; i < 2; ++i) smem.stays_full[i].init(1), smem.x_full[i].init(4), smem.go[i].init(4), smem.x_empty[i].init(8);
+        for (int i = 0; i < cfg::stages; ++i) {
+            smem.full[i][0].init(1), smem.full[i][1].init(1);
+            smem.empty[i][0].init(8 * cfg::cluster), smem.empty[i][1].init(4 * cfg::cluster);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    ptx::cluster_sync();
+    ptx::griddepcontrol_wait();
+    ptx::launch_dependents();
+    Scheduler scheduler(args);
+    const auto work = scheduler.next();
+    if (!work.is_last()) compute(args, smem, work);
+    scheduler.finish();
+    __syncwarp();
+    ptx::cluster_sync();
+}

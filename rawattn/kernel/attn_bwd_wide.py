@@ -1,0 +1,165 @@
+"""attn_bwd_wide.cu: the gradients of attention on Hopper for heads above 256, in a pass for each of dv, dk and dq."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..compile.compiler import Source
+from ..driver.device import Device
+from ..operation import Backward, Forward
+from ..operation.operand import Layout
+from ..variant import Option, gradients
+from ..variant.field import Field, Fields, TensorMap
+from ..variant.scheduler import LptScheduler, LptVarlenScheduler
+from ..variant.walk import lists
+from . import backward, group, tiling
+from .attn_bwd_captured import make_launches
+from .backward import BackwardKernel, DeltaPass
+from .program import Program
+from .render import wgmma
+
+NARROWEST, WIDEST = 257, 512
+STAYS, MOVES = 64, 32  # rows of a block that stay, and of a step
+STAY_FIELDS = (("stays", "TmaTensor"), ("stays_v", "TmaTensor"))
+# Pass -> its option, and the operands that stay, that are summed, and that make the rest of the weights.
+PASSES: dict[str, tuple[Option, tuple[str, str], str, str]] = {
+    "dv": (gradients.DvPass(), ("k", "v"), "do", "q"),
+    "dk": (gradients.DkPass(), ("k", "v"), "q", "do"),
+    "dq": (gradients.DqPass(), ("q", "do"), "k", "v"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AttnBwdWideConfig:
+    """The configuration of attn_bwd_wide.cu. Registers are those of a thread."""
+
+    tile_q: int = 128  # rows of a cluster that stay, 64 of each block: of dq's pass queries, of the others keys
+    tile_kv: int = 32  # rows that move in a step
+    stages: int = 2  # of the ring of steps
+    weigh_registers: int = 184
+    sum_registers: int = 160
+    parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
+
+    @property
+    def cluster(self) -> int:
+        """The blocks that read what moves together."""
+        return self.tile_q // STAYS
+
+
+def kept_panels(op: Forward) -> int:
+    """Panels of 64 columns of K or Q at most, which a warpgroup keeps in registers, found by compiling."""
+    return 7
+
+
+def smem_bytes(config: AttnBwdWideConfig, op: Forward) -> int:
+    """Shared memory of a block, at most: the operands that stay, the ring, weights of two steps and barriers."""
+    d, dv = (-(-columns // 64) for columns in (op.head_dim, op.head_dim_v))
+    stage = max(d + d % 2 + dv, d + dv + dv % 2) * MOVES
+    rest = max(1, d - kept_panels(op)) + 1
+    return 128 * (STAYS * (max(d, dv) + rest) + config.stages * stage) + 1024
+
+
+class AttnBwdWide(BackwardKernel):
+    """The kernel and its launches."""
+
+    name = "attn_bwd_wide"
+    needs = "a Hopper GPU (compute capability 9.0)"
+    config_type = AttnBwdWideConfig
+
+    def runs_on(self, device: Device) -> bool:
+        return device.arch == "sm_90a"
+
+    def meant_for(self, op: Backward, device: Device) -> bool:
+        """Says no: it is asked for by its name until a GPU has run it."""
+        return False
+
+    def prefers(self, op: Backward, device: Device) -> bool:
+        return False
+
+    def supports(self, op: Backward, device: Device) -> list[str]:
+        forward = op.forward
+        reasons = self.device_reasons(device) + tiling.tensor_core_reasons(forward, WIDEST)
+        if forward.widest < NARROWEST:
+            sizes = f"head_dim is {forward.head_dim} and head_dim_v {forward.head_dim_v}"
+            reasons.append(f"{sizes}; it takes heads of which one is above 256")
+        if any(forward.lens) and not forward.varlen:
+            reasons.append("it takes q_lens and kv_lens of packed sequences alone")
+        reasons += [f"its {name} is a function" for name in ("mask", "score") if getattr(forward, name).is_function]
+        if lists(forward.mask) or forward.mask.of_head is not None:
+            reasons.append("its mask has holes between the tiles that it keeps, or differs by head")
+        if forward.spec.dropout:
+            reasons.append("it drops no weights")
+        return reasons + backward.reasons(op, STAYS, STAYS, places=2) + tiling.reasons(self.layout_reason(op.layout))
+
+    def layout_reason(self, layout: Layout) -> str | None:
+        return layout.tma_unsupported or layout.unaligned
+
+    def legal(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> str | None:
+        if config.tile_q not in (64, 128, 256) or config.tile_kv != MOVES:
+            return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64, 128 or 256, and {MOVES}"
+        if config.stages < 2:
+            return f"stages is {config.stages}; it must be at least 2"
+        if config.weigh_registers + 2 * config.sum_registers > 504 or config.weigh_registers < 168 or config.sum_registers > 168:
+            values = f"weigh_registers is {config.weigh_registers} and sum_registers {config.sum_registers}"
+            return f"{values}; they must be from 168 on, up to 168, and 504 with the latter twice"
+        return group.wrong(op.forward, config) or tiling.too_large_block(smem_bytes(config, op.forward), device)
+
+    def candidates(self, op: Backward, device: Device) -> list[AttnBwdWideConfig]:
+        """The clusters of two with the deepest ring that fits; others were never timed."""
+        configs = [AttnBwdWideConfig(stages=stages) for stages in (4, 3, 2)]
+        return [config for config in configs if self.legal(config, op, device) is None][:1]
+
+    def cost(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> float:
+        """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times, dP twice."""
+        forward = op.forward
+        columns = 5 * forward.head_dim + 3 * forward.head_dim_v
+        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.55
+
+    def lower(self, op: Backward, config: AttnBwdWideConfig, device: Device) -> Program:
+        forward, rows, blocks = op.forward, config.tile_q, device.sm_count // config.cluster
+        works = backward.kv_tiles(forward, rows)
+        config = group.resolved(forward, config, works, rows, blocks)
+        shared = backward.values(forward, rows, rows)
+        kv_values = shared | backward.kv_order(forward, rows, blocks, config.parts)
+        grids = dict.fromkeys(("dv", "dk"), works * config.parts if forward.total_kv else 0)
+        grids["dq"] = forward.heads * backward.q_blocks(forward, rows) if forward.total_q else 0
+        launches = []
+        for which, grid in grids.items():
+            values = shared if which == "dq" else kv_values
+            source = dataclasses.replace(group.source_of(config), parts=1) if which == "dq" else group.source_of(config)
+            launches.append(self.launch(op, (which, source), device, self.name, values, grid * config.cluster, _render))
+        launches[2:2] = self.add_parts(op, config.parts, device)
+        buffers = backward.part_buffers(forward, config.parts)
+        return self.program(op, device, DeltaPass(rows, rows, 8), launches, make_launches, buffers)
+
+
+def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tuple[Source, Fields]:
+    """The source of one pass."""
+    (which, config), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
+    made, stays, summed, other = PASSES[which]
+    tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
+    moves = ("summed", summed), ("other", other)
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES // config.cluster)) for name, operand in moves]
+    own: dict[str, Option] = {"Score": backward.exact_score(op)}
+    if which == "dq":
+        constants = {"tile_q": config.tile_q, "tile_kv": MOVES}
+        own["Scheduler"] = (LptVarlenScheduler if op.varlen else LptScheduler)(persistent=False, cluster=True)
+        rows: Fields = (gradients.DQ,)
+    else:
+        constants = {"tile_q": MOVES, "tile_kv": config.tile_q}
+        rows = backward.group_options(config.parts)["Group"].fields
+        own |= {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
+    every = backward.options(op, **own, Pass=made)
+    constants |= {"stays": STAYS, "moves": MOVES, "cluster": config.cluster, "stages": config.stages, "q_block": config.tile_q}
+    constants |= {"kept_panels": kept_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    constants |= {"weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
+    products = [
+        wgmma(name, op.element, MOVES, a_in_registers=name == "SMma", b_by_rows=False, negate=name != "DpMma" and op.scale < 0)
+        for name in ("SMma", "SLastMma", "DpMma")
+    ]
+    products.append(wgmma("SumMma", op.element, -(-columns // 128) * 64, a_in_registers=False, b_by_rows=True))
+    fields = (*tensors, *rows, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_wide.cu", constants, fields, products, every, arch)
+
+
+ATTN_BWD_WIDE = AttnBwdWide()
