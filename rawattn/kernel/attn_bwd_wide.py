@@ -7,7 +7,7 @@ import dataclasses
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import Backward, Forward
-from ..operation.operand import Layout
+from ..operation.operand import PLAIN, Layout
 from ..variant import Option, gradients
 from ..variant.field import Field, Fields, TensorMap
 from ..variant.scheduler import LptScheduler, LptVarlenScheduler
@@ -70,11 +70,9 @@ class AttnBwdWide(BackwardKernel):
         return device.arch == "sm_90a"
 
     def meant_for(self, op: Backward, device: Device) -> bool:
-        """Says no: it is asked for by its name until a GPU has run it."""
-        return False
-
-    def prefers(self, op: Backward, device: Device) -> bool:
-        return False
+        """Says whether nothing but strides is against it: what else it refuses attn_bwd_mma computes, on tensor cores, too."""
+        plain = dataclasses.replace(op, layout=PLAIN)
+        return self.runs_on(device) and not self.supports(plain, device)
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         forward = op.forward

@@ -40,7 +40,7 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch in ("sm_90a", "sm_80"):
         yield from ((arch, op) for op in (plain, narrow, replace(plain, batch=1, q_len=1, kv_len=65536)))
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
-    yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512)), "attn_bwd_wide"
+    yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512))
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35270,
-    "perf": 5870,
-    "cuda_src": 15930,
-    "tests": 47840,
+    "rawattn": 35630,
+    "perf": 5900,
+    "cuda_src": 16710,
+    "tests": 48340,
 }
 FUNCTION_LINES = 60
 

@@ -134,6 +134,7 @@ def test_reasons() -> None:
         (AttnBwdWideConfig(weigh_registers=192), "weigh_registers is 192"),
     ):  # fmt: skip
         assert said in str(ATTN_BWD_WIDE.legal(config, wide, H200))
-    assert select(wide, H200).kernel is ATTN_BWD_MMA and select(wide, H200, "attn_bwd_wide").kernel is ATTN_BWD_WIDE
+    assert select(wide, H200).kernel is ATTN_BWD_WIDE
+    assert select(backward((512, 512), **shape, dropout=0.1), H200).kernel is ATTN_BWD_MMA
     with pytest.raises(UnsupportedError, match="drops no weights"):
         select(backward((512, 512), **shape, dropout=0.1), H200, "attn_bwd_wide")
