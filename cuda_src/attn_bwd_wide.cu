@@ -13,8 +13,9 @@
 //
 //   barrier            arrives                                  waits              protects
 //   stays_full[0, 1]   TMA (bytes)                              weigh              K (or Q), then V (or dO) in its place
-//   full[s][0, 1]      TMA (bytes), of all blocks' copies       weigh; sum         a stage's tile that is summed, and the other one
-//   empty[s][0]        warps of sum, of every block             who loads          the tile that is summed, in every block
+//   full[s][0, 1]      TMA (bytes), of all blocks' copies       weigh, sum; weigh  a stage's tile that is summed, and the other one
+//   empty[s][0]        warps of sum, of every block             who loads          the tile that is summed, in every block: when it is summed,
+//                                                                                  the block's own products with it are done
 //   empty[s][1]        warps of weigh, of every block           who loads          the other tile, in every block
 //   x_full[i]          warps of weigh                           sum                half i of smem.x until written
 //   go[i]              warps of weigh                           sum                nothing: the sum may begin

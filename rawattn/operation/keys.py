@@ -16,6 +16,7 @@ NO_GRADIENT = (
     "keys was given and an input requires grad, and lists of keys have no gradient yet; call under torch.no_grad(), or on "
     "detached inputs."
 )
+NO_ARRAYS = (int, float, str, bytes, list, tuple, dict, set, range)
 MOST_KEYS = 1 << 30  # of a list, each as often as it is listed
 
 
@@ -132,7 +133,7 @@ class ListSizes(NamedTuple):
 
 
 def _check_object(name: str, field: str, value: Any, shape: str) -> None:
-    if value is None or isinstance(value, (int, float, list, tuple)):  # torch 2.4 cannot compile hasattr of a tensor
+    if value is None or isinstance(value, NO_ARRAYS):  # torch 2.4 cannot compile hasattr of a tensor
         raise ProblemError(f"{field} of {name} is {value!r}; it must be an int32 array of shape {shape}.")
 
 

@@ -18,6 +18,7 @@ from rawattn.kernel import attn_bwd_wide
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_wide import ATTN_BWD_WIDE, AttnBwdWideConfig
 from rawattn.kernel.program import Program
+from rawattn.operation.operand import Layout
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, FP16
 from rawattn.variant.mask import And, Causal, Full, Window
@@ -135,6 +136,10 @@ def test_reasons() -> None:
     ):  # fmt: skip
         assert said in str(ATTN_BWD_WIDE.legal(config, wide, H200))
     assert select(wide, H200).kernel is ATTN_BWD_WIDE
-    assert select(backward((512, 512), **shape, dropout=0.1), H200).kernel is ATTN_BWD_MMA
+    few = [backward((512, 512), **shape | {"q_len": q_len, "kv_len": kv_len}) for q_len, kv_len in ((64, 8192), (8192, 64))]
+    strided = dataclasses.replace(wide, layout=Layout("k has a row stride of 0", None))
+    for op in (*few, strided, backward((512, 512), **shape, dropout=0.1)):
+        found = select(op, H200)
+        assert found.kernel is ATTN_BWD_MMA and (found.slow is None) == (op is not strided), op
     with pytest.raises(UnsupportedError, match="drops no weights"):
         select(backward((512, 512), **shape, dropout=0.1), H200, "attn_bwd_wide")

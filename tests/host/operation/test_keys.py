@@ -114,6 +114,8 @@ WRONG_CALLS: dict[str, tuple[Any, str]] = {
     "dropout": (lambda: {"keys": TopK(NUMBERS), "dropout": 0.5, "seed": 1}, "keys was given beside dropout 0.5"),
     "offsets": (lambda: {"keys": TopK(NUMBERS), "q_offset": 3}, "keys was given beside q_offset or kv_offset"),
     "no array": (lambda: {"keys": TopK([[1, 2]])}, "positions of TopK is .*; it must be an int32 array of shape"),
+    "none": (lambda: {"keys": TopK(None)}, "positions of TopK is None; it must be an int32 array of shape"),
+    "a name": (lambda: {"keys": Blocks("all")}, "indices of Blocks is 'all'; it must be an int32 array of shape"),
     "no flag": (lambda: {"keys": TopK(NUMBERS, physical=1)}, "physical is 1; it must be True or False"),
     "block_q": (lambda: {"keys": Blocks(INDICES, block_q=0)}, "block_q is 0; it must be an int from 1 up"),
     "block_kv": (lambda: {"keys": Blocks(INDICES, block_kv=48)}, "block_kv is 48; it must be a power of two up to 1024"),
