@@ -308,7 +308,7 @@ SELECTED: list[tuple[dict[str, Any], str, str, bool]] = [  # changes, architectu
     ({"head_dim": 168, "head_dim_v": 160}, "sm_90a", "attn_bwd_pair", False),
     ({"head_dim_v": 256}, "sm_90a", "attn_bwd_pair", False),
     ({"head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
-    ({"head_dim": 264}, "sm_90a", "attn_bwd_wide", False),
+    ({"head_dim": 264}, "sm_90a", "attn_bwd_mma", False),
     ({"element": FP32}, "sm_90a", "attn_bwd_mma", False),
     ({"element": FP32, "head_dim": 256}, "sm_90a", "attn_bwd_mma", False),
     ({"element": FP32, "head_dim": 100}, "sm_90a", "attn_bwd_simt", True),
