@@ -77,9 +77,8 @@ struct LoadedByWarp {
     }
 };
 
-// All that multiply by values copy rows, 16 bytes at a time. Each warp waits until all have given a stage back, so what the first of them
-// has written of the next position before is there, and nobody looks any more at the one that is written then. Where a tile's rows lie
-// is looked up while the one before is multiplied.
+// All that multiply by values copy rows, 16 bytes at a time. The first of them writes the next position, which each warp reads when all
+// have given a stage back. Where the rows of the next tile lie is found before that, and their numbers a tile earlier.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
@@ -89,7 +88,8 @@ struct LoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4
     };
-    typename Kv::Found found;  // of what comes next, where that is a tile
+    typename Kv::Row row;        // of what comes next, where that is a tile,
+    typename Kv::Number number;  // and what is known of the tile behind it
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Copies by threads, which have come by a barrier, are seen by products only behind this.
@@ -110,27 +110,55 @@ struct LoadedByAll {
     }
     template <class Smem>
     __device__ void next(const Args& args, Smem& smem, u32 stage, u32 turn) {
-        Board& board = smem.loader;
-        i32 count = ptx::from_lane(board.count[turn], 0), tile = ptx::from_lane(board.tile[turn], 0), split = ptx::from_lane(board.split[turn], 0);
-        if (count >= 0) {
-            const auto& work = smem.work[count % 2];
-            if (tile < 0) {
-                smem.work_full[count % 2].wait(count / 2 & 1);
-                __syncwarp();
-                if (ptx::from_lane(work.batch, 0) < 0) count = -1;
-                else {
-                    smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
-                    split = ptx::from_lane(work.split, 0), tile = ptx::from_lane(Span(work, split).tile, 0);
-                }
-            } else {
-                Kv(args, work.batch, work.place).template load<Smem::first_panels>(smem.ring[stage], smem.full[stage], tile, found);
-                if (tile + 1 < ptx::from_lane(Span(work, split).end, 0)) ++tile;
-                else if (split + 1 < ptx::from_lane(work.split_end, 0)) ++split, tile = ptx::from_lane(Span(work, split).tile, 0);
-                else count = count + 1 & 3, tile = -1;
-            }
-            if (count >= 0 && tile >= 0) found = Kv(args, work.batch, work.place).find(tile);
+        Position at(smem.loader, turn);
+        if (at.count >= 0) {
+            const auto& work = smem.work[at.count % 2];
+            if (at.tile >= 0) Kv::template copy<Smem::first_panels>(smem.ring[stage], smem.full[stage], row);
+            else begin_work(smem, work, at, stage);
+            const bool is_first = at.tile < 0;
+            at.advance(work);
+            if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
         }
-        if (threadIdx.x == 128) board.tile[turn ^ 1] = tile, board.split[turn ^ 1] = split, board.count[turn ^ 1] = count;
+        if (threadIdx.x == 128) at.put(smem.loader, turn ^ 1);
         __syncwarp();
+    }
+    struct Position {
+        i32 count, split, tile;
+
+        __device__ Position(const Board& board, u32 turn)
+            : count(ptx::from_lane(board.count[turn], 0)), split(ptx::from_lane(board.split[turn], 0)), tile(ptx::from_lane(board.tile[turn], 0)) {}
+
+        __device__ void put(Board& board, u32 turn) const { board.tile[turn] = tile, board.split[turn] = split, board.count[turn] = count; }
+        template <class Work>
+        __device__ void advance(const Work& work) {
+            if (count < 0) return;
+            if (tile < 0) split = ptx::from_lane(work.split, 0);
+            else if (++tile < ptx::from_lane(Span(work, split).end, 0)) return;
+            else if (++split >= ptx::from_lane(work.split_end, 0)) {
+                count = count + 1 & 3, tile = -1;
+                return;
+            }
+            tile = ptx::from_lane(Span(work, split).tile, 0);
+        }
+    };
+    // Gives Q its stage, if there is a work.
+    template <class Smem, class Work>
+    __device__ static void begin_work(Smem& smem, const Work& work, Position& at, u32 stage) {
+        smem.work_full[at.count % 2].wait(at.count / 2 & 1);
+        __syncwarp();
+        if (ptx::from_lane(work.batch, 0) < 0) at.count = -1;
+        else smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
+    }
+    template <class Work>
+    __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
+    // Of the tile that comes next. Here lanes part: nothing that they share follows, or the compiler no longer knows that they agree.
+    template <class Work>
+    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
+        Position behind = at;
+        behind.advance(work);
+        const Kv source = kv(args, work);
+        if (is_first) number = source.find(at.tile);
+        row = source.row(at.tile, number);
+        if (behind.tile >= 0) number = source.find(behind.tile);
     }
 };
