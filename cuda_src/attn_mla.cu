@@ -73,7 +73,7 @@ constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the 
 constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
 struct Smem {
-    static constexpr int stages = ::stages, first_panels = ::first_panels;
+    static constexpr int stages = ::stages, panels = ::panels, first_panels = ::first_panels;
     Stage ring[stages];
     QPart q_last;                   // the last 64 columns
     NarrowTile<tile_rows> q_slice;  // the sixteen before them
@@ -408,6 +408,7 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
+    // O += P V. More of another tile is loaded meanwhile.
     __device__ void multiply() {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
@@ -415,6 +416,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
         ptx::wgmma_commit();
+        loads.load_rest(args, smem, ring);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -514,6 +516,7 @@ struct Summer {  // warpgroups 1 and 2
             u32 told = await();
             if (told & what::is_end) return;
             if (told & what::is_q) {
+                loads.load_rest(args, smem, ring);
                 say(smem.empty[ring.stage]);
                 go_on();
                 continue;

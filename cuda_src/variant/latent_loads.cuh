@@ -45,6 +45,9 @@ struct LoadedByWarp {
         __syncwarp();
         next(args, smem, ring.stage);
     }
+    // All has begun to come.
+    template <class Smem>
+    __device__ static void load_rest(const Args&, Smem&, const Ring<Smem::stages>&) {}
     // Loads what comes to a stage next, if anything does.
     template <class Smem>
     __device__ static void next(const Args& args, Smem& smem, u32 stage) {
@@ -77,8 +80,9 @@ struct LoadedByWarp {
     }
 };
 
-// All that multiply by values copy rows, 16 bytes at a time. The first of them writes the next position, which each warp reads when all
-// have given a stage back. Where the rows of the next tile lie is found before that, and their numbers a tile earlier.
+// All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
+// tile is multiplied. Then the first of them writes the next position, which each warp reads when all have given that stage back. Where
+// the rows of a tile lie is found a tile earlier, and their numbers two.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
@@ -88,7 +92,7 @@ struct LoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4
     };
-    typename Kv::Row row;        // of what comes next, where that is a tile,
+    typename Kv::Row row;        // of what comes next, or has begun to come, where that is a tile,
     typename Kv::Number number;  // and what is known of the tile behind it
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
@@ -98,24 +102,43 @@ struct LoadedByAll {
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
         for (u32 i = 0; i < Smem::stages; ++i) {
-            if (i > 0) ptx::bar_sync(2, threads);
-            next(args, smem, i, i & 1);
+            if (i > 0) {
+                finish(args, smem, i - 1, i - 1 & 1);
+                ptx::bar_sync(2, threads);
+            }
+            start(smem, i, i & 1);
         }
     }
     template <class Smem>
-    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
+    __device__ void load(const Args&, Smem& smem, const Ring<Smem::stages>& ring) const {
         smem.empty[ring.stage].wait(ring.parity);
         __syncwarp();
-        next(args, smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+        start(smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+    }
+    // The rest of what has begun to come to the stage that was given back last.
+    template <class Smem>
+    __device__ void load_rest(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
+        finish(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
     }
     template <class Smem>
-    __device__ void next(const Args& args, Smem& smem, u32 stage, u32 turn) {
+    __device__ void start(Smem& smem, u32 stage, u32 turn) const {
+        const Position at(smem.loader, turn);
+        if (at.count < 0) return;
+        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(smem.ring[stage], smem.full[stage][0], row);
+        else {  // Q, if there is a work
+            smem.work_full[at.count % 2].wait(at.count / 2 & 1);
+            __syncwarp();
+            if (at.is_work(smem)) smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
+        }
+    }
+    template <class Smem>
+    __device__ void finish(const Args& args, Smem& smem, u32 stage, u32 turn) {
         Position at(smem.loader, turn);
         if (at.count >= 0) {
             const auto& work = smem.work[at.count % 2];
-            if (at.tile >= 0) Kv::template copy<Smem::first_panels>(smem.ring[stage], smem.full[stage], row);
-            else begin_work(smem, work, at, stage);
             const bool is_first = at.tile < 0;
+            if (!is_first) Kv::template copy<Smem::first_panels, Smem::panels>(smem.ring[stage], smem.full[stage][1], row);
+            else if (!at.is_work(smem)) at.count = -1;
             at.advance(work);
             if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
         }
@@ -129,6 +152,8 @@ struct LoadedByAll {
             : count(ptx::from_lane(board.count[turn], 0)), split(ptx::from_lane(board.split[turn], 0)), tile(ptx::from_lane(board.tile[turn], 0)) {}
 
         __device__ void put(Board& board, u32 turn) const { board.tile[turn] = tile, board.split[turn] = split, board.count[turn] = count; }
+        template <class Smem>
+        __device__ bool is_work(const Smem& smem) const { return ptx::from_lane(smem.work[count % 2].batch, 0) >= 0; }
         template <class Work>
         __device__ void advance(const Work& work) {
             if (count < 0) return;
@@ -141,14 +166,6 @@ struct LoadedByAll {
             tile = ptx::from_lane(Span(work, split).tile, 0);
         }
     };
-    // Gives Q its stage, if there is a work.
-    template <class Smem, class Work>
-    __device__ static void begin_work(Smem& smem, const Work& work, Position& at, u32 stage) {
-        smem.work_full[at.count % 2].wait(at.count / 2 & 1);
-        __syncwarp();
-        if (ptx::from_lane(work.batch, 0) < 0) at.count = -1;
-        else smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
-    }
     template <class Work>
     __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
     // Of the tile that comes next. Here lanes part: nothing that they share follows, or the compiler no longer knows that they agree.

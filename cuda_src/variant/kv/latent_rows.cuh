@@ -32,14 +32,9 @@ struct LatentRowsKv {
     __device__ Number find(i32 tile) const { return source.find(args, key(tile)); }
     __device__ Row row(i32 tile, Number number) const { return source.row(args, key(tile), number); }
 
-    // The first `first_panels` panels complete on `full[0]`.
-    template <int first_panels, class Tile>
-    __device__ static void copy(Tile& tile, typename Loads::Barrier (&full)[2], Row row) {
-        copy_panels<0, first_panels>(tile, row), full[0].arrive_after_copies();
-        copy_panels<first_panels, Tile::panels>(tile, row), full[1].arrive_after_copies();
-    }
+    // Some panels, which complete on a barrier.
     template <int begin, int end, class Tile>
-    __device__ static void copy_panels(Tile& tile, Row row) {
+    __device__ static void copy(Tile& tile, typename Loads::Barrier& full, Row row) {
         const u32 lane = ptx::lane_id(), own = first_row() + lane / 8;
         const u32 to = ptx::smem_address(&tile) + Tile::row_offset(own) + (lane ^ own) % 8 * 16;
 #pragma unroll
@@ -47,6 +42,7 @@ struct LatentRowsKv {
             const Row from = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i * at_once + lane / 8));
             copy_chunks<begin, end, Tile>(to + Tile::row_offset(i * apart), from + lane % 8 * 16, from ? 16 : 0);
         }
+        full.arrive_after_copies();
     }
     template <int panel, int end, class Tile>
     __device__ static void copy_chunks(u32 to, Row from, u32 bytes) {
