@@ -176,6 +176,7 @@ struct LoadedByAll {
         const Kv source = kv(args, work);
         if (is_first) number = source.find(at.tile);
         row = source.row(at.tile, number);
+        Kv::prefetch_row(row);
         if (behind.tile >= 0) number = source.find(behind.tile);
     }
 };

@@ -398,6 +398,9 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
 }
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
+static void bulk_prefetch_to_l2(const void* p, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 16) (void)*(static_cast<const volatile char*>(p) + i);
+}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
 template <bool transposed>
