@@ -228,7 +228,6 @@ struct Weigher {  // warpgroup 0
         const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
         smem.full[ring.stage][0].wait(ring.parity);
-        Kv::Loads::fence();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll

@@ -29,7 +29,7 @@ struct LoadedByWarp {
     const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
 
     __device__ static void init(Board& board) { board = {0, 0, -1}; }
-    // What products must see of copies that have come.
+    // What products must see of the last panels, which have come.
     __device__ static void fence() {}
     // The first stages.
     template <class Smem>
@@ -96,14 +96,15 @@ struct LoadedByAll {
     typename Kv::Number number;  // and what is known of the tile behind it
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
-    // Copies by threads, which have come by a barrier, are seen by products only behind this.
+    // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
+    // whose products follow those of the first, when they are waited for.
     __device__ static void fence() { ptx::fence_proxy_async(); }
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
         for (u32 i = 0; i < Smem::stages; ++i) {
             if (i > 0) {
-                finish(args, smem, i - 1, i - 1 & 1);
+                finish<true>(args, smem, i - 1, i - 1 & 1);
                 ptx::bar_sync(2, threads);
             }
             start(smem, i, i & 1);
@@ -118,27 +119,39 @@ struct LoadedByAll {
     // The rest of what has begun to come to the stage that was given back last.
     template <class Smem>
     __device__ void load_rest(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
-        finish(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
+        finish<false>(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
     }
     template <class Smem>
     __device__ void start(Smem& smem, u32 stage, u32 turn) const {
         const Position at(smem.loader, turn);
         if (at.count < 0) return;
-        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(smem.ring[stage], smem.full[stage][0], row);
+        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(smem.ring[stage], row);
         else {  // Q, if there is a work
             smem.work_full[at.count % 2].wait(at.count / 2 & 1);
             __syncwarp();
             if (at.is_work(smem)) smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
         }
     }
+    // That the first panels are there, when they are. While products run they have been for long.
     template <class Smem>
+    __device__ static void say_first(Smem& smem, u32 stage) {
+        ptx::cp_async_wait<0>();
+        ptx::fence_proxy_async();
+        smem.full[stage][0].arrive();
+    }
+    template <bool at_once, class Smem>
     __device__ void finish(const Args& args, Smem& smem, u32 stage, u32 turn) {
         Position at(smem.loader, turn);
         if (at.count >= 0) {
             const auto& work = smem.work[at.count % 2];
             const bool is_first = at.tile < 0;
-            if (!is_first) Kv::template copy<Smem::first_panels, Smem::panels>(smem.ring[stage], smem.full[stage][1], row);
-            else if (!at.is_work(smem)) at.count = -1;
+            if (!is_first) {
+                ptx::cp_async_commit();
+                if (!at_once) say_first(smem, stage);
+                Kv::template copy<Smem::first_panels, Smem::panels>(smem.ring[stage], row);
+                smem.full[stage][1].arrive_after_copies();
+                if (at_once) say_first(smem, stage);
+            } else if (!at.is_work(smem)) at.count = -1;
             at.advance(work);
             if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
         }

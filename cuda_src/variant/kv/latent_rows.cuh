@@ -38,9 +38,9 @@ struct LatentRowsKv {
         const u32 lane = ptx::lane_id();
         if (row && lane < at_once * turns && lane % cfg::members == blockIdx.x % cfg::members) ptx::bulk_prefetch_to_l2(row, cfg::head_dim * sizeof(u16));
     }
-    // Some panels, which complete on a barrier.
+    // Starts copying some panels.
     template <int begin, int end, class Tile>
-    __device__ static void copy(Tile& tile, typename Loads::Barrier& full, Row row) {
+    __device__ static void copy(Tile& tile, Row row) {
         const u32 lane = ptx::lane_id(), own = first_row() + lane / 8;
         const u32 to = ptx::smem_address(&tile) + Tile::row_offset(own) + (lane ^ own) % 8 * 16;
 #pragma unroll
@@ -48,7 +48,6 @@ struct LatentRowsKv {
             const Row from = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i * at_once + lane / 8));
             copy_chunks<begin, end, Tile>(to + Tile::row_offset(i * apart), from + lane % 8 * 16, from ? 16 : 0);
         }
-        full.arrive_after_copies();
     }
     template <int panel, int end, class Tile>
     __device__ static void copy_chunks(u32 to, Row from, u32 bytes) {
