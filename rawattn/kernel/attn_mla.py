@@ -11,8 +11,8 @@ from ..operation import AttentionKVCache
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View, Violations
-from ..variant.walk import SplitIntervalWalk, WorkIntervalWalk, lists
+from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View
+from ..variant.walk import WorkIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
 from .attn_decode_fold import LEFT_BYTES
@@ -117,7 +117,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         return False
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        return not self.gathers(op)  # no GPU has run the form in which threads copy rows
+        return not self.gathers(op)  # no GPU has measured what threads copy as it is now
 
     def gathers(self, op: AttentionKVCache) -> bool:
         """Says whether threads copy keys row by row, wherever they lie."""

@@ -162,7 +162,7 @@ def test_spills(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_who_is_chosen(name: str) -> None:
-    """Others by themselves, where there are any: no GPU has run this form."""
+    """Others by themselves, where there are any: no GPU has measured this form as it is now."""
     op = OPERATIONS[name]
     chosen, named = select(op, HOPPER).kernel, select(op, HOPPER, "attn_mla")
     assert named.config == (TWO if op.heads > 64 else ONE)
