@@ -107,14 +107,14 @@ struct LoadedByAll {
                 finish<true>(args, smem, i - 1, i - 1 & 1);
                 ptx::bar_sync(2, threads);
             }
-            start(smem, i, i & 1);
+            start(args, smem, i, i & 1);
         }
     }
     template <class Smem>
-    __device__ void load(const Args&, Smem& smem, const Ring<Smem::stages>& ring) const {
+    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) const {
         smem.empty[ring.stage].wait(ring.parity);
         __syncwarp();
-        start(smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+        start(args, smem, ring.stage, ring.stage + ring.parity + 1 & 1);
     }
     // The rest of what has begun to come to the stage that was given back last.
     template <class Smem>
@@ -122,10 +122,10 @@ struct LoadedByAll {
         finish<false>(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
     }
     template <class Smem>
-    __device__ void start(Smem& smem, u32 stage, u32 turn) const {
+    __device__ void start(const Args& args, Smem& smem, u32 stage, u32 turn) const {
         const Position at(smem.loader, turn);
         if (at.count < 0) return;
-        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(smem.ring[stage], row);
+        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], row);
         else {  // Q, if there is a work
             smem.work_full[at.count % 2].wait(at.count / 2 & 1);
             __syncwarp();
@@ -148,7 +148,7 @@ struct LoadedByAll {
             if (!is_first) {
                 ptx::cp_async_commit();
                 if (!at_once) say_first(smem, stage);
-                Kv::template copy<Smem::first_panels, Smem::panels>(smem.ring[stage], row);
+                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], row);
                 smem.full[stage][1].arrive_after_copies();
                 if (at_once) say_first(smem, stage);
             } else if (!at.is_work(smem)) at.count = -1;

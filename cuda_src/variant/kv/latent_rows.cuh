@@ -40,13 +40,13 @@ struct LatentRowsKv {
     }
     // Starts copying some panels.
     template <int begin, int end, class Tile>
-    __device__ static void copy(Tile& tile, Row row) {
+    __device__ static void copy(const Args& args, Tile& tile, Row row) {
         const u32 lane = ptx::lane_id(), own = first_row() + lane / 8;
         const u32 to = ptx::smem_address(&tile) + Tile::row_offset(own) + (lane ^ own) % 8 * 16;
 #pragma unroll
         for (u32 i = 0; i < turns; ++i) {
             const Row from = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i * at_once + lane / 8));
-            copy_chunks<begin, end, Tile>(to + Tile::row_offset(i * apart), from + lane % 8 * 16, from ? 16 : 0);
+            copy_chunks<begin, end, Tile>(to + Tile::row_offset(i * apart), (from ? from : args.k.data) + lane % 8 * 16, from ? 16 : 0);
         }
     }
     template <int panel, int end, class Tile>
