@@ -5,12 +5,14 @@
 // finds from the lengths on the device (variant/scheduler/stream_k.cuh).
 //
 // Warpgroup 0 computes S = Q K^T and weights. All but the last 80 columns of Q lie in its registers, so that a product reads shared
-// memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys.
+// memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys,
+// or all of both copy rows of keys, in part while P V runs (variant/latent_loads.cuh).
 // P of a tile goes where its last 64 columns were, which V does not need. P V of a tile is issued when Q K^T of the next one is nearly
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves
+//   full[s][part]     TMA (bytes) or who copied; who warpgroup 0             a stage; its last panels by themselves
+//                     has a stage for Q
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
 //   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
@@ -18,7 +20,8 @@
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
-//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
+//                                                                           the position of the first loads, where all load
 //
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
@@ -74,7 +77,7 @@ constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the 
 constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
 struct Smem {
-    static constexpr int stages = ::stages, first_panels = ::first_panels;
+    static constexpr int stages = ::stages, panels = ::panels, first_panels = ::first_panels;
     Stage ring[stages];
     QPart q_last;                   // the last 64 columns
     NarrowTile<tile_rows> q_slice;  // the sixteen before them
@@ -229,7 +232,6 @@ struct Weigher {  // warpgroup 0
         const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
         smem.full[ring.stage][0].wait(ring.parity);
-        Kv::Loads::fence();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
@@ -409,6 +411,7 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
+    // O += P V. More of another tile is loaded meanwhile.
     __device__ void multiply() {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
@@ -416,6 +419,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
         ptx::wgmma_commit();
+        loads.load_rest(args, smem, ring);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -515,6 +519,7 @@ struct Summer {  // warpgroups 1 and 2
             u32 told = await();
             if (told & what::is_end) return;
             if (told & what::is_q) {
+                loads.load_rest(args, smem, ring);
                 say(smem.empty[ring.stage]);
                 go_on();
                 continue;

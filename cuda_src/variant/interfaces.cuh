@@ -159,10 +159,9 @@ template <class K, class Tile> struct LatentKvOption : Given {
 template <class K, class Tile> struct LatentRowsOption : Given {
     static const K kv;
     static Tile& tile;
-    static typename K::Loads::Barrier (&full)[2];
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { kv.template load<1>(tile, full, i, kv.find(i)); }, "Kv: load<first panels>(tile, full, index, find(index))");
+    static_assert(requires { K::template copy<0, 1>(args, tile, kv.row(i, kv.find(i))); }, "Kv: copy<first panel, end>(args, tile, row(index, find(index)))");
 };
 // ... or, where all threads load, starts this thread's copies.
 template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {

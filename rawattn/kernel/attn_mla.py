@@ -117,7 +117,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         return False
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        return not self.gathers(op)  # a GPU has run some tests of the form in which threads copy rows
+        return not self.gathers(op)  # no GPU has measured what threads copy as it is now
 
     def gathers(self, op: AttentionKVCache) -> bool:
         """Says whether threads copy keys row by row, wherever they lie."""

@@ -292,6 +292,9 @@ static void start_copy(const Copy& copy) {
     copy_groups[threadIdx.x].back().push_back(copy);
 }
 static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
+template <int to_offset, int from_offset> void cp_async(u32 to, const void* from, u32 bytes) {
+    cp_async(to + to_offset, static_cast<const char*>(from) + from_offset, bytes);
+}
 static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
 static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
 template <int pending> void cp_async_wait() { finish_copies(pending, threadIdx.x); }
@@ -395,6 +398,9 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
 }
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
+static void bulk_prefetch_to_l2(const void* p, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 16) (void)*(static_cast<const volatile char*>(p) + i);
+}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
 template <bool transposed>
