@@ -445,7 +445,8 @@ class AttnBwd(BackwardKernel):
             chains = config.dq_chains if config.store == "ordered" else 0
             sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
             last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
-            last = dataclasses.replace(last, sum=gradients.IntervalSums() if config.dq_sums > 1 else backward.ONE_SUM)
+            sums = gradients.BandSums() if config.walk == "bands" else gradients.IntervalSums()
+            last = dataclasses.replace(last, sum=sums if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
@@ -455,7 +456,8 @@ class AttnBwd(BackwardKernel):
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
-        return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
+        of_bands = attn_bwd_works.band_values(forward, config)
+        return program.with_values({"dq_sums": config.dq_sums, **of_bands} if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
@@ -474,13 +476,15 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
-    rotated, of_part = config.walk == "rotated", config.query_parts > 1
-    if of_part:
+    rotated, in_bands, of_part = config.walk == "rotated", config.walk == "bands", config.query_parts > 1
+    if of_part and not in_bands:
         walk = QIntervalPart()
     elif rotated and op.varlen:
         walk = QIntervalRotatedPacked()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
-    if op.varlen and (rotated or config.bundle):
+    if in_bands:
+        plan = scheduler.KvBands("Alternating")
+    elif op.varlen and (rotated or config.bundle):
         plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=_weight_of(op), **backward.dkv_rows(parts),

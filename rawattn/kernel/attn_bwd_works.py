@@ -25,6 +25,11 @@ PART_STEP, PART_HOP, PART_NUMBER, SUM, PASSES = 2.05, 2.4, 4e-6, 3.0, 10.0
 CAUSAL_PARTS, CAUSAL_WHOLE = 0.91, 0.97
 COLUMNS_OF_PARTS = range(65, 129)  # head sizes whose query tiles are split (perf/notes/attn_bwd.md)
 MOST_QUERY_PARTS = 4
+BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more where a block has fewer whole key tiles
+# Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
+NARROW, SUMS_OF_NARROW = 64, 2
+LEAST_KEY_TILES = 8  # of a head
+MOST_NARROW = 3  # works of a block, up to which that was modelled
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_WAVES = 8  # works of a block, up to which packed sequences go round
@@ -62,7 +67,7 @@ def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
 
 def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
     """The reason why the query tiles of a key tile cannot be split; None where they can. A work of a part goes round."""
-    if config.query_parts in (0, 1):
+    if config.query_parts in (0, 1) or config.walk == "bands":
         return None
     others = (
         op.forward.varlen
@@ -72,12 +77,31 @@ def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
         or config.heads_together
         or op.forward.spec.dropout
     )
-    most = min(-(-op.forward.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op.forward, config.tile_kv)))
+    most = _most_query_parts(config, op.forward)
     goes_round = _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is None
     if not 0 <= config.query_parts <= max(1, most) or others or not goes_round:
         needs = f"several, up to {most} here, need one length and what walk 'rotated' needs, without dropout"
         return f"query_parts is {config.query_parts}; {needs}"
     return None
+
+
+def _most_query_parts(config: AttnBwdConfig, op: Forward) -> int:
+    return min(-(-op.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op, config.tile_kv)))
+
+
+def _refuse_bands(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why query tiles cannot be in parts along the diagonal, where the configuration says so; None where they can."""
+    if config.walk != "bands":
+        return None
+    forward, parts = op.forward, config.query_parts or BANDS
+    is_served = isinstance(forward.mask, Causal) and not forward.varlen and forward.has_plain_score and not forward.spec.dropout
+    others = config.parts > 1 or config.heads_together or config.gradient or config.bundle > 0
+    adds = config.store == "ordered" and config.direction in ("", "Alternating")
+    most = max(BANDS, _most_query_parts(config, forward))
+    if is_served and adds and not others and 1 < parts <= most and config.dq_sums % parts == 0:
+        return None
+    needs = f"a causal mask, one length, 2 to {most} query_parts here, so many dq_sums or times as many, and store 'ordered'"
+    return f"walk is 'bands' with query_parts {parts} and dq_sums {config.dq_sums}; it needs {needs}"
 
 
 def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
@@ -88,6 +112,14 @@ def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
 def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
     return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
+
+
+def _has_narrow_turns(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether key tiles next to each other come to a tile of dq faster than turns go on: heads are narrow, and tiles small,
+    as they are where works are few."""
+    is_causal = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
+    is_plain = op.has_plain_score and not op.spec.dropout and op.widest <= NARROW and config.consumers == 2
+    return is_causal and is_plain and not config.gradient and _may_have_sums(op, config)
 
 
 def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
@@ -103,6 +135,8 @@ def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
 
     Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
     which is where blocks queue (perf/notes/attn_bwd.md)."""
+    if _has_narrow_turns(op, config) and backward.kv_tiles(op, config.tile_kv) <= MOST_NARROW * blocks:
+        return SUMS_OF_NARROW
     if not _has_few_queries(op, config):
         return 1
     tiles = op.heads * backward.q_blocks(op, config.tile_q)
@@ -156,6 +190,21 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
         expected[1] = CAUSAL_WHOLE * (PASSES + max(longest, steps / blocks) * of_step * PART_STEP)
     best = min(expected, key=expected.__getitem__)
     return best if expected[best] < 0.95 * expected[1] else 1
+
+
+def _count_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
+    """The parts along the diagonal in which works end soonest, one where others gain nothing (perf/notes/attn_bwd.md). Of few
+    heads the longest work is most of a launch, and of one alone all key tiles would begin at the same query tile."""
+    forward = op.forward
+    if config.walk == "bands":
+        return config.query_parts or BANDS
+    is_asked = config.walk or config.query_parts or config.dq_sums or forward.q_len != forward.kv_len or forward.heads_per_kv > 1
+    if is_asked or forward.widest > COLUMNS_OF_PARTS[-1] or -(-forward.kv_len // config.tile_kv) < LEAST_KEY_TILES:
+        return 1
+    works, heads = backward.kv_tiles(forward, config.tile_kv), forward.kv_heads * forward.batch
+    if (works > blocks and heads > 1) or _refuse_bands(dataclasses.replace(config, walk="bands"), op) is not None:
+        return 1
+    return MORE_BANDS if works <= FEW_WORKS * blocks else BANDS
 
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
@@ -220,13 +269,16 @@ def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str,
 
 def wrong(op: Backward, config: AttnBwdConfig) -> str | None:
     """The reason why works cannot be as ``config`` says; None where they can."""
-    together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward)
+    together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward) or _refuse_bands(config, op)
     return _refuse_rounds(config, op) or together or _refuse_query_parts(config, op)
 
 
 def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
     """The configuration with what sizes suggest where it says nothing."""
     forward, is_asked = op.forward, config.walk
+    if (bands := _count_bands(op, config, blocks)) > 1:
+        sums = config.dq_sums or bands * (SUMS_OF_NARROW if _has_narrow_turns(forward, config) else 1)
+        return dataclasses.replace(config, walk="bands", query_parts=bands, parts=1, dq_sums=sums, bundle=0)
     if config.query_parts > 1:
         config = dataclasses.replace(config, parts=1, dq_sums=1)
     config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
@@ -246,13 +298,18 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
 def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
     """The configurations that sizes may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
     them; rounds, and parts of query tiles; packed sequences side by side."""
-    forward, several = op.forward, config.dq_sums == 0 and _has_few_queries(op.forward, config)
+    forward, narrow = op.forward, _has_narrow_turns(op.forward, config)
+    several = config.dq_sums == 0 and (_has_few_queries(forward, config) or narrow)
     plain = dataclasses.replace(config, query_parts=max(1, config.query_parts), bundle=max(0, config.bundle))
     found = [dataclasses.replace(plain, dq_sums=n) for n in (1, 2)] if several else [plain]
     rotated = dataclasses.replace(plain, parts=1, walk="rotated", dq_sums=1)
     if not forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
         is_split = config.query_parts == 0 and forward.widest in COLUMNS_OF_PARTS and not forward.spec.dropout
         found += [rotated] * isinstance(forward.mask, Full) + [dataclasses.replace(rotated, query_parts=2)] * is_split
+    bands = dataclasses.replace(plain, parts=1, walk="bands", query_parts=BANDS, dq_sums=BANDS)
+    is_asked = config.walk or config.query_parts or config.dq_sums or forward.heads_per_kv > 1
+    if not is_asked and forward.widest <= COLUMNS_OF_PARTS[-1] and _refuse_bands(bands, op) is None:
+        found.append(bands)
     beside = dataclasses.replace(plain, bundle=BUNDLE)
     is_placed = config.bundle < 0 and not config.walk and forward.widest <= COLUMNS_OF_PARTS[-1]
     if is_placed and _refuse_together(beside, forward) is None:
@@ -269,10 +326,18 @@ def _most_together(op: Forward, config: AttnBwdConfig, sums: int, blocks: int) -
     return config.heads_together or (max(1, blocks // 2) if has_few and op.widest >= COLUMNS_OF_PARTS[0] else 0)
 
 
+def band_values(op: Forward, config: AttnBwdConfig) -> dict[str, float]:
+    """The run-time numbers of parts along the diagonal."""
+    parts = config.query_parts
+    return {"group_parts": parts, "part_tiles": _part_tiles(op, config, parts)} if config.walk == "bands" else {}
+
+
 def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict[str, float]:
     """The run-time numbers that set parts and the order of works."""
     parts, sums = config.parts * config.query_parts, group.sums(op, config, config.parts)
     numbers = backward.kv_order(op, config.tile_kv, sm_count, parts, sums)
+    if config.walk == "bands":
+        return numbers | {"heads_per_kv": op.heads_per_kv, **band_values(op, config)}
     if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
         of_parts = {"heads": op.heads * parts, "heads_per_kv": op.heads_per_kv}
         numbers |= of_parts | {"part_tiles": _part_tiles(op, config, parts)}

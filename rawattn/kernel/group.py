@@ -13,9 +13,11 @@ from typing import Any
 from ..operation import Forward
 from ..variant import Option
 from ..variant.mask import Causal, Full
-from ..variant.walk import QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
+from ..variant.walk import QIntervalBand, QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
 
-WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "rotated": QIntervalRotated()}
+WALKS: dict[str, Option] = {
+    "by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "rotated": QIntervalRotated(), "bands": QIntervalBand(),
+}  # fmt: skip
 
 # Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
 # with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles

@@ -232,6 +232,16 @@ class IntervalSums(IntervalSum):
         return (DQ_SUMS,)
 
 
+class BandSums(Option):
+    """The mask says which sums a tile of dq has, where each band has sums of its own (``walk.QIntervalBand``)."""
+
+    source: ClassVar[str] = "variant/dq/band_sums.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUMS, Field("part_tiles", "i32"), PARTS[-1])
+
+
 class ListSum(Option):
     """The turns of a tile of dq say whether it has a sum."""
 

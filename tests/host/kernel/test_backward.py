@@ -164,6 +164,21 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
     "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
     "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
 }
+HOPPER |= {  # query tiles in parts along the diagonal, which have sums of dq of their own
+    "64, bands": Case(
+        (64, 64), {"mask": Causal()}, ((450, 450),) * 2, (2, 2), grid=3, walk="bands", query_parts=2, sums=4, dlse=True
+    ),
+    "128, later, bands": Case(
+        (128, 128), {"mask": Causal()}, ((460, 700),), (2, 1), order="step_later", grid=4, walk="bands", query_parts=3, sums=3
+    ),
+    "96, bands": Case(
+        (96, 80), {"mask": Causal("top_left"), "scale": -0.2}, ((700, 300),), grid=3, walk="bands", query_parts=4, sums=8
+    ),
+    "128, bands, lens": Case(
+        (128, 128), {"mask": Causal()}, ((300, 400),) * 3, (1, 1), grid=3, walk="bands", query_parts=2, sums=2,
+        lens=((300, 3, 130), (129, 400, 70)),
+    ),
+}  # fmt: skip
 HOPPER |= {  # packed sequences whose key tiles go round, or side by side
     "40, packed, rotated": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, walk="rotated", dlse=True),
     "128, later, packed, rotated": Case(
@@ -444,7 +459,7 @@ CORE = (
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "mma, 512", "mma, 40 and 320, small tiles",
     "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout", "64, sums", "64, dropout", "128, dropout", "160, one kernel",
+    "simt, dropout", "64, sums", "64, bands", "64, dropout", "128, dropout", "160, one kernel",
 )  # fmt: skip
 
 
