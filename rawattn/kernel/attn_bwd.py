@@ -406,7 +406,8 @@ class AttnBwd(BackwardKernel):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        return seconds * (0.95 if attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64] else 1.05)
+        has_few = attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64]
+        return seconds * (0.95 if has_few and not attn_bwd_works.needs_bands(op, config, device.sm_count) else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
@@ -416,6 +417,8 @@ class AttnBwd(BackwardKernel):
             is_small = math.ceil(small) < LARGE_WORK * math.ceil(large)
         else:
             is_small = max(1, small / 2) < LARGE_WORK * max(1, large / 2) if isinstance(op.mask, Causal) else small <= 1
+            if attn_bwd_works.suits_bands(op, 192, device.sm_count):
+                is_small = small <= 1
         return 1.0 if config.consumers == (2 if is_small else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:

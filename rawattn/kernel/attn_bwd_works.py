@@ -28,7 +28,8 @@ MOST_QUERY_PARTS = 4
 BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more where a block has fewer whole key tiles
 # Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
 NARROW, SUMS_OF_NARROW = 64, 2
-LEAST_KEY_TILES = 8  # of a head
+LEAST_KEY_TILES = 8  # of a head, from which on these parts were modelled
+TILES_OF_HEAD = 16  # query tiles for each head, from which on they are worth more than the last contributor who finishes dq
 MOST_NARROW = 3  # works of a block, up to which that was modelled
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
@@ -192,19 +193,33 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     return best if expected[best] < 0.95 * expected[1] else 1
 
 
+def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
+    """Says whether works of whole key tiles are so few, or begin so, that parts along the diagonal end sooner. Of few heads the
+    longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
+    heads, kv_tiles = op.kv_heads * op.batch, -(-op.kv_len // tile_kv)
+    is_square = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
+    is_few = kv_tiles >= LEAST_KEY_TILES and (heads == 1 or heads * kv_tiles <= blocks)
+    return is_square and is_few and op.widest <= COLUMNS_OF_PARTS[-1]
+
+
 def _count_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
-    """The parts along the diagonal in which works end soonest, one where others gain nothing (perf/notes/attn_bwd.md). Of few
-    heads the longest work is most of a launch, and of one alone all key tiles would begin at the same query tile."""
+    """The parts along the diagonal in which works end soonest, one where others gain nothing (perf/notes/attn_bwd.md)."""
     forward = op.forward
     if config.walk == "bands":
         return config.query_parts or BANDS
-    is_asked = config.walk or config.query_parts or config.dq_sums or forward.q_len != forward.kv_len or forward.heads_per_kv > 1
-    if is_asked or forward.widest > COLUMNS_OF_PARTS[-1] or -(-forward.kv_len // config.tile_kv) < LEAST_KEY_TILES:
+    is_asked = config.walk or config.query_parts or config.dq_sums
+    if is_asked or not suits_bands(forward, config.tile_kv, blocks):
         return 1
-    works, heads = backward.kv_tiles(forward, config.tile_kv), forward.kv_heads * forward.batch
-    if (works > blocks and heads > 1) or _refuse_bands(dataclasses.replace(config, walk="bands"), op) is not None:
+    if _refuse_bands(dataclasses.replace(config, walk="bands"), op) is not None:
         return 1
-    return MORE_BANDS if works <= FEW_WORKS * blocks else BANDS
+    return MORE_BANDS if backward.kv_tiles(forward, config.tile_kv) <= FEW_WORKS * blocks else BANDS
+
+
+def needs_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether parts along the diagonal are worth more than a last contributor who finishes dq, which has no place there."""
+    parts = _count_bands(op, dataclasses.replace(config, store="ordered"), blocks)
+    heads, q_tiles = op.forward.heads * op.forward.batch, -(-op.forward.q_len // config.tile_q)
+    return parts == MORE_BANDS or (parts > 1 and q_tiles >= TILES_OF_HEAD * heads)
 
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
