@@ -28,7 +28,7 @@ MOST_QUERY_PARTS = 4
 BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more where a block has fewer whole key tiles
 # Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
 NARROW, SUMS_OF_NARROW = 64, 2
-LEAST_KEY_TILES = 8  # of a head, from which on these parts were modelled
+LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
 TILES_OF_HEAD = 16  # query tiles for each head, from which on they are worth more than the last contributor who finishes dq
 MOST_NARROW = 3  # works of a block, up to which that was modelled
 MOST_BUNDLE = 64
@@ -198,7 +198,7 @@ def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
     longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
     heads, kv_tiles = op.kv_heads * op.batch, -(-op.kv_len // tile_kv)
     is_square = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
-    is_few = kv_tiles >= LEAST_KEY_TILES and (heads == 1 or heads * kv_tiles <= blocks)
+    is_few = kv_tiles >= LEAST_KEY_TILES and heads <= MOST_HEADS and (heads == 1 or heads * kv_tiles <= blocks)
     return is_square and is_few and op.widest <= COLUMNS_OF_PARTS[-1]
 
 

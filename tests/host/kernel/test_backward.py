@@ -166,7 +166,7 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
 }
 HOPPER |= {  # query tiles in parts along the diagonal, which have sums of dq of their own
     "64, bands": Case(
-        (64, 64), {"mask": Causal()}, ((450, 450),) * 2, (2, 2), grid=3, walk="bands", query_parts=2, sums=4, dlse=True
+        (64, 64), {"mask": Causal()}, ((450, 450),) * 2, (2, 2), grid=3, walk="bands", query_parts=2, sums=2, dlse=True
     ),
     "128, later, bands": Case(
         (128, 128), {"mask": Causal()}, ((460, 700),), (2, 1), order="step_later", grid=4, walk="bands", query_parts=3, sums=3
