@@ -105,6 +105,29 @@ def _refuse_bands(config: AttnBwdConfig, op: Backward) -> str | None:
     return f"walk is 'bands' with query_parts {parts} and dq_sums {config.dq_sums}; it needs {needs}"
 
 
+def _refuse_uneven(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why parts of query heads cannot differ by a head, where the configuration says so; None where they can."""
+    forward = op.forward
+    is_served = isinstance(forward.mask, (Causal, Full)) and not forward.varlen and not config.gradient and config.dq_sums < 2
+    if config.walk != "uneven" or (is_served and 1 < config.parts <= forward.heads_per_kv and config.query_parts < 2):
+        return None
+    needs = f"a full or causal mask, one length, 2 to {forward.heads_per_kv} parts, and one sum of each tile of dq"
+    return f"walk is 'uneven' with parts {config.parts}; it needs {needs}"
+
+
+def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether groups of five or seven heads should have two parts that differ by a head (perf/notes/attn_bwd.md): in long
+    sequences, where ``group.parts`` would take two if they were equal, and equal ones are too many."""
+    forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+    is_asked = config.walk or config.parts or config.query_parts or config.dq_sums or config.heads_together
+    is_odd = forward.heads_per_kv in (5, 7) and forward.kv_heads * forward.batch <= group.FEW_KEY_HEADS // 2
+    is_long = isinstance(forward.mask, Causal) and forward.q_len == forward.kv_len >= group.LONG and group.adds_in_turns(config)
+    enough = group.ENOUGH_OF_LONG * blocks
+    if is_asked or not (is_odd and is_long and works < enough <= 2 * works):
+        return False
+    return _refuse_uneven(dataclasses.replace(config, walk="uneven", parts=2), op) is None
+
+
 def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
     return config.store == "ordered" and not lists(op.mask)
@@ -285,6 +308,7 @@ def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str,
 def wrong(op: Backward, config: AttnBwdConfig) -> str | None:
     """The reason why works cannot be as ``config`` says; None where they can."""
     together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward) or _refuse_bands(config, op)
+    together = together or _refuse_uneven(config, op)
     return _refuse_rounds(config, op) or together or _refuse_query_parts(config, op)
 
 
@@ -294,6 +318,8 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
     if (bands := _count_bands(op, config, blocks)) > 1:
         sums = config.dq_sums or bands * (SUMS_OF_NARROW if _has_narrow_turns(forward, config) else 1)
         return dataclasses.replace(config, walk="bands", query_parts=bands, parts=1, dq_sums=sums, bundle=0)
+    if config.walk == "uneven" or _suits_uneven(op, config, blocks):
+        return dataclasses.replace(config, walk="uneven", parts=config.parts or 2, query_parts=1, dq_sums=1, bundle=0)
     if config.query_parts > 1:
         config = dataclasses.replace(config, parts=1, dq_sums=1)
     config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
@@ -325,6 +351,14 @@ def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
     is_asked = config.walk or config.query_parts or config.dq_sums or forward.heads_per_kv > 1
     if not is_asked and forward.widest <= COLUMNS_OF_PARTS[-1] and _refuse_bands(bands, op) is None:
         found.append(bands)
+    uneven = dataclasses.replace(plain, parts=2, walk="uneven", dq_sums=1)
+    is_long = isinstance(forward.mask, Causal) and group.adds_in_turns(config) and forward.heads_per_kv in (5, 7)
+    if (
+        is_long
+        and not (config.walk or config.parts or config.query_parts or config.dq_sums)
+        and _refuse_uneven(uneven, op) is None
+    ):
+        found.append(uneven)
     beside = dataclasses.replace(plain, bundle=BUNDLE)
     is_placed = config.bundle < 0 and not config.walk and forward.widest <= COLUMNS_OF_PARTS[-1]
     if is_placed and _refuse_together(beside, forward) is None:
@@ -353,6 +387,8 @@ def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict
     numbers = backward.kv_order(op, config.tile_kv, sm_count, parts, sums)
     if config.walk == "bands":
         return numbers | {"heads_per_kv": op.heads_per_kv, **band_values(op, config)}
+    if config.walk == "uneven":  # as if each part were a head
+        return numbers | {"heads": op.kv_heads * parts, "heads_per_kv": 1, "group_heads": op.heads_per_kv}
     if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
         of_parts = {"heads": op.heads * parts, "heads_per_kv": op.heads_per_kv}
         numbers |= of_parts | {"part_tiles": _part_tiles(op, config, parts)}

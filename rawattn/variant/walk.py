@@ -143,6 +143,16 @@ class QIntervalBand(Option):
         return (Field("part_tiles", "i32"),)
 
 
+class QIntervalUneven(QIntervalWalk):
+    """Query tiles of a key tile, side by side, for a part of the heads that share a key head, where parts differ by a head."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_uneven.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("group_heads", "i32"),)
+
+
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add

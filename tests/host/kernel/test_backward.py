@@ -147,6 +147,8 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
+    "64, uneven parts": Case((64, 64), {"mask": Causal()}, ((200, 450),) * 2, (10, 2), dlse=True, parts=2, walk="uneven", grid=3),
+    "128, uneven parts": Case((128, 128), {}, ((130, 300),), (7, 1), store="final", parts=3, walk="uneven", grid=3),
 }
 HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, rotated": Case((128, 128), {}, ((450, 700),), (1, 1), grid=6, walk="rotated"),
