@@ -470,9 +470,12 @@ def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
 
 
-def test_sums_have_the_same_bits_on_any_grid(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("64, sums", (70, 900)), pytest.param("64, bands", (330, 700), marks=pytest.mark.slow)]
+)
+def test_sums_have_the_same_bits_on_any_grid(name: str, lengths: tuple[int, int], tmp_path: pathlib.Path) -> None:
     """A key tile adds to a sum of a tile of dq that the mask sets, in its order; the blocks that run change neither."""
-    calls = [Call(dataclasses.replace(CASES["64, sums"], lengths=((70, 900),), grid=grid)) for grid in (1, 3)]
+    calls = [Call(dataclasses.replace(CASES[name], lengths=(lengths,), grid=grid)) for grid in (1, 3)]
     for call in calls:
         call.wanted(), call.run(tmp_path / str(call.case.grid))
     assert calls[0].scratch["dq_sum"].tobytes() == calls[1].scratch["dq_sum"].tobytes()  # dq itself is rounded
