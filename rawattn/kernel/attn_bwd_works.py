@@ -29,6 +29,7 @@ BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more 
 # Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
 NARROW, SUMS_OF_NARROW = 64, 2
 LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
+MOST_OF_ONE = 4  # works a block of one head, beyond which parts take much scratch and gain little
 TILES_OF_HEAD = 16  # query tiles for each head, from which on they are worth more than the last contributor who finishes dq
 MOST_NARROW = 3  # works of a block, up to which that was modelled
 MOST_BUNDLE = 64
@@ -221,7 +222,8 @@ def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
     longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
     heads, kv_tiles = op.kv_heads * op.batch, -(-op.kv_len // tile_kv)
     is_square = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
-    is_few = kv_tiles >= LEAST_KEY_TILES and heads <= MOST_HEADS and (heads == 1 or heads * kv_tiles <= blocks)
+    most = MOST_OF_ONE if heads == 1 else 1
+    is_few = kv_tiles >= LEAST_KEY_TILES and heads <= MOST_HEADS and heads * kv_tiles <= most * blocks
     return is_square and is_few and op.widest <= COLUMNS_OF_PARTS[-1]
 
 
