@@ -459,8 +459,8 @@ class AttnBwd(BackwardKernel):
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
-        of_bands = attn_bwd_works.band_values(forward, config)
-        return program.with_values({"dq_sums": config.dq_sums, **of_bands} if config.dq_sums > 1 else {})
+        of_sums = {"dq_sums": config.dq_sums, "sum_tiles": blocks // config.dq_sums} | attn_bwd_works.band_values(forward, config)
+        return program.with_values(of_sums if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:

@@ -74,7 +74,6 @@ def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
     others = (
         op.forward.varlen
         or config.parts > 1
-        or config.dq_sums > 1
         or config.walk not in ("", "rotated")
         or config.heads_together
         or op.forward.spec.dropout
@@ -189,12 +188,22 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
 
 
+def _sums_of_parts(op: Forward, config: AttnBwdConfig) -> int:
+    """The sums of a tile of dq where query tiles are in parts that go round: two where a pass makes dq, as key tiles that run at
+    once are as many as the query tiles of a part, and a turn takes longer than a step (perf/notes/attn_bwd.md)."""
+    return config.dq_sums or (2 if config.store == "ordered" and isinstance(op.mask, Full) else 1)
+
+
 def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     """The parts of the query tiles of a key tile by which works end soonest, by what is expected of them; one where others save
     less than a twentieth of all launches' time (perf/notes/attn_bwd.md)."""
     forward = op.forward
-    is_timed = forward.widest in COLUMNS_OF_PARTS and forward.total_q and forward.total_kv
-    if not is_timed or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
+    sums = _sums_of_parts(forward, config)
+    is_known = forward.widest in COLUMNS_OF_PARTS or (forward.widest <= NARROW and sums > 1 and config.consumers == 2)
+    if (
+        not (is_known and forward.total_q and forward.total_kv)
+        or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None
+    ):
         return 1
     kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
     columns = forward.head_dim + forward.head_dim_v
@@ -206,7 +215,7 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
         at_once = -(-kv_tiles // windows)
         rounds = -(-heads * parts // max(1, blocks // at_once)) * windows
         added = SUM + parts * heads * forward.kv_len * columns * PART_NUMBER if parts > 1 else 0
-        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP * at_once / tiles) + added
+        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP / sums * at_once / tiles) + added
 
     expected = {parts: expect_rounds(parts) for parts in range(1, min(MOST_QUERY_PARTS, _part_tiles(forward, config, 1)) + 1)}
     if not isinstance(forward.mask, Full):  # works of one part are shared out as blocks end, the longest first
@@ -323,11 +332,11 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
     if config.walk == "uneven" or _suits_uneven(op, config, blocks):
         return dataclasses.replace(config, walk="uneven", parts=config.parts or 2, query_parts=1, dq_sums=1, bundle=0)
     if config.query_parts > 1:
-        config = dataclasses.replace(config, parts=1, dq_sums=1)
+        config = dataclasses.replace(config, parts=1, dq_sums=_sums_of_parts(forward, config))
     config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
     if config.query_parts == 0:
         n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
-        config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
+        config = dataclasses.replace(config, query_parts=n, dq_sums=_sums_of_parts(forward, config) if n > 1 else config.dq_sums)
     if config.bundle < 0:
         config = _place_packed(op, config, is_asked, blocks)
     walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
@@ -347,8 +356,11 @@ def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
     found = [dataclasses.replace(plain, dq_sums=n) for n in (1, 2)] if several else [plain]
     rotated = dataclasses.replace(plain, parts=1, walk="rotated", dq_sums=1)
     if not forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
-        is_split = config.query_parts == 0 and forward.widest in COLUMNS_OF_PARTS and not forward.spec.dropout
-        found += [rotated] * isinstance(forward.mask, Full) + [dataclasses.replace(rotated, query_parts=2)] * is_split
+        sums = _sums_of_parts(forward, config)
+        is_known = forward.widest in COLUMNS_OF_PARTS or (forward.widest <= NARROW and sums > 1 and config.consumers == 2)
+        is_split = config.query_parts == 0 and is_known and not forward.spec.dropout
+        of_parts = dataclasses.replace(rotated, query_parts=2, dq_sums=sums)
+        found += [rotated] * isinstance(forward.mask, Full) + [of_parts] * is_split
     bands = dataclasses.replace(plain, parts=1, walk="bands", query_parts=BANDS, dq_sums=BANDS)
     is_asked = config.walk or config.query_parts or config.dq_sums or forward.heads_per_kv > 1
     if not is_asked and forward.widest <= COLUMNS_OF_PARTS[-1] and _refuse_bands(bands, op) is None:

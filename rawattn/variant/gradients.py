@@ -187,7 +187,7 @@ class DqOrderedSums(DqOrdered):
 
     @property
     def fields(self) -> Fields:
-        return (DQ_SUM, TURNS, DQ_SUMS)
+        return (DQ_SUM, TURNS, DQ_SUMS, Field("sum_tiles", "i32"))
 
 
 class DqOrderedFinal(DqOrdered):

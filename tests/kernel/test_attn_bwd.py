@@ -656,6 +656,7 @@ def test_one_place_of_q(kernel: Any, case: Case, dlse: bool) -> None:
 FEW: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a case, and what is chosen on an H200
     ({"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 2, "kv_heads": 2, "causal": True}, {"walk": "bands", "query_parts": 4}),
     ({"batch": 1, "q_len": 4500, "kv_len": 4500, "heads": 3, "kv_heads": 3, "causal": True}, {"walk": "bands", "query_parts": 2}),
+    ({"batch": 1, "q_len": 4096, "kv_len": 4096, "heads": 2, "kv_heads": 2}, {"query_parts": 2, "dq_sums": 2}),
     ({"batch": 1, "q_len": 8192, "kv_len": 8192, "heads": 40, "kv_heads": 8, "causal": True}, {"walk": "uneven", "parts": 2}),
     ({"batch": 1, "q_len": 3000, "kv_len": 3000, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True}, {"query_parts": 3}),
     ({"batch": 1, "q_len": 1500, "kv_len": 1500, "heads": 2, "kv_heads": 2, "dtype": "fp16"}, {"query_parts": 2}),

@@ -157,6 +157,7 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
     "128, rotated, query parts": Case((128, 128), {}, ((450, 700),) * 2, (2, 1), grid=7, query_parts=3),
     "64, query parts, lens": Case((64, 64), {}, ((200, 300),) * 2, (1, 1), grid=6, query_parts=2, lens=((200, 70), (131, 300))),
+    "64, query parts, sums": Case((64, 64), {}, ((500, 450),) * 2, (2, 2), grid=6, query_parts=2, sums=3, dlse=True),
     "64, query parts": Case((64, 64), {"mask": Causal()}, ((300, 420),), (1, 1), store="final", grid=6, query_parts=2),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
 }

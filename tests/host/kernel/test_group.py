@@ -174,7 +174,8 @@ def test_resolved(name: str) -> None:
 
 BANDS = [  # heads, length, head_dim; keys of a tile, parts and sums
     (1, 16384, 64, (128, 2, 4)), (2, 16384, 64, (128, 1, 2)), (3, 8192, 64, (192, 2, 2)), (4, 5000, 64, (192, 2, 2)),
-    (1, 32768, 64, (192, 2, 2)), (1, 65536, 64, (192, 2, 2)), (1, 131072, 64, (192, 1, 1)), (4, 4096, 64, (128, 2, 4)), (1, 4096, 64, (128, 4, 8)),
+    (1, 32768, 64, (192, 2, 2)), (1, 65536, 64, (192, 2, 2)), (1, 131072, 64, (192, 1, 1)),
+    (4, 4096, 64, (128, 2, 4)), (1, 4096, 64, (128, 4, 8)),
     (7, 2304, 64, (128, 1, 2)), (3, 16384, 64, (192, 1, 1)), (1, 32768, 128, (128, 2, 2)), (3, 5000, 96, (128, 2, 2)),
     (4, 5000, 128, (128, 1, 1)), (1, 2048, 128, (128, 4, 4)), (4, 2048, 128, (128, 2, 1)),
 ]  # fmt: skip
@@ -348,9 +349,25 @@ def test_query_parts(length: int, heads: int, mask: Any, times: str) -> None:
     assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
 
 
+@pytest.mark.parametrize("heads, length, size, wanted", [
+    (1, 8192, 64, (2, 2)), (1, 2048, 64, (2, 2)), (2, 4096, 64, (2, 2)), (2, 8192, 64, (1, 1)), (1, 1024, 64, (1, 1)),
+    (1, 8192, 128, (2, 2)), (2, 5000, 96, (3, 2)), (1, 2048, 128, (2, 1)), (4, 5000, 64, (1, 1)),
+])  # fmt: skip
+def test_query_parts_with_two_sums(heads: int, length: int, size: int, wanted: tuple[int, int]) -> None:
+    """Sums lie side by side, as many tiles of all heads each, where a pass makes dq."""
+    op = backward(1, length, (heads, heads), Full(), size)
+    config = select(op, H200).config
+    found, program = ATTN_BWD.resolved(op, config, H200), ATTN_BWD.lower(op, config, H200)
+    assert (found.query_parts, found.dq_sums) == wanted
+    main = next(each for each in program.launches if each.entry == "attn_bwd")
+    assert main.values.get("sum_tiles", heads * -(-length // 64)) == heads * -(-length // 64)
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
 @pytest.mark.parametrize("op, changes", [
     (backward(1, 2048, (4, 2), Full()), {}),  # parts of a group of heads
-    (backward(1, 2048, (1, 1), Full(), 64), {}),
+    (backward(1, 16384, (1, 1), Full(), 64), {}),
+    (backward(1, 2048, (1, 1), Full(), 64), {"dq_sums": 1}),
     (backward(1, 2048, (1, 1), Causal(), 160), {}),
     (backward(1, 2048, (1, 1), Causal(), dropout=0.1), {}),
     (backward(1, 2048, (1, 1), Window(300, 300)), {}),
