@@ -30,7 +30,8 @@ BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more 
 NARROW, SUMS_OF_NARROW = 64, 2
 LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
 MOST_OF_ONE = 4  # works a block of one head, beyond which parts take much scratch and gain little
-TILES_OF_HEAD = 16  # query tiles for each head, from which on they are worth more than the last contributor who finishes dq
+# Query tiles for each head, by parts, from which on they are worth more than the last contributor who finishes dq.
+TILES_OF_HEAD = {BANDS: 16, MORE_BANDS: 8}
 MOST_NARROW = 3  # works of a block, up to which that was modelled
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
@@ -253,7 +254,7 @@ def needs_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     """Says whether parts along the diagonal are worth more than a last contributor who finishes dq, which has no place there."""
     parts = _count_bands(op, dataclasses.replace(config, store="ordered"), blocks)
     heads, q_tiles = op.forward.heads * op.forward.batch, -(-op.forward.q_len // config.tile_q)
-    return parts == MORE_BANDS or (parts > 1 and q_tiles >= TILES_OF_HEAD * heads)
+    return parts > 1 and q_tiles >= heads * TILES_OF_HEAD.get(parts, 0)
 
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
