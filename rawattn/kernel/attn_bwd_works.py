@@ -122,7 +122,7 @@ def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
     is_asked = config.walk or config.parts or config.query_parts or config.dq_sums or config.heads_together
     is_odd = forward.heads_per_kv in (5, 7) and forward.kv_heads * forward.batch <= group.FEW_KEY_HEADS // 2
-    is_long = isinstance(forward.mask, Causal) and forward.q_len == forward.kv_len >= group.LONG and group.adds_in_turns(config)
+    is_long = _is_square(forward) and forward.q_len >= group.LONG and group.adds_in_turns(config)
     enough = group.ENOUGH_OF_LONG * blocks
     if is_asked or not (is_odd and is_long and works < enough <= 2 * works):
         return False
@@ -142,7 +142,7 @@ def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
 def _has_narrow_turns(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether key tiles next to each other come to a tile of dq faster than turns go on: heads are narrow, and tiles small,
     as they are where works are few."""
-    is_causal = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
+    is_causal = _is_square(op) and op.heads_per_kv == 1
     is_plain = op.has_plain_score and not op.spec.dropout and op.widest <= NARROW and config.consumers == 2
     return is_causal and is_plain and not config.gradient and _may_have_sums(op, config)
 
@@ -227,11 +227,16 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     return best if expected[best] < 0.95 * expected[1] else 1
 
 
+def _is_square(op: Forward) -> bool:
+    """Says whether the mask is causal, of whole sequences of one length, which have as many keys as queries."""
+    return isinstance(op.mask, Causal) and op.q_len == op.kv_len and not (op.varlen or any(op.lens)) and op.spec.offsets is None
+
+
 def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
     """Says whether works of whole key tiles are so few, or begin so, that parts along the diagonal end sooner. Of few heads the
     longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
     heads, kv_tiles = op.kv_heads * op.batch, -(-op.kv_len // tile_kv)
-    is_square = isinstance(op.mask, Causal) and op.q_len == op.kv_len and op.heads_per_kv == 1 and not op.varlen
+    is_square = _is_square(op) and op.heads_per_kv == 1
     most = MOST_OF_ONE if heads == 1 else 1
     is_few = kv_tiles >= LEAST_KEY_TILES and heads <= MOST_HEADS and heads * kv_tiles <= most * blocks
     return is_square and is_few and op.widest <= COLUMNS_OF_PARTS[-1]
@@ -367,12 +372,9 @@ def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
     if not is_asked and forward.widest <= COLUMNS_OF_PARTS[-1] and _refuse_bands(bands, op) is None:
         found.append(bands)
     uneven = dataclasses.replace(plain, parts=2, walk="uneven", dq_sums=1)
-    is_long = isinstance(forward.mask, Causal) and group.adds_in_turns(config) and forward.heads_per_kv in (5, 7)
-    if (
-        is_long
-        and not (config.walk or config.parts or config.query_parts or config.dq_sums)
-        and _refuse_uneven(uneven, op) is None
-    ):
+    is_odd = isinstance(forward.mask, Causal) and group.adds_in_turns(config) and forward.heads_per_kv in (5, 7)
+    is_asked = config.walk or config.parts or config.query_parts or config.dq_sums
+    if is_odd and not is_asked and _refuse_uneven(uneven, op) is None:
         found.append(uneven)
     beside = dataclasses.replace(plain, bundle=BUNDLE)
     is_placed = config.bundle < 0 and not config.walk and forward.widest <= COLUMNS_OF_PARTS[-1]
