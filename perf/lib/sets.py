@@ -252,6 +252,23 @@ FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]
 )
+FEW = (
+    (16384, 1),
+    (16384, 2),
+    (5000, 4),
+    (8192, 1),
+    (8192, 2),
+    (8192, 3),
+    (32768, 1),
+    (65536, 1),
+    (4096, 1),
+    (4096, 4),
+    (2048, 1),
+)
+UNEVEN = [dense(b, n, h, 128, True, kv_heads=kv) for b, n, h, kv in ((2, 8192, 28, 4), (1, 16384, 28, 4), (1, 8192, 40, 8))]
+GROUPS = [dense(b, n, h, 128, True, kv_heads=8) for b, n, h in ((1, 16384, 32), (2, 8192, 32), (1, 8192, 24), (4, 4096, 32))]
+SETS["few-bwd"] = backward([dense(1, n, h, size, True) for size in (64, 96, 128) for n, h in FEW] + UNEVEN + GROUPS)
+SETS["few-bwd"] += backward([dense(1, n, 1, size, False) for size in (64, 128) for n in (2048, 4096, 5000, 8192)])
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])

@@ -198,6 +198,16 @@ class KvBundles(KvScheduler):
         return (*self.numbers, Field("bundle_works", "i32"))
 
 
+class KvBands(KvScheduler):
+    """Key tiles of the backward whose query tiles are in parts along the diagonal, one part after the other."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_bands.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers, Field("kv_tiles", "i32"))
+
+
 class PingPong(Option):
     """Warpgroups issue their products in turn, so that the softmax of one runs beside the products of another."""
 
