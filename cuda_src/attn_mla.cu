@@ -324,8 +324,8 @@ struct Weigher {  // warpgroup 0
         u32 told = what::ends | (releases ? what::releases : 0);
         float4* to = parked;
         if (work.split > work.begin) {
-            told |= what::leaves | (split - work.begin) << what::place;
-            to = stats_at(work, split - work.begin);
+            told |= what::leaves | (work.end - split) << what::place;
+            to = stats_at(work, work.end - split);
         } else {
             if (split > work.begin) {
                 MaxSum total;
