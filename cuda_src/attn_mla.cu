@@ -408,12 +408,13 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
-    __device__ void multiply() {
+    // O = P V, or O += P V.
+    __device__ void multiply(bool add) {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
+        for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
     }
@@ -439,7 +440,7 @@ struct Summer {  // warpgroups 1 and 2
         }
         if (told >> what::before) clear(told >> what::before);
         smem.go[ring.stage].wait(ring.parity);
-        multiply();
+        multiply(!(told & what::begins));
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
     // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
@@ -510,6 +511,8 @@ struct Summer {  // warpgroups 1 and 2
         ring.advance();
     }
     __device__ void run() {
+#pragma unroll
+        for (float& x : o) x = 0.f;  // once: undefined and alive, they would be kept twice
         while (true) {
             u32 told = await();
             if (told & what::is_end) return;
@@ -518,8 +521,6 @@ struct Summer {  // warpgroups 1 and 2
                 go_on();
                 continue;
             }
-#pragma unroll
-            for (float& x : o) x = 0.f;
 #pragma unroll 1
             for (add_tile(told); !(told & what::ends); add_tile(told)) {
                 say(smem.empty[ring.stage]);
