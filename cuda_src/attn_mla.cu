@@ -492,15 +492,30 @@ struct Summer {  // warpgroups 1 and 2
             store_row(store.o(inside ? row : 0) + half() * (cfg::head_dim_v / 2), inside, o, r, inverse[r * step]);
         }
     }
-    // What becomes of a split's state, before its last stage is released: until then nobody overwrites what is read here.
-    __device__ void end_split(const Work& work, u32 told) {
-        if (strip() * 16 >= work.rows) return;
+    // What becomes of a split's state. The stage is given back before it is stored, but behind the work's last split: until then nobody
+    // overwrites the work, nor what is parked.
+    __device__ void end_split(u32 told) {
+        const Work& work = smem.work[told >> what::work & 1];
+        const bool has_rows = strip() * 16 < work.rows;
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
-        if (told & what::folds) fold(factor[0], factor[8]);
-        if (told & what::parks) keep(parked_at(args, strip()));
-        else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
-        else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
-        else store(work, factor, 8);
+        if (told & what::folds) {
+            ptx::bar_sync(2, 256);
+            if (has_rows) fold(factor[0], factor[8]);
+        }
+        if (!(told & what::releases)) {
+            say(smem.empty[ring.stage]);
+            go_on();
+        }
+        if (has_rows) {
+            if (told & what::parks) keep(parked_at(args, strip()));
+            else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
+            else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
+            else store(work, factor, 8);
+        }
+        if (told & what::releases) {
+            say(smem.empty[ring.stage]), say(smem.work_empty[told >> what::work & 1]);
+            go_on();
+        }
     }
     __device__ u32 await() const {
         smem.p_full[ring.stage].wait(ring.parity);
@@ -527,11 +542,7 @@ struct Summer {  // warpgroups 1 and 2
                 go_on();
                 told = await();
             }
-            if (told & what::folds) ptx::bar_sync(2, 256);
-            end_split(smem.work[told >> what::work & 1], told);
-            say(smem.empty[ring.stage]);
-            if (told & what::releases) say(smem.work_empty[told >> what::work & 1]);
-            go_on();
+            end_split(told);
         }
     }
 };
