@@ -444,11 +444,12 @@ struct Summer {  // warpgroups 1 and 2
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
     // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
-    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks.
-    __device__ void fold(float a, float b) {
+    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks. What they give is
+    // parked in its place if the work goes on.
+    __device__ void fold(float a, float b, bool parks) {
         constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups on their way
         const bool upper = __float_as_uint(a) >> 31, lower = __float_as_uint(b) >> 31;
-        const float4* const from = place(parked_at(args, strip()));
+        float4* const from = place(parked_at(args, strip()));
         constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
         static_assert(ahead * each * step <= sizeof(Stage));
         const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + thread() * sizeof(float4);
@@ -470,6 +471,7 @@ struct Summer {  // warpgroups 1 and 2
                 float* const x = o + 4 * (group * each + i);
                 x[0] = __fmaf_rn(sum.x, a, x[0]), x[1] = __fmaf_rn(sum.y, a, x[1]);
                 x[2] = __fmaf_rn(sum.z, b, x[2]), x[3] = __fmaf_rn(sum.w, b, x[3]);
+                if (parks) from[(group * each + i) * 32] = make_float4(x[0], x[1], x[2], x[3]);
             }
             if (group + ahead < groups) copy(group + ahead);
             else ptx::cp_async_commit();
@@ -500,15 +502,16 @@ struct Summer {  // warpgroups 1 and 2
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
         if (told & what::folds) {
             ptx::bar_sync(2, 256);
-            if (has_rows) fold(factor[0], factor[8]);
+            if (has_rows) fold(factor[0], factor[8], told & what::parks);
         }
         if (!(told & what::releases)) {
             say(smem.empty[ring.stage]);
             go_on();
         }
         if (has_rows) {
-            if (told & what::parks) keep(parked_at(args, strip()));
-            else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
+            if (told & what::parks) {
+                if (!(told & what::folds)) keep(parked_at(args, strip()));
+            } else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
             else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
             else store(work, factor, 8);
         }
