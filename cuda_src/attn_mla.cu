@@ -176,6 +176,7 @@ struct Weigher {  // warpgroup 0
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 q[q_steps][4];
     float s[QkMma::accumulators];
+    float so_far;  // found of the work's splits: a lane has one of its quad's four numbers, as registers are few
     Ring<stages> ring;
 
     __device__ Weigher(const Args& args, Smem& smem) : args(args), smem(smem) {}
@@ -320,31 +321,38 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
         for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
         const bool releases = split + 1 == work.split_end, has_rows = warp * 16 < work.rows;
-        float4* const parked = parked_at(args, warp) + blocks * 32 + lane / 4;
         u32 told = what::ends | (releases ? what::releases : 0);
-        float4* to = parked;
+        float4* to = nullptr;
         if (work.split > work.begin) {
             told |= what::leaves | (work.end - split) << what::place;
             to = stats_at(work, work.end - split);
         } else {
             if (split > work.begin) {
-                MaxSum total;
-                total.set(*parked);
+                MaxSum total = found_so_far();
                 const Factors by = total.factors(found, softmax.scale_log2);
                 total.fold(found, by), found = total;
                 put_factors(next.stage, code(by, 0), code(by, 1));
                 told |= what::folds;
             }
-            if (!releases) told |= what::parks;
+            if (!releases) told |= what::parks, keep(found);
             else if (work.split_end < work.end) told |= what::leaves, to = stats_at(work, 0);
             else {
-                finish(work, found, softmax.scale_log2, told & what::folds, next.stage, parked);
-                return told;
+                finish(work, found, softmax.scale_log2, told & what::folds, next.stage);
             }
         }
-        __syncwarp();
-        if (has_rows && lane % 4 == 0) *to = found.max_sum();
+        if (to != nullptr && has_rows && lane % 4 == 0) *to = found.max_sum();
         return told;
+    }
+    __device__ void keep(const MaxSum& found) {
+        const float4 all = found.max_sum();
+        so_far = lane % 2 ? lane % 4 == 1 ? all.y : all.w : lane % 4 ? all.z : all.x;
+    }
+    __device__ MaxSum found_so_far() const {
+        const u32 first = lane & ~3u;
+        const auto of = [&](u32 i) { return __shfl_sync(0xffffffffu, so_far, first + i); };
+        MaxSum found;
+        found.set(make_float4(of(0), of(1), of(2), of(3)));
+        return found;
     }
     __device__ float4* stats_at(const Work& work, i32 place) const {
         return state_at(args, work.border, place, member() * 4 + warp) + blocks * 32 + lane / 4;
@@ -352,7 +360,7 @@ struct Weigher {  // warpgroup 0
     // One of the two factors is 1: the other one, below 0 where it is that of what is parked.
     __device__ static float code(const Factors& by, int r) { return by.here[r] == 1.f ? by.there[r] : -by.here[r]; }
     // The whole of the rows: their logarithms, and what makes sums to means; beside factors these go to memory.
-    __device__ void finish(const Work& work, const MaxSum& found, float scale_log2, bool folds, u32 stage, float4* parked) {
+    __device__ void finish(const Work& work, const MaxSum& found, float scale_log2, bool folds, u32 stage) const {
         const Rows rows(args, work.batch);
         Softmax whole(args, rows, tile_of(work), scale_log2);
         const Store store(args, rows, tile_of(work));
@@ -368,7 +376,7 @@ struct Weigher {  // warpgroup 0
             if (lane % 4 == 0 && inside) store.lse(row, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
         }
         if (!folds) put_factors(stage, inverse[0], inverse[1]);
-        else if (lane % 4 == 0) *parked = make_float4(inverse[0], inverse[1], 0.f, 0.f);
+        else if (lane % 4 == 0) parked_at(args, warp)[blocks * 32 + lane / 4] = make_float4(inverse[0], inverse[1], 0.f, 0.f);
     }
 };
 
