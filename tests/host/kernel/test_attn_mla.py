@@ -159,6 +159,16 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
     same(run(case, ONE, 1), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [5, 69, 130, 170, 290, 350])
+def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage that a split ends with is loaded anew, and the next split ends, while it still stores."""
+    case = of(SAME, heads=40, lengths=((1, 450), (1, 3), (1, 200)))
+    wanted = run(case, ONE, 2, split=64)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(run(case, ONE, 2, split=64), wanted)
+
+
 def test_violated_bounds_are_said_and_cut(run: MlaRunner) -> None:
     wanted = run(SAME, ONE, 2)
 
