@@ -164,9 +164,10 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
 def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage that a split ends with is loaded anew, and the next split ends, while it still stores."""
     case = of(SAME, heads=40, lengths=((1, 450), (1, 3), (1, 200)))
-    wanted = run(case, ONE, 2, split=64)
+    wanted = run.check(case, ONE, 2, split=64), run.check(case, TWO, 2, split=128)
     monkeypatch.setattr(emulator, "late_thread", late)
-    same(run(case, ONE, 2, split=64), wanted)
+    same(run(case, ONE, 2, split=64), wanted[0])
+    same(run(case, TWO, 2, split=128), wanted[1])
 
 
 def test_violated_bounds_are_said_and_cut(run: MlaRunner) -> None:
