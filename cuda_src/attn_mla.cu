@@ -223,9 +223,9 @@ struct Weigher {  // warpgroup 0
         ring.advance();
     }
 
-    // S = Q K^T of the tile at hand. `begun` is called when most of it is done.
-    template <class Begun>
-    __device__ void multiply(const Begun& begun) {
+    // S = Q K^T of the tile at hand. `look` is called when all of it is issued, `begun` when most of it is done.
+    template <class Look, class Begun>
+    __device__ void multiply(const Look& look, const Begun& begun) {
         const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
         smem.full[ring.stage][0].wait(ring.parity);
@@ -245,6 +245,7 @@ struct Weigher {  // warpgroup 0
             if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
         }
         ptx::wgmma_commit();
+        look();
         ptx::wgmma_wait<(cfg::go_after < panels)>();
         begun();
         ptx::wgmma_wait<0>();
@@ -252,8 +253,7 @@ struct Weigher {  // warpgroup 0
 
     // The upmost row of this thread, in the sequence.
     __device__ i32 row_of(const Work& work) const { return work.q_begin + warp * 16 + lane / 4; }
-    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile, const Walk::Kept& kept) {
-        const bool full = work.place.is_full(tile);
+    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile, const Walk::Kept& kept, bool full) {
         const Rows rows(args, work.batch);
         const Score score(args, rows, tile_of(work));
         const PlacedScore<Score> placed{score, row_of(work), i32(tile * cfg::tile_kv + lane % 4 * 2)};
@@ -290,14 +290,18 @@ struct Weigher {  // warpgroup 0
 #pragma unroll 1
             for (; span.tile < span.end; ++span.tile) {
                 const Walk::Kept kept(args, work, span.tile);
-                multiply([&] {
+                const bool is_last = span.tile + 1 == span.end;
+                bool full = false;
+                const auto look = [&] {
+                    const i32 before = work.place.first_to_clear() - span.tile * cfg::tile_kv;
+                    full = work.place.is_full(span.tile);
+                    if (before > 0) told |= min(before, cfg::tile_kv) << what::before;
+                };
+                multiply(look, [&] {
                     if (!is_first) say(smem.go[ring.previous().stage]);
                 });
-                weigh_tile(work, softmax, span.tile, kept);
-                if (told == 0) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
-                const bool is_last = span.tile + 1 == span.end;
-                const i32 first_key = work.place.first_to_clear();
-                if (first_key > span.tile * cfg::tile_kv) told |= min(first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
+                weigh_tile(work, softmax, span.tile, kept, full);
+                if (!(told & what::begins)) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
                 if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
                 tell(told);
                 ptx::fence_proxy_async();
@@ -345,7 +349,8 @@ struct Weigher {  // warpgroup 0
     }
     __device__ void keep(const MaxSum& found) {
         const float4 all = found.max_sum();
-        so_far = lane % 2 ? lane % 4 == 1 ? all.y : all.w : lane % 4 ? all.z : all.x;
+        so_far = lane % 2 ? lane % 4 == 1 ? all.y : all.w : lane % 4 ? all.z
+                                                                     : all.x;
     }
     __device__ MaxSum found_so_far() const {
         const u32 first = lane & ~3u;
