@@ -421,6 +421,12 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
+    // Where the next tile lies is looked up while there is time.
+    __device__ void look() { look(loads); }
+    template <class Loads>
+    __device__ void look(Loads& loads) const {
+        if constexpr (requires { loads.look(args, smem); }) loads.look(args, smem);
+    }
     // O = P V, or O += P V.
     __device__ void multiply(bool add) {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
@@ -429,6 +435,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
+        look();
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -548,6 +555,7 @@ struct Summer {  // warpgroups 1 and 2
             u32 told = await();
             if (told & what::is_end) return;
             if (told & what::is_q) {
+                look();
                 say(smem.empty[ring.stage]);
                 go_on();
                 continue;
