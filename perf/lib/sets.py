@@ -233,6 +233,7 @@ LATENT = (  # sequences, queries, heads, keys
 )  # fmt: skip
 PAGED = [(batch, 1, heads, kv_len) for batch, kv_len in ((64, 4096), (128, 8192)) for heads in (16, 128)]
 SETS["mla-decode"] = [latent(*shape) for shape in LATENT]
+SETS["mla-long"] = [latent(batch, 1, 128, keys) for keys in (32768, 131072) for batch in (1, 2, 4, 8, 16, 32, 64, 128)]
 SETS["mla-decode-even"] = [latent(*shape, split="even") for shape in LATENT]
 SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] for keys in (4096, 8192)]  # fewer borders
 SETS["mla-sparse"] = [latent(1, 4096, heads, 65536, page=0, top=2048) for heads in (128, 64)]  # prefill of chosen keys, and steps

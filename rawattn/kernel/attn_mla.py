@@ -66,27 +66,33 @@ def rows_that_matter(op: AttentionKVCache) -> int:
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Up to 64
-    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, and sequences up to ``long_keys`` have
-    few (perf/notes/attn_mla.md)."""
+    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, so sequences up to ``long_keys`` have
+    few, and longer ones as many as one alone needs (perf/notes/attn_mla.md)."""
     if is_even(op):
         return TILE_KV, 1 << 30
     rows = rows_that_matter(op)
-    keys, most = 512 if rows <= TILE_ROWS else 4096, 64 if rows <= 16 else 32 if rows <= 32 else 16
-    most = 16 if op.spec.invariant else most  # whatever the most rows are, states of all splits have room
+    if rows > TILE_ROWS:
+        keys, most = 4096, 32
+    else:
+        keys, most = 512, 16 if op.spec.invariant or rows > 32 else 64 if rows <= 16 else 32
     return (min(op.split_keys, LONGEST + 1) if op.split_keys > 0 else keys), most
 
 
 def long_keys(op: AttentionKVCache) -> int:
-    """The keys above which splits of a sequence are half as long."""
+    """The keys above which splits of a sequence are a quarter as long."""
     return 16384 if op.split_keys == 0 and rows_that_matter(op) > TILE_ROWS else LONGEST
 
 
-def slots(op: AttentionKVCache) -> int:
-    """States that are left at the border between two blocks, as many as splits of a sequence; of even shares two."""
-    if is_even(op):
-        return 2
+def most_splits(op: AttentionKVCache) -> int:
+    """The most splits that a sequence has."""
     keys, most = split_rule(op)
-    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1 - (op.kv_len > long_keys(op))))
+    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1 - 2 * (op.kv_len > long_keys(op))))
+
+
+def slots(op: AttentionKVCache) -> int:
+    """States that are left at the border between two blocks. Of a work with one border the block that has more splits folds them
+    itself, and the other one leaves half of all at most; a work with more borders has the places of all. Of even shares two."""
+    return 2 if is_even(op) else most_splits(op) // 2 + 1
 
 
 def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
@@ -242,7 +248,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The number of shares of all keys: one for each multiprocessor or pair of them, or for each split that there may be;
         fewer where their states would take more than MOST_BYTES."""
         works = op.batch * ceil_div(max(1, most_rows(op)), config.tile_q)
-        parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else slots(op)
+        parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else most_splits(op)
         room = 1 + MOST_BYTES // (slots(op) * strips(op, config) * STRIP_BYTES)
         return min(device.sm_count // config.members, MOST_BLOCKS // config.members, works * parts, room)
 

@@ -102,7 +102,7 @@ class StreamKScheduler(Option):
 @dataclasses.dataclass(frozen=True)
 class StreamK(StreamKScheduler):
     """The same for ``members`` blocks that have each share together, rows of their own; splits of sequences above ``long_keys``
-    have half as many keys."""
+    have a quarter as many keys."""
 
     members: int = 1
 
