@@ -96,7 +96,7 @@ struct Loader {
     __device__ void load(i32 step, T Stage::* which, const TmaClusterTensor& tensor, u32 index) const {
         if (step >= count) return;
         const i32 stage = ptx::from_lane(step % cfg::stages, 0), first = i32(ptx::cluster_rank()) * box_rows;
-        if (step >= cfg::stages) ptx::wait_for_cluster(smem.empty[stage][index], (step / cfg::stages - 1) & 1);
+        if (step >= cfg::stages) smem.empty[stage][index].wait((step / cfg::stages - 1) & 1);
         __syncwarp();
         const i32 head = ptx::from_lane(pass.move_head(step), 0), row = ptx::from_lane(pass.tile(step) * cfg::moves + first, 0);
         if (ptx::elect()) {

@@ -105,7 +105,7 @@ struct Loader {
     __device__ void load_behind(i32 item) const {
         const i32 next = item + cfg::stages;
         if (!is_there(next)) return;
-        ptx::wait_for_cluster(smem.empty[next % cfg::stages], (next / cfg::stages - 1) & 1);
+        smem.empty[next % cfg::stages].wait((next / cfg::stages - 1) & 1);
         load(next);
     }
     __device__ void load(i32 item) const {

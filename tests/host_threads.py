@@ -362,7 +362,6 @@ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
     Mbarrier& other = *reinterpret_cast<Mbarrier*>(there->raw + host_offset(&barrier));
     host_in(there, [&] { other.change(count, 0); });
 }
-inline void wait_for_cluster(Mbarrier& barrier, u32 parity) { barrier.wait(parity); }
 template <class... C>
 void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, C... c) {
     const u32 place = host_offset(to), barrier = host_offset(&full);
