@@ -35,7 +35,7 @@ class AttnBwdWideConfig:
 
     tile_q: int = 128  # rows of a cluster that stay, 64 of each block: of dq's pass queries, of the others keys
     tile_kv: int = 32  # rows that move in a step
-    stages: int = 2  # of the ring of steps
+    stages: int = 3  # of the ring of what is summed; the other ring has the rest of shared memory
     weigh_registers: int = 184
     sum_registers: int = 160
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
@@ -51,12 +51,21 @@ def kept_panels(op: Forward) -> int:
     return 7
 
 
-def smem_bytes(config: AttnBwdWideConfig, op: Forward) -> int:
-    """Shared memory of a block, at most: the operands that stay, the ring, weights of two steps and barriers."""
+def sizes(op: Forward, which: str) -> tuple[int, int, int, int]:
+    """Bytes of a block's shared memory in a pass: what no ring has, a tile that is summed, a piece of the other, its pieces."""
     d, dv = (-(-columns // 64) for columns in (op.head_dim, op.head_dim_v))
-    stage = max(d + d % 2 + dv, d + dv + dv % 2) * MOVES
-    rest = max(1, d - kept_panels(op)) + 1
-    return 128 * (STAYS * (max(d, dv) + rest) + config.stages * stage) + 1024
+    summed, other = (dv, d) if which == "dv" else (d, dv)
+    pieces = min(2, other)
+    stays = 0 if which == "dv" else max(d, dv)
+    rest = STAYS * 128 * (stays + max(1, d - kept_panels(op)) + 1) + 1024
+    return rest, MOVES * 128 * (summed + summed % 2), MOVES * 128 * -(-other // pieces), pieces
+
+
+def count_pieces(config: AttnBwdWideConfig, op: Forward, which: str, most: int) -> int:
+    """The pieces that a pass has room for in ``most`` bytes, of three tiles at most; 0 where they are too few."""
+    rest, summed, piece, each = sizes(op, which)
+    pieces = min(3 * each, (most - rest - config.stages * summed) // piece)
+    return pieces if pieces >= 2 * each - (which != "dv") else 0
 
 
 class AttnBwdWide(BackwardKernel):
@@ -99,15 +108,19 @@ class AttnBwdWide(BackwardKernel):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64, 128 or 256, and {MOVES}"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
+        short = [which for which in PASSES if not count_pieces(config, op.forward, which, device.smem_bytes)]
+        if short:
+            return f"stages is {config.stages}; the pass of {short[0]} has no shared memory for what else it needs"
         if config.weigh_registers + 2 * config.sum_registers > 504 or config.weigh_registers < 168 or config.sum_registers > 168:
             values = f"weigh_registers is {config.weigh_registers} and sum_registers {config.sum_registers}"
             return f"{values}; they must be from 168 on, up to 168, and 504 with the latter twice"
-        return group.wrong(op.forward, config) or tiling.too_large_block(smem_bytes(config, op.forward), device)
+        return group.wrong(op.forward, config)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdWideConfig]:
-        """The clusters of two with the deepest ring that fits; others were never timed."""
-        configs = [AttnBwdWideConfig(stages=stages) for stages in (4, 3, 2)]
-        return [config for config in configs if self.legal(config, op, device) is None][:1]
+        """The clusters of two; others were never timed."""
+        return [
+            config for config in (AttnBwdWideConfig(), AttnBwdWideConfig(stages=2)) if self.legal(config, op, device) is None
+        ][:1]
 
     def cost(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> float:
         """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times, dP twice."""
@@ -127,15 +140,16 @@ class AttnBwdWide(BackwardKernel):
         for which, grid in grids.items():
             values = shared if which == "dq" else kv_values
             source = dataclasses.replace(group.source_of(config), parts=1) if which == "dq" else group.source_of(config)
-            launches.append(self.launch(op, (which, source), device, self.name, values, grid * config.cluster, _render))
+            asked = which, source, count_pieces(config, forward, which, device.smem_bytes)
+            launches.append(self.launch(op, asked, device, self.name, values, grid * config.cluster, _render))
         launches[2:2] = self.add_parts(op, config.parts, device)
         buffers = backward.part_buffers(forward, config.parts)
         return self.program(op, device, DeltaPass(rows, rows, 8), launches, make_launches, buffers)
 
 
-def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tuple[Source, Fields]:
+def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig, int], arch: str) -> tuple[Source, Fields]:
     """The source of one pass."""
-    (which, config), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
+    (which, config, pieces), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
     made, stays, summed, other = PASSES[which]
     tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
     moves = ("summed", summed), ("other", other)
@@ -150,7 +164,14 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tup
         rows = backward.group_options(config.parts)["Group"].fields
         own |= {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
     every = backward.options(op, **own, Pass=made)
-    constants |= {"stays": STAYS, "moves": MOVES, "cluster": config.cluster, "stages": config.stages, "q_block": config.tile_q}
+    constants |= {
+        "stays": STAYS,
+        "moves": MOVES,
+        "cluster": config.cluster,
+        "stages": config.stages,
+        "pieces": pieces,
+        "q_block": config.tile_q,
+    }
     constants |= {"kept_panels": kept_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
     constants |= {"weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
     products = [
