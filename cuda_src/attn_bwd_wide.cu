@@ -37,6 +37,7 @@
 #include "ptx/elect.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/stmatrix.cuh"
+#include "tile/cluster_steps.cuh"
 #include "tile/facts.cuh"
 #include "tile/ring.cuh"
 #include "tile/tile.cuh"
@@ -89,16 +90,6 @@ template struct PassOption<Pass>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 384, true};
 
-// Arrives for a warp in every block of the cluster, when all its lanes have come.
-__device__ inline void release(ptx::Mbarrier& empty) {
-    __syncwarp();
-    if (ptx::lane_id() < cfg::cluster) ptx::arrive_at(empty, ptx::lane_id(), 1);
-}
-__device__ inline void say(ptx::Mbarrier& barrier) {
-    __syncwarp();
-    if (ptx::lane_id() == 0) barrier.arrive();
-}
-
 // A warp that loads what moves.
 struct Loader {
     const Args& args;
@@ -141,12 +132,6 @@ struct Loader {
         __syncwarp();
     }
 };
-
-// The low word of a descriptor, in a cluster: with the bytes from a panel to the next where the contraction is along rows.
-template <class T>
-__device__ SmemDescriptor<T> by_columns(const T& tile) { return {ptx::own_address(&tile) >> 4 | 1u << 16}; }
-template <class T>
-__device__ SmemDescriptor<T> by_rows(const T& tile) { return {ptx::own_address(&tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
 // Warpgroup 0.
 struct Weigher {

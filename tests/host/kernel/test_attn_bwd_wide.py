@@ -1,4 +1,4 @@
-"""attn_bwd_wide.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in any order. What is
+"""attn_bwd_wide.cu and attn_bwd_wide_pair.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in any order. What is
 computed is compared with autograd in float64, so that a stage that is read too early or too late shows."""
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.operations import backward
 
 H200 = TYPICAL["sm_90a"]
 ONE, TWO, FOUR = (AttnBwdWideConfig(64 * n) for n in (1, 2, 4))
+PAIR, PAIRS = (AttnBwdWideConfig(pairs=n) for n in (1, 2))
 SMALL = (272, 16)
 
 
@@ -44,13 +45,13 @@ class Call(test_backward.Call):
         return ATTN_BWD_WIDE.lower(self.op, self.config, H200)
 
     def run(self, folder: pathlib.Path) -> Program:
-        program, cluster = self.program(), self.config.cluster
+        program, clusters = self.program(), {"attn_bwd_wide": self.config.cluster, "attn_bwd_wide_pair": self.config.kv_cluster}
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
             args = host_threads.arguments(launch, self.arrays | buffers, self.op.number)
-            if launch.entry == "attn_bwd_wide":
-                host_threads.run(launch, folder, args, cluster, cluster, self.seed)
+            if launch.entry in clusters:
+                host_threads.run(launch, folder, args, clusters[launch.entry], clusters[launch.entry], self.seed)
             else:
                 own = folder / launch.source.key[:16]
                 emulator.Kernel(launch.source, launch.fields, own, self.op.number).launch(launch.grid, args)
