@@ -247,8 +247,8 @@ struct PMaker : Maker<MakesP> {
             release(smem.empty[MakesP::reads][ring.stage]);
             if (pass.is_full(at.tile)) weigh(pairs, EveryElement{});
             else weigh(pairs, pairs.kept());
+            leave(step, s);  // its fence would wait for what is given
             give(step);
-            leave(step, s);
         }
         say(smem.go[(count - 1) % 2]);
     }
@@ -257,18 +257,24 @@ struct PMaker : Maker<MakesP> {
 // Warpgroup 0 of the first block.
 struct DsMaker : Maker<MakesDs> {
     using Maker::Maker;
-    float dp[n], ds[n];
+    float dp[n], ds[n], delta[n / 2];
 
     __device__ void expect(i32 step, i32 count) {
         if (threadIdx.x == 0 && step < count) smem.p_full[step % 2].arrive_expect(sizeof smem.p[0]);
     }
-    // The products of a step are there: ds = dP - delta.
-    __device__ void take(const Ring<cfg::stages>& at, const MovePlace& place) {
+    // Starts dP of a step; its delta is on its way meanwhile.
+    __device__ void begin(const Ring<cfg::stages>& at, const MovePlace& place) {
         const Pairs pairs(pass, place, row);
+#pragma unroll
+        for (int i = 0; i < n / 2; ++i) delta[i] = pairs.delta_of(i / 2 * 4 + i % 2);
+        start(dp, dp, at);
+    }
+    // ds = dP - delta.
+    __device__ void take(const Ring<cfg::stages>& at) {
         ptx::wgmma_wait<0>();
         release(smem.empty[MakesDs::reads][at.stage]);
 #pragma unroll
-        for (int i = 0; i < n; ++i) ds[i] = dp[i] - pairs.delta_of(i);
+        for (int i = 0; i < n; ++i) ds[i] = dp[i] - delta[i / 4 * 2 + i % 2];
     }
     __device__ void weigh(i32 step, i32 count) {
         smem.p_full[step % 2].wait(step / 2 & 1);
@@ -289,15 +295,15 @@ struct DsMaker : Maker<MakesDs> {
         take_stays();
         Ring<cfg::stages> ring;
         MovePlace at = pass.first();
-        start(dp, dp, ring);
+        begin(ring, at);
 #pragma unroll 1
         for (i32 step = 0; step + 1 < count; ++step) {
-            take(ring, at);
+            take(ring);
             ring.advance(), pass.advance(at);
-            start(dp, dp, ring);
+            begin(ring, at);
             weigh(step, count);
         }
-        take(ring, at);
+        take(ring);
         weigh(count - 1, count);
     }
 };
@@ -349,7 +355,7 @@ struct Summer {
             if (loads && !Role::waits_for_go) loader.load_q();
         }
         const i32 row = pass.begin() + i32(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
-        pass.store(row, i32(side) * Role::half, sum, args.scale * Role::SumMma::sign);
+        pass.store(row, i32(side) * Role::half, sum, args.scale * SMma::sign);
     }
 };
 
