@@ -7,7 +7,7 @@
 //   dq     Q, dO            K, V             dS        dS K           3
 //
 // A cluster of cfg::cluster blocks has as many times 64 rows that stay, and reads each tile of 32 rows that move once from L2: a block brings its
-// part of them to all. Warpgroup 0 has K (or Q) in registers and V (or dO) in shared memory. For each tile it makes dP, S, and of them weights,
+// panels of them to all. Warpgroup 0 has K (or Q) in registers and V (or dO) in shared memory. For each tile it makes dP, S, and of them weights,
 // a row being one that stays. Warpgroups 1 and 2 add their products with the tile that is summed to the left and the right half of the columns.
 // A warp of the former loads. Nothing is added across blocks, and steps come in one order.
 //
@@ -44,7 +44,7 @@
 #include "variant/interfaces_bwd.cuh"
 #include "variant/pass/interface.cuh"
 
-constexpr int box_rows = cfg::moves / cfg::cluster, half = ceil_div(Pass::columns, 128) * 64;  // columns that a warpgroup sums, whole panels
+constexpr int half = ceil_div(Pass::columns, 128) * 64;  // columns that a warpgroup sums, whole panels
 using StaysTile = Tile<cfg::stays, cfg::head_dim>;                              // K or Q ...
 using StaysVTile = Tile<cfg::stays, Pass::makes_ds ? cfg::head_dim_v : 64>;  // ... V or dO
 using SummedTile = Tile<cfg::moves, 2 * half>;
@@ -53,7 +53,7 @@ constexpr int other_panels = ceil_div(Pass::makes_ds ? cfg::head_dim_v : cfg::he
 constexpr int tile_pieces = other_panels > 1 ? 2 : 1, piece_panels = ceil_div(other_panels, tile_pieces);
 using Piece = Tile<cfg::moves, piece_panels * 64>;
 constexpr int kept_panels = StaysTile::panels < cfg::kept_panels ? StaysTile::panels : cfg::kept_panels;
-static_assert(cfg::stays == 64 && cfg::moves == 32 && cfg::stages > 1 && cfg::pieces >= 2 * tile_pieces - Pass::makes_ds && box_rows % 8 == 0);
+static_assert(cfg::stays == 64 && cfg::moves == 32 && cfg::stages > 1 && cfg::pieces >= 2 * tile_pieces - Pass::makes_ds);
 
 // What stays. Where P is multiplied, nothing does in shared memory, and K comes through the place of the pieces.
 template <bool makes_ds>
@@ -95,41 +95,39 @@ struct Loader {
     const Args& args;
     Smem& smem;
     const Pass& pass;
-    i32 tiles, pieces;  // that are left
-    Ring<cfg::stages> to;
-    Ring<cfg::pieces> piece_to;
-    MovePlace place, piece_place;
-    i32 side = 0;  // of the next piece
+
+    template <int n>
+    struct Stream {  // what is to be loaded
+        i32 left;
+        MovePlace place;
+        Ring<n> to;
+        i32 panel = 0;  // of the tile there
+    };
+    Stream<cfg::stages> summed;
+    Stream<cfg::pieces> pieces;
 
     __device__ Loader(const Args& args, Smem& smem, const Pass& pass)
-        : args(args), smem(smem), pass(pass), tiles(pass.count()), pieces(tiles * tile_pieces), place(pass.first()), piece_place(place) {}
-    __device__ void load_summed() {
-        if (tiles-- <= 0) return;
-        load<SummedTile::panels>(smem.summed[0], smem.summed_full[0], smem.summed_empty[0], args.summed, to.stage, to.parity, place, 0);
-        to.advance(), pass.advance(place);
-    }
-    __device__ void load_piece() {
-        if (pieces-- <= 0) return;
-        load<other_panels>(smem.pieces[0], smem.piece_full[0], smem.piece_empty[0], args.other, piece_to.stage, piece_to.parity, piece_place, side * piece_panels);
-        piece_to.advance();
-        if (++side == tile_pieces) side = 0, pass.advance(piece_place);
-    }
-    // The panels of a tile of `panels` from panel `begin` on that T has.
-    template <int panels, class T>
-    __device__ void load(T& tiles, ptx::Mbarrier& fulls, ptx::Mbarrier& empties, const TmaClusterTensor& tensor, u32 stage, u32 parity, MovePlace at, i32 begin) {
-        (&empties)[stage].wait(parity ^ 1);
+        : args(args), smem(smem), pass(pass), summed{pass.count(), pass.first()}, pieces{pass.count() * tile_pieces, pass.first()} {}
+    __device__ void load_summed() { load<SummedTile::panels>(smem.summed, smem.summed_full, smem.summed_empty, args.summed, summed); }
+    __device__ void load_piece() { load<other_panels>(smem.pieces, smem.piece_full, smem.piece_empty, args.other, pieces); }
+    // The panels that T has of a tile of so many. A block brings every cfg::cluster-th of them.
+    template <int panels, class T, int n>
+    __device__ void load(T (&tiles)[n], ptx::Mbarrier (&fulls)[n], ptx::Mbarrier (&empties)[n], const TmaClusterTensor& tensor, Stream<n>& next) {
+        if (next.left-- <= 0) return;
+        empties[next.to.stage].wait(next.to.parity ^ 1);
         __syncwarp();
-        stage = ptx::from_lane(stage, 0), begin = ptx::from_lane(begin, 0);
-        const i32 rank = ptx::cluster_rank(), head = ptx::from_lane(at.head, 0), row = ptx::from_lane(at.tile * cfg::moves + rank * box_rows, 0);
+        const i32 stage = ptx::from_lane(next.to.stage, 0), begin = ptx::from_lane(next.panel, 0), count = min(T::panels, panels - begin);
+        const i32 head = ptx::from_lane(next.place.head, 0), row = ptx::from_lane(next.place.tile * cfg::moves, 0);
         if (ptx::elect()) {
-            ptx::Mbarrier& full = (&fulls)[stage];
-            full.arrive_expect(min(T::panels, panels - begin) * T::panel_bytes);
-#pragma unroll
-            for (int i = 0; i < T::panels; ++i)
-                if (panels % T::panels == 0 || begin + i < panels)
-                    tensor.load_all((&tiles)[stage].data[i] + rank * box_rows * 64, full, (1 << cfg::cluster) - 1, pass.move(), (begin + i) * 64, row, head);
+            ptx::Mbarrier& full = fulls[stage];
+            full.arrive_expect(count * T::panel_bytes);
+#pragma unroll 1
+            for (i32 i = ptx::cluster_rank(); i < count; i += cfg::cluster)
+                tensor.load_all(tiles[stage].data[i], full, (1 << cfg::cluster) - 1, pass.move(), (begin + i) * 64, row, head);
         }
         __syncwarp();
+        next.to.advance(), next.panel += T::panels;
+        if (next.panel >= panels) next.panel = 0, pass.advance(next.place);
     }
 };
 

@@ -4,7 +4,7 @@
 // It sums dv += P' dO, and gives P, times the score's derivative, to the first one, which makes dS of it and sums dk += dS' Q. So no product is
 // made twice, and nothing stays in shared memory but the last panel of K or V. Warpgroup 0 makes P or dS of 32 queries in a step, warpgroups 1 and 2 add
 // their products to the left and the right half of the columns. A warp of the former loads. A cluster has cfg::cluster blocks, and reads each tile of Q
-// and dO once from L2: a block brings its part of them to all. Nothing is added across blocks, and steps come in one order.
+// and dO once from L2: a block brings its panels of them to all. Nothing is added across blocks, and steps come in one order.
 //
 //   barrier            arrives                                    waits                     protects
 //   stays_full         TMA (bytes)                                weigh                     K or V
@@ -36,7 +36,7 @@
 #include "variant/pass/dk.cuh"
 #include "variant/pass/dv.cuh"
 
-constexpr int box_rows = cfg::moves / cfg::cluster, pairs = cfg::cluster / cfg::sharing;
+constexpr int pairs = cfg::cluster / cfg::sharing;
 constexpr int dk_half = ceil_div(cfg::head_dim, 128) * 64, dv_half = ceil_div(cfg::head_dim_v, 128) * 64;  // columns that a warpgroup sums, whole panels
 constexpr int s_steps = ceil_div(cfg::head_dim, 16), dp_steps = ceil_div(cfg::head_dim_v, 16);
 using KTile = Tile<cfg::stays, cfg::head_dim>;
@@ -45,7 +45,7 @@ using QTile = Tile<cfg::moves, 2 * dk_half>;
 using DoTile = Tile<cfg::moves, 2 * dv_half>;
 using XTile = Tile<cfg::stays, 2 * cfg::moves>;
 constexpr int wider_panels = KTile::panels > VTile::panels ? KTile::panels : VTile::panels;
-static_assert(cfg::stays == 64 && cfg::moves == 32 && cfg::stages > 2 && box_rows % 8 == 0 && cfg::sharing == 2);
+static_assert(cfg::stays == 64 && cfg::moves == 32 && cfg::stages > 2 && cfg::sharing == 2);
 
 struct Smem {
     union {  // before tiles come
@@ -96,14 +96,14 @@ struct Loader {
         if (stream.left-- <= 0) return;
         smem.empty[which][stream.to.stage].wait(stream.to.parity ^ 1);
         __syncwarp();
-        const i32 stage = ptx::from_lane(stream.to.stage, 0), rank = ptx::cluster_rank(), head = ptx::from_lane(stream.place.head, 0);
-        const i32 row = ptx::from_lane(stream.place.tile * cfg::moves + rank * box_rows, 0);
+        const i32 stage = ptx::from_lane(stream.to.stage, 0), head = ptx::from_lane(stream.place.head, 0);
+        const i32 row = ptx::from_lane(stream.place.tile * cfg::moves, 0);
         if (ptx::elect()) {
             ptx::Mbarrier& full = smem.full[which][stage];
             full.arrive_expect(T::bytes);
-#pragma unroll
-            for (int i = 0; i < T::panels; ++i)
-                tensor.load_all(tiles[stage].data[i] + rank * box_rows * 64, full, (1 << cfg::cluster) - 1, pass.move(), i * 64, row, head);
+#pragma unroll 1
+            for (i32 i = ptx::cluster_rank(); i < T::panels; i += cfg::cluster)
+                tensor.load_all(tiles[stage].data[i], full, (1 << cfg::cluster) - 1, pass.move(), i * 64, row, head);
         }
         __syncwarp();
         stream.to.advance(), pass.advance(stream.place);

@@ -177,7 +177,7 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig, int], arch: str) -
     made, stays, summed, other = PASSES[which]
     tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
     moves = ("summed", summed), ("other", other)
-    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES // config.cluster)) for name, operand in moves]
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES)) for name, operand in moves]
     own: dict[str, Option] = {"Score": backward.exact_score(op)}
     if which == "dq":
         constants = {"tile_q": config.tile_q, "tile_kv": MOVES}
@@ -197,8 +197,7 @@ def _render_pair(op: Forward, asked: tuple[AttnBwdWideConfig, int], arch: str) -
     """The source of pairs."""
     config, stages = asked
     tensors = [Field(name, "TmaTensor", TensorMap(name, STAYS)) for name in ("k", "v")]
-    boxes = MOVES // config.kv_cluster
-    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, boxes)) for name, operand in (("q", "q"), ("d_o", "do"))]
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES)) for name, operand in (("q", "q"), ("d_o", "do"))]
     constants = {"tile_q": MOVES, "tile_kv": config.kv_rows, "cluster": config.kv_cluster, "sharing": 2, "stages": stages}
     registers = ("SMma", True), ("SLastMma", False), ("DpMma", True), ("DpLastMma", False)
     products = _products(op, registers, {"DkMma": op.head_dim, "DvMma": op.head_dim_v})
