@@ -241,7 +241,7 @@ struct Weigher {
             left = right;
             if (tile_pieces > 1) right.advance();
             multiply(ring, left, right, [&] {
-                if (step > 0) say(smem.go[(step - 1) % 2]);
+                if (step > 0) say(smem.go[u32(step + 1) % 2]);
             });
             right.advance();
             if (pass.is_full(place.tile)) weigh(pairs, EveryElement{});

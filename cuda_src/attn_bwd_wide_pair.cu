@@ -243,7 +243,7 @@ struct PMaker : Maker<MakesP> {
             const Pairs pairs(pass, at, row);
             start(s, odd, ring);
             ptx::wgmma_wait<0>();
-            if (step > 0) say(smem.go[(step - 1) % 2]);
+            if (step > 0) say(smem.go[u32(step + 1) % 2]);
             release(smem.empty[MakesP::reads][ring.stage]);
             if (pass.is_full(at.tile)) weigh(pairs, EveryElement{});
             else weigh(pairs, pairs.kept());

@@ -6,12 +6,12 @@
 // Arrives for a warp in every block of the cluster, when all its lanes have come.
 __device__ inline void release(ptx::Mbarrier& empty, u32 arrivals = 1) {
     __syncwarp();
-    if (ptx::lane_id() < cfg::cluster) ptx::arrive_at(empty, ptx::lane_id(), arrivals);
+    if (threadIdx.x % 32 < cfg::cluster) ptx::arrive_at(empty, threadIdx.x % 32, arrivals);
 }
 // Arrives for a warp in the own block.
 __device__ inline void say(ptx::Mbarrier& barrier) {
     __syncwarp();
-    if (ptx::lane_id() == 0) barrier.arrive();
+    if (threadIdx.x % 32 == 0) barrier.arrive();
 }
 
 // The low word of a descriptor: with the bytes from a panel to the next where the contraction is along rows.
