@@ -156,6 +156,7 @@ struct Maker {
     const i32 row = pass.begin() + i32(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);  // this thread's upmost
     const u32 warp = ptx::uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     u32 operand[4 * kept_panels][4];
+    float even[n], odd[n];
 
     __device__ Maker(const Args& args, Smem& smem, const Pass& pass) : args(args), smem(smem), pass(pass) {}
 
@@ -181,22 +182,21 @@ struct Maker {
         ptx::bar_sync(1, 128);
         ptx::cluster_sync();
     }
-    // Starts to = stays tile'; with `other`, every second product adds to that, since each waits for the one before it in its sum.
-    __device__ void start(float (&to)[n], float (&other)[n], const Ring<cfg::stages>& at) {
+    // Starts even + odd = stays tile': products of two sums take turns, since each waits for the one before it in its sum.
+    __device__ void start(const Ring<cfg::stages>& at) {
         const SmemDescriptor<typename Role::ReadTile> b = {by_columns(Role::read(smem)).low + at.stage * u32(sizeof(typename Role::ReadTile) / 16)};
         smem.full[Role::reads][at.stage].wait(at.parity);
-        const bool both = &to != &other;
-        ptx::wgmma_discard(to);
-        if (both) ptx::wgmma_discard(other);
+        ptx::wgmma_discard(even), ptx::wgmma_discard(odd);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < Role::steps; ++i) {
-            float (&sum)[n] = i % 2 ? other : to;
-            if (i < 4 * kept_panels) Role::Mma::multiply(sum, operand[i], b.columns(i), i > both);
-            else Role::LastMma::multiply(sum, by_columns(smem.rest[i / 4 - kept_panels]).columns(i % 4), b.columns(i), i > both);
+            float (&sum)[n] = i % 2 ? odd : even;
+            if (i < 4 * kept_panels) Role::Mma::multiply(sum, operand[i], b.columns(i), i > 1);
+            else Role::LastMma::multiply(sum, by_columns(smem.rest[i / 4 - kept_panels]).columns(i % 4), b.columns(i), i > 1);
         }
         ptx::wgmma_commit();
     }
+    __device__ float product(int i) const { return Role::steps > 1 ? even[i] + odd[i] : even[i]; }
     __device__ void leave(i32 step, const float (&s)[n]) {
         if (step >= 2) smem.x_empty[step % 2].wait((step / 2 - 1) & 1);
 #pragma unroll
@@ -214,16 +214,16 @@ struct Maker {
 // Warpgroup 0 of the second block.
 struct PMaker : Maker<MakesP> {
     using Maker::Maker;
-    float s[n], odd[n];  // P; P times the derivative
+    float p[n];
 
+    // P, and in the place of `odd` P times the score's derivative.
     template <class Kept>
     __device__ void weigh(const Pairs& pairs, const Kept& kept) {
 #pragma unroll
         for (int i = 0; i < n; ++i) {
-            if (s_steps > 1) s[i] += odd[i];
-            const float t = pairs.score(s[i], pairs.q(i), pairs.kv(i)), exponent = __fmaf_rn(t, pairs.score.scale_log2, -pairs.lse_of(i));
-            const float p = ptx::exp2(kept(i) ? exponent : minus_inf);
-            odd[i] = p * pairs.score.derivative(s[i], pairs.q(i), pairs.kv(i)), s[i] = p;
+            const float s = product(i), t = pairs.score(s, pairs.q(i), pairs.kv(i)), exponent = __fmaf_rn(t, pairs.score.scale_log2, -pairs.lse_of(i));
+            p[i] = ptx::exp2(kept(i) ? exponent : minus_inf);
+            odd[i] = p[i] * pairs.score.derivative(s, pairs.q(i), pairs.kv(i));
         }
     }
     // To the block of the pair that makes dS.
@@ -241,13 +241,13 @@ struct PMaker : Maker<MakesP> {
 #pragma unroll 1
         for (i32 step = 0; step < count; ++step, ring.advance(), pass.advance(at)) {
             const Pairs pairs(pass, at, row);
-            start(s, odd, ring);
+            start(ring);
             ptx::wgmma_wait<0>();
             if (step > 0) say(smem.go[u32(step + 1) % 2]);
             release(smem.empty[MakesP::reads][ring.stage]);
             if (pass.is_full(at.tile)) weigh(pairs, EveryElement{});
             else weigh(pairs, pairs.kept());
-            leave(step, s);  // its fence would wait for what is given
+            leave(step, p);  // its fence would wait for what is given
             give(step);
         }
         say(smem.go[(count - 1) % 2]);
@@ -257,7 +257,7 @@ struct PMaker : Maker<MakesP> {
 // Warpgroup 0 of the first block.
 struct DsMaker : Maker<MakesDs> {
     using Maker::Maker;
-    float dp[n], ds[n], delta[n / 2];
+    float ds[n], delta[n / 2];
 
     __device__ void expect(i32 step, i32 count) {
         if (threadIdx.x == 0 && step < count) smem.p_full[step % 2].arrive_expect(sizeof smem.p[0]);
@@ -267,14 +267,14 @@ struct DsMaker : Maker<MakesDs> {
         const Pairs pairs(pass, place, row);
 #pragma unroll
         for (int i = 0; i < n / 2; ++i) delta[i] = pairs.delta_of(i / 2 * 4 + i % 2);
-        start(dp, dp, at);
+        start(at);
     }
     // ds = dP - delta.
     __device__ void take(const Ring<cfg::stages>& at) {
         ptx::wgmma_wait<0>();
         release(smem.empty[MakesDs::reads][at.stage]);
 #pragma unroll
-        for (int i = 0; i < n; ++i) ds[i] = dp[i] - delta[i / 4 * 2 + i % 2];
+        for (int i = 0; i < n; ++i) ds[i] = product(i) - delta[i / 4 * 2 + i % 2];
     }
     __device__ void weigh(i32 step, i32 count) {
         smem.p_full[step % 2].wait(step / 2 & 1);
