@@ -262,12 +262,11 @@ struct DsMaker : Maker<MakesDs> {
     __device__ void expect(i32 step, i32 count) {
         if (threadIdx.x == 0 && step < count) smem.p_full[step % 2].arrive_expect(sizeof smem.p[0]);
     }
-    // Starts dP of a step; its delta is on its way meanwhile.
-    __device__ void begin(const Ring<cfg::stages>& at, const MovePlace& place) {
+    // The delta of a step is on its way while dP is made.
+    __device__ void fetch(const MovePlace& place) {
         const Pairs pairs(pass, place, row);
 #pragma unroll
         for (int i = 0; i < n / 2; ++i) delta[i] = pairs.delta_of(i / 2 * 4 + i % 2);
-        start(at);
     }
     // ds = dP - delta.
     __device__ void take(const Ring<cfg::stages>& at) {
@@ -276,7 +275,8 @@ struct DsMaker : Maker<MakesDs> {
 #pragma unroll
         for (int i = 0; i < n; ++i) ds[i] = product(i) - delta[i / 4 * 2 + i % 2];
     }
-    __device__ void weigh(i32 step, i32 count) {
+    // `next`: the place of the step behind.
+    __device__ void weigh(i32 step, i32 count, const MovePlace& next) {
         smem.p_full[step % 2].wait(step / 2 & 1);
 #pragma unroll
         for (int i = 0; i < n; i += 4) {
@@ -286,6 +286,7 @@ struct DsMaker : Maker<MakesDs> {
         expect(step + 2, count);
         __syncwarp();
         if (lane == 0) ptx::arrive_at(smem.p_empty[step % 2], ptx::cluster_rank() + 1, 1);
+        if (step + 1 < count) fetch(next);
         leave(step, ds);
     }
     __device__ void run() {
@@ -295,16 +296,17 @@ struct DsMaker : Maker<MakesDs> {
         take_stays();
         Ring<cfg::stages> ring;
         MovePlace at = pass.first();
-        begin(ring, at);
+        fetch(at);
+        start(ring);
 #pragma unroll 1
         for (i32 step = 0; step + 1 < count; ++step) {
             take(ring);
             ring.advance(), pass.advance(at);
-            begin(ring, at);
-            weigh(step, count);
+            start(ring);
+            weigh(step, count, at);
         }
         take(ring);
-        weigh(count - 1, count);
+        weigh(count - 1, count, at);
     }
 };
 
