@@ -139,14 +139,12 @@ class AttnBwdWide(BackwardKernel):
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdWideConfig]:
         """The clusters of two; others were never timed."""
-        return [
-            config for config in (AttnBwdWideConfig(), AttnBwdWideConfig(stages=2)) if self.legal(config, op, device) is None
-        ][:1]
+        return [config for config in (AttnBwdWideConfig(),) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> float:
-        """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times, dP twice."""
+        """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times or twice, dP twice."""
         forward = op.forward
-        columns = 5 * forward.head_dim + 3 * forward.head_dim_v
+        columns = (4 if config.pairs else 5) * forward.head_dim + 3 * forward.head_dim_v
         return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.55
 
     def lower(self, op: Backward, config: AttnBwdWideConfig, device: Device) -> Program:
