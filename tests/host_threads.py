@@ -362,7 +362,16 @@ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
     Mbarrier& other = *reinterpret_cast<Mbarrier*>(there->raw + host_offset(&barrier));
     host_in(there, [&] { other.change(count, 0); });
 }
-inline void wait_for_cluster(Mbarrier& barrier, u32 parity) { barrier.wait(parity); }
+// As late as a copy.
+inline void store_async(float4& to, u32 rank, Mbarrier& full, const float* x) {
+    HostBlock* const there = host_block->cluster[rank];
+    if (host_offset(&to) % 16) host_fail("a remote write is not aligned");
+    const float4 written{x[0], x[1], x[2], x[3]};
+    host_copies.emplace_back(there, [place = there->raw + host_offset(&to), barrier = there->raw + host_offset(&full), written] {
+        std::memcpy(place, &written, 16);
+        reinterpret_cast<Mbarrier*>(barrier)->complete(16);
+    });
+}
 template <class... C>
 void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, C... c) {
     const u32 place = host_offset(to), barrier = host_offset(&full);
