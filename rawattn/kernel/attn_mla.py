@@ -11,8 +11,8 @@ from ..operation import AttentionKVCache
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
 from ..variant import Option, kv, rows, scheduler, softmax, store
-from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View, Violations
-from ..variant.walk import SplitIntervalWalk, WorkIntervalWalk, lists
+from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View
+from ..variant.walk import WorkIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
 from .attn_decode_fold import LEFT_BYTES

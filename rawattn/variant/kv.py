@@ -138,6 +138,24 @@ class PagedRowsWidenedKv(PagedRowsKv):
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
 
 
+class PagedRecordsKv(PagedRowsKv):
+    """Pools of pages of records, of which threads make numbers of 16 bits in shared memory."""
+
+    source: ClassVar[str] = "variant/kv/paged_records.cuh"
+
+
+class Turns(Option):
+    """K and V tiles take turns in the slots of a ring."""
+
+    source: ClassVar[str] = "variant/slots/turns.cuh"
+
+
+class VInK(Option):
+    """A key tile has one slot: V is the first columns of K."""
+
+    source: ClassVar[str] = "variant/slots/v_in_k.cuh"
+
+
 class PagedNumbersKv(Wrapper):
     """Pools of pages of any size, whose rows threads read and widen."""
 
