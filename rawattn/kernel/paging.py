@@ -219,7 +219,7 @@ class OverCache(OneLaunch[AttentionKVCache]):
         return options(op, self.packs(op, config), self.kernel_options(op, config))
 
     def rendered_kind(self, op: AttentionKVCache, config: Any) -> tuple[Any, ...]:
-        return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form
+        return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form, op.q_rope
 
     def tiled(self, op: AttentionKVCache, config: Any) -> Forward:
         """The forward that has as many tiles."""

@@ -65,6 +65,16 @@ def test_steps(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert word[0] == 0
 
 
+def test_q_as_a_pair(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a kernel of its own, and the bits of one array, which was asked for before."""
+    stand_in(monkeypatch, tmp_path)
+    q, cache, step = _move(ONE.rows(16, 576, 1), "torch", "cpu"), ONE.cache("torch"), ONE.step("torch")
+    options: dict[str, Any] = {"kernel": "attn_fwd_mma", "config": of(SMALL, pack_gqa=True), "return_lse": True}
+    wanted = rawattn.attention_kvcache(q, cache, step, **options)
+    found = rawattn.attention_kvcache((q[..., :512].contiguous(), q[..., 512:].contiguous()), cache, step, **options)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 def listed(step: ListedStep, is_pair: bool = False, **options: Any) -> Any:
     q = _move(step.case.rows(step.case.heads, step.case.head_dim, 1), "torch", "cpu")
     given = (q[..., :512].contiguous(), q[..., 512:].contiguous()) if is_pair else q
