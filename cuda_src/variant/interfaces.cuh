@@ -164,6 +164,15 @@ template <class K, class Tile> struct LatentRowsOption : Given {
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
     static_assert(requires { kv.template load<1>(tile, full, i, kv.find(i)); }, "Kv: load<first panels>(tile, full, index, find(index))");
 };
+// ... or of records, which come by TMA to a stage, and warps then make numbers of.
+template <class K, class Tile> struct LatentRecordsOption : Given {
+    static const K kv;
+    static Tile& tile;
+    static typename K::Loads::Barrier& come;
+    static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
+    static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
+    static_assert(requires { kv.load(tile, come, i, kv.find(i)), K::widen(tile); }, "Kv: load(tile, come, index, find(index)), widen(tile)");
+};
 // ... or, where all threads load, starts this thread's copies, as the slots of the ring want them.
 template <class S, class K> struct SlotsOption : Given {
     static const K kv;

@@ -31,6 +31,9 @@ struct LoadedByWarp {
     __device__ static void init(Board& board) { board = {0, 0, -1}; }
     // What products must see of copies that have come.
     __device__ static void fence() {}
+    // What is done to the tiles from so many behind a stage on, while its products run.
+    template <class Smem>
+    __device__ static void work(Smem&, const Ring<Smem::stages>&, u32) {}
     // The first stages.
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) const {
@@ -94,6 +97,8 @@ struct LoadedByAll {
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Copies by threads, which have come by a barrier, are seen by products only behind this.
     __device__ static void fence() { ptx::fence_proxy_async(); }
+    template <class Smem>
+    __device__ static void work(Smem&, const Ring<Smem::stages>&, u32) {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1

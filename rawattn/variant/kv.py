@@ -126,6 +126,12 @@ class LatentRowsKv(Wrapper):
     source: ClassVar[str] = "variant/kv/latent_rows.cuh"
 
 
+class LatentRecordsKv(LatentRowsKv):
+    """The same of records, which TMA brings and threads make numbers of."""
+
+    source: ClassVar[str] = "variant/kv/latent_records.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 

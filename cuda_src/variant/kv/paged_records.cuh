@@ -1,16 +1,17 @@
 #pragma once
-// A pool of pages of any size whose rows are records of 656 bytes: 512 numbers in e4m3, KvElement, a float32 scale for each 128 of them,
-// and 64 in bf16. Copies bring a record to that row of the tile where its numbers will be. Once they are there, the eight threads that
-// copied it read all of it, and then write the numbers, each times its scale. Rows of no page and those past the sequence's end become zeros.
+// A pool of pages of any size whose rows are records. Copies bring a record to that row of the tile where its numbers will be. Once they
+// are there, the eight threads that copied it read all of it, and then write the numbers, each times its scale. Rows of no page and those
+// past the sequence's end become zeros.
 #include "ptx/cp_async.cuh"
 #include "tile/strided_pages.cuh"
+#include "variant/kv/record.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct PagedRecordsKv {
-    static constexpr u32 lanes = 8, eight = 512, rest = eight + 4 * sizeof(float), bytes = rest + 128;  // of a record
+    static constexpr u32 lanes = 8, bytes = Record::bytes;  // of a record
     static constexpr u32 rows_at_once = cfg::threads / lanes;
-    static_assert(cfg::head_dim == 576 && cfg::head_dim_v == 512 && cfg::tile_kv % 4 == 0 && rows_at_once % 8 == 0, "records; a warp has four");
+    static_assert(cfg::tile_kv % 4 == 0 && rows_at_once % 8 == 0, "a warp has four records");
 
     const Args& args;
     const Pages pages;
@@ -49,25 +50,16 @@ struct PagedRecordsKv {
             const unsigned char* const from = first + i * Tile::row_bytes + place<Tile>(row);
             unsigned char* const to = first + i * Tile::row_bytes + Tile::offset(row, lane);
             __syncwarp();  // the copies of all of them are there
-            uint2 numbers[eight / 64];
+            uint2 numbers[Record::numbers / 64];
 #pragma unroll
-            for (u32 j = 0; j < eight / 64; ++j) numbers[j] = *reinterpret_cast<const uint2*>(from + j * 64 + lane * 8);
-            const float4 all = *reinterpret_cast<const float4*>(from + eight);
+            for (u32 j = 0; j < Record::numbers / 64; ++j) numbers[j] = *reinterpret_cast<const uint2*>(from + j * 64 + lane * 8);
+            const float4 all = *reinterpret_cast<const float4*>(from + Record::numbers);
             const float scales[4] = {all.x, all.y, all.z, all.w};
-            const uint4 last = *reinterpret_cast<const uint4*>(from + rest + lane * 16);
+            const uint4 last = *reinterpret_cast<const uint4*>(from + Record::numbers + Record::scales + lane * 16);
             __syncwarp();  // and read
 #pragma unroll
-            for (u32 j = 0; j < eight / 64; ++j) {
-                const uint2 low = scaled(numbers[j].x, scales[j / 2]), high = scaled(numbers[j].y, scales[j / 2]);
-                *reinterpret_cast<uint4*>(to + j * 128) = make_uint4(low.x, low.y, high.x, high.y);
-            }
-            *reinterpret_cast<uint4*>(to + eight * 2) = make_uint4(of_bf16(last.x), of_bf16(last.y), of_bf16(last.z), of_bf16(last.w));
+            for (u32 j = 0; j < Record::numbers / 64; ++j) *reinterpret_cast<uint4*>(to + j * 128) = Record::scaled(numbers[j], scales[j / 2]);
+            *reinterpret_cast<uint4*>(to + Record::numbers * 2) = Record::of_bf16(last);
         }
     }
-    __device__ static uint2 scaled(u32 four, float scale) {
-        float x[4];
-        KvElement::widen(x, four);
-        return make_uint2(Element::pack(x[0] * scale, x[1] * scale), Element::pack(x[2] * scale, x[3] * scale));
-    }
-    __device__ static u32 of_bf16(u32 two) { return Element::pack(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000)); }
 };
