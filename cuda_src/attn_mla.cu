@@ -10,7 +10,8 @@
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves
+//   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves. Of records part 1 tells
+//                                                                            warpgroups 1 and 2 that they came, who make numbers, and arrive at part 0
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
 //   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again

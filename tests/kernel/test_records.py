@@ -63,21 +63,44 @@ def test_lists(name: str) -> None:
     assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (step.lists.wrong > 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_steps_by_attn_mla(name: str) -> None:
+    check(CASES[name], attend(CASES[name], kernel="attn_mla"))
+    assert rawattn.violations() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "blocks"])
+def test_lists_by_attn_mla(name: str) -> None:
+    step = STEPS[name]
+    step.check(*map(to_numpy, attend_listed(step, kernel="attn_mla")), 2e-2)
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (step.lists.wrong > 0)
+
+
+@pytest.mark.gpu
+def test_even_splits_by_attn_mla() -> None:
+    for case in (ONE, PACKED):
+        check(case, attend(case, kernel="attn_mla", split="even"))
+
+
 def equal(a: Any, b: Any) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
 
 
-def test_bits() -> None:
+@pytest.mark.parametrize("kernel", ["attn_fwd_mma", pytest.param("attn_mla", marks=pytest.mark.gpu)])
+def test_bits(kernel: str) -> None:
     """Of any pages, of a sequence alone, of q as a pair, and again and again."""
-    wanted = attend(ONE, invariant=True)
-    assert all(equal(attend(of(ONE, page_size=n), invariant=True), wanted) for n in (1, 16, 64, 64, 64))
-    assert equal(attend(of(ONE, form="dense", page_size=5001), invariant=True), wanted)
+    options: dict[str, Any] = {"invariant": True, "kernel": kernel}
+    wanted = attend(ONE, **options)
+    assert all(equal(attend(of(ONE, page_size=n), **options), wanted) for n in (1, 16, 64, 64, 64))
+    assert equal(attend(of(ONE, form="dense", page_size=5001), **options), wanted)
     q, cache, step = _move(ONE.rows(128, 576, 1), "torch", "cuda"), ONE.cache("torch"), ONE.step("torch")
     pair = q[..., :512].contiguous(), q[..., 512:].contiguous()
-    assert equal(rawattn.attention_kvcache(pair, cache, step, invariant=True, return_lse=True), wanted)
+    assert equal(rawattn.attention_kvcache(pair, cache, step, return_lse=True, **options), wanted)
     for i in range(len(LENGTHS)):
         alone = rawattn.Step(step.kv_lens[i : i + 1], step.page_table[i : i + 1])
-        found = rawattn.attention_kvcache(q[i : i + 1], cache, alone, invariant=True, return_lse=True)
+        found = rawattn.attention_kvcache(q[i : i + 1], cache, alone, return_lse=True, **options)
         assert equal(found, [x[i : i + 1] for x in wanted]), i
 
 
