@@ -68,32 +68,37 @@ struct LatentRecordsKv {
         }
     }
 
-    // Makes numbers of the warp's records, which have come. A lane has eight numbers of a panel. Two rows that are read at once read other
-    // banks: odd ones change places of panels side by side. The halves stay a loop, as registers are few.
+    // Makes numbers of the warp's records, which have come, in four turns. A lane has eight numbers of a panel, of four panels in a turn, and
+    // reads those of the next one as soon as it has made one's. Two rows that are read at once read other banks: odd ones change places of
+    // panels side by side.
     template <class Tile>
     __device__ static void widen(Tile& tile) {
         const u32 lane = ptx::lane_id() % lanes, record = ptx::lane_id() / lanes, odd = record % 2;
         const u32 first = ptx::smem_address(&tile) + Tile::row_offset(first_row());
+        u32 from = first + numbers_at<Tile>(record) + lane * 8 + 256;
+        const auto read = [&](u32 i) { return ptx::load_shared_uint2(from + i * 64 + (i % 2 ? 0u - odd : odd) * 64); };
+        uint2 numbers[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) numbers[i] = read(i);
 #pragma unroll 1
         for (u32 half = 0; half < 2; ++half) {
             const u32 row = 4 * half + record, tail = first + tail_at<Tile>(row);
             const u32 scales = ptx::load_shared(tail + lane % 4 * 4);  // of four lanes one each
-            u32 from = first + numbers_at<Tile>(row) + lane * 8 + (1 - half) * 256;
             u32 to = first + Tile::row_offset(row) + (lane ^ row) * 16;
             ptx::store_shared(to + 8 * Tile::panel_bytes, Record::of_bf16(ptx::load_shared_uint4(tail + Record::scales + lane * 16)));
             to += (1 - half) * 4 * Tile::panel_bytes;
 #pragma unroll
             for (u32 turn = 0; turn < 2; ++turn) {
-                uint2 numbers[4];
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) numbers[i] = ptx::load_shared_uint2(from + i * 64 + (i % 2 ? 0u - odd : odd) * 64);
-                __syncwarp();  // they, and tails, are read
+                from += turn == 0 ? half * 512 - 256 : (1 - 2 * half) * (4 * Tile::panel_bytes + Record::numbers);  // behind the last one for nothing
+                __syncwarp();  // this one's, and tails, are read
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
                     const float scale = __uint_as_float(__shfl_sync(0xffffffffu, scales, (half == turn) * 2 + i / 2, 4));
-                    ptx::store_shared(to + (i + (i % 2 ? 0u - odd : odd)) * Tile::panel_bytes, Record::scaled(numbers[i], scale));
+                    const uint4 made = Record::scaled(numbers[i], scale);
+                    numbers[i] = read(i);
+                    ptx::store_shared(to + (i + (i % 2 ? 0u - odd : odd)) * Tile::panel_bytes, made);
                 }
-                from += half * 512 - 256, to += (half * 8 - 4) * Tile::panel_bytes;
+                to += (half * 8 - 4) * Tile::panel_bytes;
             }
         }
     }
