@@ -416,7 +416,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
         ptx::wgmma_commit();
-        loads.work(smem, ring, 2);
+        loads.work(args, smem, ring, 2);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -517,7 +517,7 @@ struct Summer {  // warpgroups 1 and 2
             if (told & what::is_end) return;
             if (told & what::is_q) {
                 say(smem.empty[ring.stage]);
-                loads.work(smem, ring, 1);
+                loads.work(args, smem, ring, 1);
                 go_on();
                 continue;
             }

@@ -33,7 +33,7 @@ struct LoadedByWarp {
     __device__ static void fence() {}
     // What is done to the tiles from so many behind a stage on, while its products run.
     template <class Smem>
-    __device__ static void work(Smem&, const Ring<Smem::stages>&, u32) {}
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     // The first stages.
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) const {
@@ -98,7 +98,7 @@ struct LoadedByAll {
     // Copies by threads, which have come by a barrier, are seen by products only behind this.
     __device__ static void fence() { ptx::fence_proxy_async(); }
     template <class Smem>
-    __device__ static void work(Smem&, const Ring<Smem::stages>&, u32) {}
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1

@@ -1,7 +1,7 @@
 #pragma once
 // Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh): all that multiply by values, eight rows each
 // warp. The warp looks its rows up, asks TMA for them when a stage is given back, and makes numbers of them while a product runs, one
-// stage later. So records have the time of Q K^T of a tile to come, and are numbers when P V of the tile before ends.
+// stage later, when it also asks L2 for the records that come next. So records have the time of Q K^T of a tile to come, and are numbers when P V of the tile before ends.
 //
 //   full[s][1]   a lane of each warp, and TMA   who makes numbers   a stage of records; behind it full[s][0] says that they are numbers
 #include "ptx/barrier.cuh"
@@ -19,7 +19,8 @@ struct RecordsLoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4; -1 behind the last
     };
-    i32 found;     // of what comes next, where that is a tile
+    i32 found;     // of what comes next, where that is a tile,
+    i32 ahead;     // and which it is: twice its number, and a bit of its work; below 0 where it is none
     u32 raw = 0;   // stages that hold records, in bits
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
@@ -43,7 +44,11 @@ struct RecordsLoadedByAll {
     // While the products of a stage run, or none do where it holds Q: makes numbers of the tiles that come behind it, but for the last one
     // that was asked for.
     template <class Smem>
-    __device__ void work(Smem& smem, Ring<Smem::stages> ring, u32 behind) {
+    __device__ void work(const Args& args, Smem& smem, Ring<Smem::stages> ring, u32 behind) {
+        if (const i32 next = ptx::from_lane(ahead, 0); next >= 0) {
+            const auto& work = smem.work[next % 2];
+            Kv(args, work.batch, work.place).prefetch(next / 2, found);
+        }
         ring.advance(behind);
 #pragma unroll 1
         for (u32 i = behind; i < Smem::stages; ++i, ring.advance()) {
@@ -81,7 +86,8 @@ struct RecordsLoadedByAll {
                 else if (split + 1 < ptx::from_lane(work.split_end, 0)) ++split, tile = ptx::from_lane(Span(work, split).tile, 0);
                 else count = count + 1 & 3, tile = -1;
             }
-            if (count >= 0 && tile >= 0) found = Kv(args, work.batch, work.place).find(tile);
+            ahead = count >= 0 && tile >= 0 ? tile * 2 + count % 2 : -1;
+            if (ahead >= 0) found = Kv(args, work.batch, work.place).find(tile);
         }
         if (threadIdx.x == 128) board.tile[turn ^ 1] = tile, board.split[turn ^ 1] = split, board.count[turn ^ 1] = count;
         __syncwarp();

@@ -8,6 +8,7 @@
 // and then, when the rest is in registers, 32 bytes of a lane, to the others.
 #include "ptx/bulk.cuh"
 #include "ptx/load_shared.cuh"
+#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv/record.cuh"
@@ -40,6 +41,14 @@ struct LatentRecordsKv {
     template <class Tile>
     __device__ static u32 tail_at(u32 row) { return row % 4 * Tile::panel_bytes + Record::numbers + row / 4 * Record::tail; }
 
+    // Asks L2 for all lines of the warp's records: four lanes have the first four of a record, and two of these the others.
+    __device__ void prefetch(i32 index, i32 found) const {
+        const Row row = source.row(args, key(index), found);
+        const u32 line = ptx::lane_id() / rows;
+        if (row) ptx::prefetch_to_l2(row + line * 128);
+        if (row && line < 2) ptx::prefetch_to_l2(row + line * 128 + 512);
+        __syncwarp();
+    }
     // Starts bringing the warp's records, which arrive on `come`.
     template <class Tile>
     __device__ void load(Tile& tile, ptx::Mbarrier& come, i32 index, i32 found) const {
