@@ -19,9 +19,10 @@ struct RecordsLoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4; -1 behind the last
     };
-    i32 found;     // of what comes next, where that is a tile,
-    i32 ahead;     // and which it is: twice its number, and a bit of its work; below 0 where it is none
-    u32 raw = 0;   // stages that hold records, in bits
+    typename Kv::Row row;  // of what comes next, where that is a tile,
+    i32 found;             // what was known of it before,
+    i32 ahead = -1;        // and which it is: twice its number, and a bit of its work; below 0 where it is none
+    u32 raw = 0;           // stages that hold records, in bits
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Those who wrote numbers have seen to it.
@@ -31,6 +32,7 @@ struct RecordsLoadedByAll {
 #pragma unroll 1
         for (u32 i = 0; i < Smem::stages; ++i) {
             if (i > 0) ptx::bar_sync(2, threads);
+            look_up(args, smem);
             next(args, smem, i, i & 1);
         }
     }
@@ -45,10 +47,7 @@ struct RecordsLoadedByAll {
     // that was asked for.
     template <class Smem>
     __device__ void work(const Args& args, Smem& smem, Ring<Smem::stages> ring, u32 behind) {
-        if (const i32 next = ptx::from_lane(ahead, 0); next >= 0) {
-            const auto& work = smem.work[next % 2];
-            Kv(args, work.batch, work.place).prefetch(next / 2, found);
-        }
+        look_up(args, smem);
         ring.advance(behind);
 #pragma unroll 1
         for (u32 i = behind; i < Smem::stages; ++i, ring.advance()) {
@@ -59,6 +58,15 @@ struct RecordsLoadedByAll {
             ptx::fence_proxy_async();
             arrive(smem.full[ring.stage][0]);
         }
+    }
+    // Where the records are that come next.
+    template <class Smem>
+    __device__ void look_up(const Args& args, const Smem& smem) {
+        const i32 next = ptx::from_lane(ahead, 0);
+        if (next < 0) return;
+        const auto& work = smem.work[next % 2];
+        row = Kv(args, work.batch, work.place).row(next / 2, found);
+        Kv::prefetch(row);
     }
     __device__ static void arrive(Barrier& barrier) {
         __syncwarp();
@@ -80,7 +88,7 @@ struct RecordsLoadedByAll {
                     split = ptx::from_lane(work.split, 0), tile = ptx::from_lane(Span(work, split).tile, 0);
                 }
             } else {
-                Kv(args, work.batch, work.place).load(smem.ring[stage], smem.full[stage][1], tile, found);
+                Kv::load(smem.ring[stage], smem.full[stage][1], row);
                 raw |= 1u << stage;
                 if (tile + 1 < ptx::from_lane(Span(work, split).end, 0)) ++tile;
                 else if (split + 1 < ptx::from_lane(work.split_end, 0)) ++split, tile = ptx::from_lane(Span(work, split).tile, 0);

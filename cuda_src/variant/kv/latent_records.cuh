@@ -41,9 +41,11 @@ struct LatentRecordsKv {
     template <class Tile>
     __device__ static u32 tail_at(u32 row) { return row % 4 * Tile::panel_bytes + Record::numbers + row / 4 * Record::tail; }
 
+    // By all lanes: asked by some, ptxas takes the warp for divided from there on.
+    __device__ Row row(i32 tile, i32 found) const { return source.row(args, key(tile), found); }
+
     // Asks L2 for all lines of the warp's records: four lanes have the first four of a record, and two of these the others.
-    __device__ void prefetch(i32 index, i32 found) const {
-        const Row row = source.row(args, key(index), found);
+    __device__ static void prefetch(Row row) {
         const u32 line = ptx::lane_id() / rows;
         if (row) ptx::prefetch_to_l2(row + line * 128);
         if (row && line < 2) ptx::prefetch_to_l2(row + line * 128 + 512);
@@ -51,9 +53,8 @@ struct LatentRecordsKv {
     }
     // Starts bringing the warp's records, which arrive on `come`.
     template <class Tile>
-    __device__ void load(Tile& tile, ptx::Mbarrier& come, i32 index, i32 found) const {
+    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
         const u32 lane = ptx::lane_id();
-        const Row row = source.row(args, key(index), found);  // by all lanes: asked by some, ptxas takes the warp for divided from there on
         const Row from = lane < rows ? row : nullptr;
         const u32 there = __ballot_sync(0xffffffffu, from != nullptr);
         unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
