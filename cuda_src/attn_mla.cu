@@ -11,8 +11,8 @@
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes) or who copied; who warpgroup 0             a stage; its last panels by themselves
-//                     has a stage for Q
+//   full[s][part]     TMA (bytes) or who copied; who warpgroup 0             a stage; its last panels by themselves. Of records part 1 tells
+//                     has a stage for Q                                      warpgroups 1 and 2 that they came, who make numbers, and arrive at part 0
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
 //   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
@@ -432,7 +432,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
-        loads.load_rest(args, smem, ring);
+        loads.load_rest(args, smem, ring), loads.work(args, smem, ring, 2);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -554,6 +554,7 @@ struct Summer {  // warpgroups 1 and 2
             if (told & what::is_q) {
                 loads.load_rest(args, smem, ring);
                 say(smem.empty[ring.stage]);
+                loads.work(args, smem, ring, 1);
                 go_on();
                 continue;
             }

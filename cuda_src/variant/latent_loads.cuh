@@ -31,6 +31,9 @@ struct LoadedByWarp {
     __device__ static void init(Board& board) { board = {0, 0, -1}; }
     // What products must see of the last panels, which have come.
     __device__ static void fence() {}
+    // What is done to the tiles from so many behind a stage on, while its products run.
+    template <class Smem>
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     // The first stages.
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) const {
@@ -99,6 +102,8 @@ struct LoadedByAll {
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
     // whose products follow those of the first, when they are waited for.
     __device__ static void fence() { ptx::fence_proxy_async(); }
+    template <class Smem>
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1

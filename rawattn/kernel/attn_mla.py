@@ -105,6 +105,11 @@ def kv_option(pages: Option, rows: int) -> Option:
     return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
 
 
+def gathered_option(op: AttentionKVCache, source: Option) -> Option:
+    """The option for keys that threads ask for row by row; ``source`` says where they lie."""
+    return (kv.LatentRecordsKv if paging.has_records(op) else kv.LatentRowsKv)(source)
+
+
 STRIP_BYTES = 64 * HEAD_DIM_V + 128  # of a state's sixteen rows
 
 
@@ -123,11 +128,11 @@ class AttnMla(Kernel[AttentionKVCache]):
         return False
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        return not self.gathers(op)  # no GPU has measured what threads copy as it is now
+        return not self.gathers(op)  # no GPU has measured what threads copy or ask for as it is now
 
     def gathers(self, op: AttentionKVCache) -> bool:
-        """Says whether threads copy keys row by row, wherever they lie."""
-        return has_tiny_pages(op)
+        """Says whether threads ask for keys row by row, wherever they lie."""
+        return has_tiny_pages(op) or paging.has_records(op)
 
     def step(self, op: AttentionKVCache) -> AttentionKVCache:
         """The step whose sequences are works."""
@@ -139,8 +144,8 @@ class AttnMla(Kernel[AttentionKVCache]):
             reasons.append(
                 f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head"
             )
-        if op.kv_element != op.element:
-            reasons.append(f"it takes caches in the format of q, {op.element.name}")
+        if op.kv_element != op.element and not paging.has_records(op):
+            reasons.append(f"it takes caches in the format of q, {op.element.name}, and of records")
         rows = most_rows(self.step(op))
         reasons += tiling.tensor_core_reasons(paging.over_tensors(self.step(op)), max(op.head_dim, HEAD_DIM))
         if rows > MOST_ROWS:
@@ -185,7 +190,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": kv.LatentRowsKv(kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
+            "Kv": gathered_option(op, kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
             "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
@@ -224,7 +229,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             wgmma("QkLastMma", op.element, TILE_KV, a_in_registers=False, b_by_rows=False, negate=negate),
             wgmma("PvMma", op.element, HEAD_DIM_V // 2, a_in_registers=False, b_by_rows=True),
         ]
-        options = self.options(op, config, arch)
+        options = paging.in_records(self.options(op, config, arch), op, arch)
         return source(FILE, config_header(self.constants(op, config), self.fields(op, config, arch), products, options), arch)
 
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
@@ -256,7 +261,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """All that ``render`` and ``fields`` depend on besides the configuration."""
         page = 1 if self.gathers(op) else page_rows(op, config)
         options = op.form, page, op.ragged, op.sinks, op.scale < 0, op.q_rope, is_even(op), op.spec.kind
-        return (op.element, *paging.arrays_of(op), *options)
+        return (op.element, op.kv_element, *paging.arrays_of(op), *options)
 
     def lower(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> Program:
         """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is

@@ -168,7 +168,7 @@ T shuffle(T x, i32 from) {
     memcpy(&x, &got, sizeof x);
     return x;
 }
-template <class T> T __shfl_sync(u32, T x, i32 from) { return shuffle(x, from); }
+template <class T> T __shfl_sync(u32, T x, i32 from, i32 width = 32) { return shuffle(x, threadIdx.x % 32 / width * width + from % width); }
 template <class T> T __shfl_xor_sync(u32, T x, i32 mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
 template <class T> T __shfl_up_sync(u32, T x, i32 by) { return shuffle(x, max(threadIdx.x % 32 - by, 0)); }
 static u32 __ballot_sync(u32, bool vote) {
@@ -396,6 +396,11 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         }
     });
 }
+// Bytes on end, of addresses that are multiples of 16.
+static void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
+    if ((smem_address(to) | u64(from) | bytes) % 16 != 0) __builtin_trap();
+    copies.push_back([=, &full] { memcpy(to, from, bytes), full.complete(bytes); });
+}
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
 static void bulk_prefetch_to_l2(const void* p, u32 bytes) {
@@ -505,6 +510,15 @@ static float4 load_shared_float4(u32 address) {
     memcpy(&x, raw + address, 16);
     return x;
 }
+template <class T>
+T load_shared_as(u32 address) {
+    T x;
+    memcpy(&x, raw + address, sizeof x);
+    return x;
+}
+static uint2 load_shared_uint2(u32 address) { return load_shared_as<uint2>(address); }
+static uint4 load_shared_uint4(u32 address) { return load_shared_as<uint4>(address); }
+static void store_shared(u32 address, const uint4& x) { memcpy(raw + address, &x, sizeof x); }
 static u32 load_shared(u32 address) {
     u32 x;
     memcpy(&x, raw + address, 4);
