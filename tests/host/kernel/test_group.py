@@ -10,6 +10,7 @@ import pytest
 
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import ProblemError
+from rawattn.kernel import attn_bwd_works
 from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig
 from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
@@ -362,6 +363,35 @@ def test_query_parts_with_two_sums(heads: int, length: int, size: int, wanted: t
     main = next(each for each in program.launches if each.entry == "attn_bwd")
     assert main.values.get("sum_tiles", heads * -(-length // 64)) == heads * -(-length // 64)
     assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+def test_groups_of_heads_have_one_sum() -> None:
+    """A second one of dq of all query heads would take seven times what a part of dk and dv does."""
+    op = backward(2, 5000, (28, 4), Full())
+    found = ATTN_BWD.resolved(op, select(op, H200).config, H200)
+    assert (found.query_parts, found.dq_sums) == (3, 1)
+
+
+@pytest.mark.parametrize("heads, size", [((4, 4), 64), ((1, 1), 128), ((28, 4), 96)], ids=str)
+def test_programs_are_those_of_any_length(heads: tuple[int, int], size: int) -> None:
+    """What other lengths ask for is compiled with the first, though that has more keys than queries."""
+    op = backward(1, 2000, heads, Causal(), size, kv_len=4096)
+    there = {x.source.key for program in select(op, H200).programs(op, H200) for x in program.launches}
+    others = [backward(batch, n, heads, Causal(), size) for batch in (1, 2) for n in (1500, 4096, 8192, 16384)]
+    for other in others:
+        assert {x.source.key for x in ATTN_BWD.lower(other, select(other, H200).config, H200).launches} <= there
+
+
+@pytest.mark.parametrize("op, walk", [
+    (backward(1, 2000, (6, 6), Causal()), "bands"), (backward(1, 2000, (28, 4), Causal()), "uneven"),
+    (backward(1, 2000, (7, 7), Causal()), ""), (backward(1, 2000, (1, 1), Causal(), q_lens=True), ""),
+    (backward(1, 2000, (1, 1), Causal(), 160), ""), (backward(1, 2000, (70, 10), Causal()), ""),
+    (backward(1, 2000, (28, 4), Causal(), 160), ""),
+], ids=str)  # fmt: skip
+def test_nothing_is_compiled_that_no_length_takes(op: Backward, walk: str) -> None:
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, store="ordered")
+    found = {kind.walk for kind in attn_bwd_works.kinds(op, config)}
+    assert found & {"bands", "uneven"} == ({walk} - {""})
 
 
 @pytest.mark.parametrize("op, changes", [
