@@ -29,7 +29,7 @@ BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more 
 # Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
 NARROW, SUMS_OF_NARROW = 64, 2
 LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
-MOST_OF_ONE = 4  # works a block of one head, beyond which parts take much scratch and gain little
+MOST_OF_ONE = 2  # works a block of one head; at four, 200 MB of scratch would gain 5 % at head_dim 128
 # Query tiles for each head, by parts, from which on they are worth more than the last contributor who finishes dq.
 TILES_OF_HEAD = {BANDS: 16, MORE_BANDS: 8}
 MOST_NARROW = 3  # works of a block, up to which that was modelled
