@@ -164,8 +164,8 @@ def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
 def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
     """The sums of each tile of dq that keep ``blocks`` from queuing for them.
 
-    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
-    which is where blocks queue (perf/notes/attn_bwd.md)."""
+    Few works of narrow causal heads have two. Else those beside the first take at most a tenth of what k and v do, so that there
+    are some only where queries are far fewer than keys, which is where blocks queue (perf/notes/attn_bwd.md)."""
     has_few = _is_square(op) and backward.kv_tiles(op, config.tile_kv) <= MOST_NARROW * blocks
     if has_few and _has_narrow_turns(op, config):
         return SUMS_OF_NARROW
