@@ -33,6 +33,7 @@ MOST_OF_ONE = 2  # works a block of one head; at four, 200 MB of scratch would g
 # Query tiles for each head, by parts, from which on they are worth more than the last contributor who finishes dq.
 TILES_OF_HEAD = {BANDS: 16, MORE_BANDS: 8}
 MOST_NARROW = 3  # works of a block, up to which that was modelled
+FEW_KEY_HEADS, FEW_HEADS = 16, 4  # and query heads of each, up to which works take tiles of all heads together (a model with L2)
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_WAVES = 8  # works of a block, up to which packed sequences go round
@@ -119,7 +120,7 @@ def _refuse_uneven(config: AttnBwdConfig, op: Backward) -> str | None:
 def _has_odd_groups(op: Forward, batch: int) -> bool:
     """Says whether groups have five or seven heads, and so many sequences have few of them, of widths that were modelled."""
     is_known = op.heads_per_kv in (5, 7) and op.widest <= COLUMNS_OF_PARTS[-1]
-    return is_known and op.kv_heads * batch <= group.FEW_KEY_HEADS // 2
+    return is_known and op.kv_heads * batch <= FEW_KEY_HEADS // 2
 
 
 def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
@@ -246,6 +247,11 @@ def _is_square(op: Forward) -> bool:
     return _is_whole_causal(op) and op.q_len == op.kv_len
 
 
+def _has_few_groups(op: Forward) -> bool:
+    """Says whether key heads, and query heads of each, are so few that L2 holds what works of all of them use at a query tile."""
+    return _is_square(op) and op.kv_heads * op.batch <= FEW_KEY_HEADS and 1 < op.heads_per_kv <= FEW_HEADS
+
+
 def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
     """Says whether works of whole key tiles are so few, or begin so, that parts along the diagonal end sooner. Of few heads the
     longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
@@ -353,7 +359,8 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
         return dataclasses.replace(config, walk="uneven", parts=config.parts or 2, query_parts=1, dq_sums=1, bundle=0)
     if config.query_parts > 1:
         config = dataclasses.replace(config, parts=1, dq_sums=_sums_of_parts(forward, config))
-    config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
+    works, is_few = backward.kv_tiles(forward, config.tile_kv), _has_few_groups(forward)
+    config = group.resolved(forward, config, works, config.tile_kv, blocks, is_few)
     if config.query_parts == 0:
         n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
         config = dataclasses.replace(config, query_parts=n, dq_sums=_sums_of_parts(forward, config) if n > 1 else config.dq_sums)

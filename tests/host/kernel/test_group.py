@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rawattn.driver.device import TYPICAL
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import ProblemError
 from rawattn.kernel import attn_bwd_works
 from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig
@@ -61,10 +61,10 @@ MEASURED: list[tuple[Backward, str | None, str]] = [
 ]
 
 
-def chosen(op: Backward, kernel: str | None = None) -> str:
+def chosen(op: Backward, kernel: str | None = None, device: Device = H200) -> str:
     """Names the launches as the table does: the number of parts, and "t"."""
-    found = select(op, H200, kernel)
-    program = found.kernel.lower(op, found.config, H200)
+    found = select(op, device, kernel)
+    program = found.kernel.lower(op, found.config, device)
     main = next(each for each in program.launches if each.entry in ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_mma"))
     in_step = "variant/walk/q_interval_by_tiles.cuh" in dict(main.source.headers)
     return f"{main.values.get('group_parts', 1)}{'t' * in_step}"
@@ -77,6 +77,11 @@ def test_chosen_is_nearly_the_fastest(op: Backward, kernel: str | None, times: s
     us = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
     found = us[chosen(op, kernel)]
     assert found <= 1.06 * min(us.values()) and found <= 1.01 * us["1"]
+
+
+def test_other_kernels_go_head_by_head_beyond_a_group() -> None:
+    """That L2 holds few heads' tiles was found for attn_bwd on one GPU."""
+    assert chosen(backward(2, 8192, (32, 8), Causal()), device=TYPICAL["sm_80"]) == "1"
 
 
 CHOSEN = {
@@ -159,6 +164,7 @@ RESOLVED = {  # parts, walk, direction
     "few heads, shorter": (backward(2, 4096, (2, 2), Causal()), (1, "bands", "")),
     "seven heads of a group": (backward(2, 8192, (28, 4), Causal()), (2, "uneven", "")),
     "few key heads, four heads each": (backward(2, 8192, (32, 8), Causal()), (1, "by_tiles", "")),
+    "few key heads, more keys than queries": (backward(1, 4096, (32, 8), Causal(), kv_len=16384), (1, "by_heads", "")),
 }
 
 
