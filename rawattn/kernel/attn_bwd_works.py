@@ -29,10 +29,11 @@ BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more 
 # Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
 NARROW, SUMS_OF_NARROW = 64, 2
 LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
-MOST_OF_ONE = 4  # works a block of one head, beyond which parts take much scratch and gain little
+MOST_OF_ONE = 2  # works a block of one head; at four, 200 MB of scratch would gain 5 % at head_dim 128
 # Query tiles for each head, by parts, from which on they are worth more than the last contributor who finishes dq.
 TILES_OF_HEAD = {BANDS: 16, MORE_BANDS: 8}
 MOST_NARROW = 3  # works of a block, up to which that was modelled
+FEW_KEY_HEADS, FEW_HEADS = 16, 4  # and query heads of each, up to which works take tiles of all heads together (a model with L2)
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_WAVES = 8  # works of a block, up to which packed sequences go round
@@ -116,12 +117,18 @@ def _refuse_uneven(config: AttnBwdConfig, op: Backward) -> str | None:
     return f"walk is 'uneven' with parts {config.parts}; it needs {needs}"
 
 
+def _has_odd_groups(op: Forward, batch: int) -> bool:
+    """Says whether groups have five or seven heads, and so many sequences have few of them, of widths that were modelled."""
+    is_known = op.heads_per_kv in (5, 7) and op.widest <= COLUMNS_OF_PARTS[-1]
+    return is_known and op.kv_heads * batch <= FEW_KEY_HEADS // 2
+
+
 def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     """Says whether groups of five or seven heads should have two parts that differ by a head (perf/notes/attn_bwd.md): in long
     sequences, where ``group.parts`` would take two if they were equal, and equal ones are too many."""
     forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
     is_asked = config.walk or config.parts or config.query_parts or config.dq_sums or config.heads_together
-    is_odd = forward.heads_per_kv in (5, 7) and forward.kv_heads * forward.batch <= group.FEW_KEY_HEADS // 2
+    is_odd = _has_odd_groups(forward, forward.batch)
     is_long = _is_square(forward) and forward.q_len >= group.LONG and group.adds_in_turns(config)
     enough = group.ENOUGH_OF_LONG * blocks
     if is_asked or not (is_odd and is_long and works < enough <= 2 * works):
@@ -140,9 +147,9 @@ def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
 
 
 def _has_narrow_turns(op: Forward, config: AttnBwdConfig) -> bool:
-    """Says whether key tiles next to each other come to a tile of dq faster than turns go on: heads are narrow, and tiles small,
-    as they are where works are few."""
-    is_causal = _is_square(op) and op.heads_per_kv == 1
+    """Says whether key tiles next to each other come to a tile of dq faster than turns go on, where there are as many keys as
+    queries: heads are narrow, and tiles small, as they are where works are few."""
+    is_causal = _is_whole_causal(op) and op.heads_per_kv == 1
     is_plain = op.has_plain_score and not op.spec.dropout and op.widest <= NARROW and config.consumers == 2
     return is_causal and is_plain and not config.gradient and _may_have_sums(op, config)
 
@@ -158,9 +165,10 @@ def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
 def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
     """The sums of each tile of dq that keep ``blocks`` from queuing for them.
 
-    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
-    which is where blocks queue (perf/notes/attn_bwd.md)."""
-    if _has_narrow_turns(op, config) and backward.kv_tiles(op, config.tile_kv) <= MOST_NARROW * blocks:
+    Few works of narrow causal heads have two. Else those beside the first take at most a tenth of what k and v do, so that there
+    are some only where queries are far fewer than keys, which is where blocks queue (perf/notes/attn_bwd.md)."""
+    has_few = _is_square(op) and backward.kv_tiles(op, config.tile_kv) <= MOST_NARROW * blocks
+    if has_few and _has_narrow_turns(op, config):
         return SUMS_OF_NARROW
     if not _has_few_queries(op, config):
         return 1
@@ -191,8 +199,10 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
 
 def _sums_of_parts(op: Forward, config: AttnBwdConfig) -> int:
     """The sums of a tile of dq where query tiles are in parts that go round: two where a pass makes dq, as key tiles that run at
-    once are as many as the query tiles of a part, and a turn takes longer than a step (perf/notes/attn_bwd.md)."""
-    return config.dq_sums or (2 if config.store == "ordered" and isinstance(op.mask, Full) else 1)
+    once are as many as the query tiles of a part, and a turn takes longer than a step (perf/notes/attn_bwd.md). Of a group of
+    query heads they would take several times what parts of dk and dv do, and no model has them."""
+    has_two = config.store == "ordered" and isinstance(op.mask, Full) and op.heads_per_kv == 1
+    return config.dq_sums or (2 if has_two else 1)
 
 
 def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
@@ -227,9 +237,19 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     return best if expected[best] < 0.95 * expected[1] else 1
 
 
+def _is_whole_causal(op: Forward) -> bool:
+    """Says whether the mask is causal, of whole sequences of one length."""
+    return isinstance(op.mask, Causal) and not (op.varlen or any(op.lens)) and op.spec.offsets is None
+
+
 def _is_square(op: Forward) -> bool:
-    """Says whether the mask is causal, of whole sequences of one length, which have as many keys as queries."""
-    return isinstance(op.mask, Causal) and op.q_len == op.kv_len and not (op.varlen or any(op.lens)) and op.spec.offsets is None
+    """Says whether such sequences have as many keys as queries."""
+    return _is_whole_causal(op) and op.q_len == op.kv_len
+
+
+def _has_few_groups(op: Forward) -> bool:
+    """Says whether key heads, and query heads of each, are so few that L2 holds what works of all of them use at a query tile."""
+    return _is_square(op) and op.kv_heads * op.batch <= FEW_KEY_HEADS and 1 < op.heads_per_kv <= FEW_HEADS
 
 
 def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
@@ -339,7 +359,8 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
         return dataclasses.replace(config, walk="uneven", parts=config.parts or 2, query_parts=1, dq_sums=1, bundle=0)
     if config.query_parts > 1:
         config = dataclasses.replace(config, parts=1, dq_sums=_sums_of_parts(forward, config))
-    config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
+    works, is_few = backward.kv_tiles(forward, config.tile_kv), _has_few_groups(forward)
+    config = group.resolved(forward, config, works, config.tile_kv, blocks, is_few)
     if config.query_parts == 0:
         n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
         config = dataclasses.replace(config, query_parts=n, dq_sums=_sums_of_parts(forward, config) if n > 1 else config.dq_sums)
@@ -354,8 +375,8 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
 
 
 def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
-    """The configurations that sizes may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
-    them; rounds, and parts of query tiles; packed sequences side by side."""
+    """The configurations that lengths may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
+    them; rounds, and parts of query tiles and of query heads; packed sequences side by side."""
     forward, narrow = op.forward, _has_narrow_turns(op.forward, config)
     several = config.dq_sums == 0 and (_has_few_queries(forward, config) or narrow)
     plain = dataclasses.replace(config, query_parts=max(1, config.query_parts), bundle=max(0, config.bundle))
@@ -368,11 +389,12 @@ def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
         of_parts = dataclasses.replace(rotated, query_parts=2, dq_sums=sums)
         found += [rotated] * isinstance(forward.mask, Full) + [of_parts] * is_split
     bands = dataclasses.replace(plain, parts=1, walk="bands", query_parts=BANDS, dq_sums=BANDS)
-    is_asked = config.walk or config.query_parts or config.dq_sums or forward.heads_per_kv > 1
-    if not is_asked and forward.widest <= COLUMNS_OF_PARTS[-1] and _refuse_bands(bands, op) is None:
+    is_asked = config.walk or config.query_parts or config.dq_sums
+    has_few = forward.heads_per_kv == 1 and forward.kv_heads <= MOST_HEADS and forward.widest <= COLUMNS_OF_PARTS[-1]
+    if has_few and not is_asked and _is_whole_causal(forward) and _refuse_bands(bands, op) is None:
         found.append(bands)
     uneven = dataclasses.replace(plain, parts=2, walk="uneven", dq_sums=1)
-    is_odd = isinstance(forward.mask, Causal) and group.adds_in_turns(config) and forward.heads_per_kv in (5, 7)
+    is_odd = _is_whole_causal(forward) and group.adds_in_turns(config) and _has_odd_groups(forward, 1)
     is_asked = config.walk or config.parts or config.query_parts or config.dq_sums
     if is_odd and not is_asked and _refuse_uneven(uneven, op) is None:
         found.append(uneven)

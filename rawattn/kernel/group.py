@@ -29,7 +29,6 @@ ENOUGH, ENOUGH_OF_EQUAL, ENOUGH_OF_LONG, LONG = 1.9, 0.9, 4.0, 8192
 MOST = 8  # with more than these nothing is split; their parts take 138 MB of scratch at head_dim 128 on 132 multiprocessors
 MOST_PACKED, PACKED_PARTS = 24, 4  # the same of packed sequences; their parts, of which eight lost (perf/notes/attn_bwd.md)
 LONGEST_WORK = {True: 0.42, False: 0.6}  # of a block's share of all steps, for causal masks and others
-FEW_KEY_HEADS, FEW_HEADS = 16, 4  # and query heads of each, up to which works take tiles of all heads together (a model with L2)
 SHORT = 2176  # queries of packed sequences, up to which works take tiles of all heads together
 
 
@@ -104,16 +103,15 @@ def walks(op: Forward, config: Any) -> list[str]:
     return ["by_heads", "by_tiles"] if waits else ["by_heads"]
 
 
-def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
+def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int, is_few: bool = False) -> Any:
     """The configuration with the parts, and the walk where it has one, that sizes suggest, unless ``config`` says them.
 
     Under a causal mask works with several heads begin with the longest ones, all of them at the last query tile. Head by head
     these wait for each other's turns to add to dq; with all heads of a query tile together they go in step. L2 holds what is in
-    use then for one or three groups of key heads, and where key heads, and query heads of each, are few."""
+    use then for one or three groups of key heads, and where ``is_few`` says that heads are."""
     n = config.parts or parts(op, config, works, blocks)
     _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks, sums(op, config))
-    is_few = op.kv_heads * op.batch <= FEW_KEY_HEADS and 1 < op.heads_per_kv <= FEW_HEADS
-    in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3) or is_few)
+    in_step = n > 1 or is_few or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
     return _set_parts(config, n, walks(op, config)[-1 if in_step else 0])
 
 

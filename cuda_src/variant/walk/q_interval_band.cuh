@@ -1,9 +1,9 @@
 #pragma once
 // The query tiles of a key tile, side by side, in parts by their distance from its first one: part n has those from n * args.part_tiles tiles on
-// behind it. Under a causal mask a part of all key tiles is a band along the diagonal, so that those next to each other always are at query
-// tiles of their own, and the longest work takes a part of what it took. Works of a band add to sums of dq of their own, in the order in which
-// the scheduler takes them (variant/scheduler/kv_bands.cuh): each waits for works with smaller numbers alone. As with parts of a group of query
-// heads, dk and dv are parts, too (variant/group/part.cuh).
+// behind it. Under a causal mask a part of all key tiles is a band along the diagonal, and the longest work takes a part of what it took. Those
+// next to each other begin at query tiles of their own, but for those that descend from the last query tile. Works of a band add to sums of dq
+// of their own, in the order in which the scheduler takes them (variant/scheduler/kv_bands.cuh): each waits for works with smaller numbers
+// alone. As with parts of a group of query heads, dk and dv are parts, too (variant/group/part.cuh).
 #include "variant/walk/band.cuh"
 #include "variant/walk/q_interval.cuh"
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rawattn.driver.device import TYPICAL
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import ProblemError
+from rawattn.kernel import attn_bwd_works
 from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig
 from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
@@ -60,10 +61,10 @@ MEASURED: list[tuple[Backward, str | None, str]] = [
 ]
 
 
-def chosen(op: Backward, kernel: str | None = None) -> str:
+def chosen(op: Backward, kernel: str | None = None, device: Device = H200) -> str:
     """Names the launches as the table does: the number of parts, and "t"."""
-    found = select(op, H200, kernel)
-    program = found.kernel.lower(op, found.config, H200)
+    found = select(op, device, kernel)
+    program = found.kernel.lower(op, found.config, device)
     main = next(each for each in program.launches if each.entry in ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_mma"))
     in_step = "variant/walk/q_interval_by_tiles.cuh" in dict(main.source.headers)
     return f"{main.values.get('group_parts', 1)}{'t' * in_step}"
@@ -76,6 +77,11 @@ def test_chosen_is_nearly_the_fastest(op: Backward, kernel: str | None, times: s
     us = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
     found = us[chosen(op, kernel)]
     assert found <= 1.06 * min(us.values()) and found <= 1.01 * us["1"]
+
+
+def test_other_kernels_go_head_by_head_beyond_a_group() -> None:
+    """That L2 holds few heads' tiles was found for attn_bwd on one GPU."""
+    assert chosen(backward(2, 8192, (32, 8), Causal()), device=TYPICAL["sm_80"]) == "1"
 
 
 CHOSEN = {
@@ -158,6 +164,7 @@ RESOLVED = {  # parts, walk, direction
     "few heads, shorter": (backward(2, 4096, (2, 2), Causal()), (1, "bands", "")),
     "seven heads of a group": (backward(2, 8192, (28, 4), Causal()), (2, "uneven", "")),
     "few key heads, four heads each": (backward(2, 8192, (32, 8), Causal()), (1, "by_tiles", "")),
+    "few key heads, more keys than queries": (backward(1, 4096, (32, 8), Causal(), kv_len=16384), (1, "by_heads", "")),
 }
 
 
@@ -174,7 +181,7 @@ def test_resolved(name: str) -> None:
 
 BANDS = [  # heads, length, head_dim; keys of a tile, parts and sums
     (1, 16384, 64, (128, 2, 4)), (2, 16384, 64, (128, 1, 2)), (3, 8192, 64, (192, 2, 2)), (4, 5000, 64, (192, 2, 2)),
-    (1, 32768, 64, (192, 2, 2)), (1, 65536, 64, (192, 2, 2)), (1, 131072, 64, (192, 1, 1)),
+    (1, 32768, 64, (192, 2, 2)), (1, 49152, 64, (192, 2, 2)), (1, 65536, 64, (192, 1, 1)), (1, 65536, 128, (128, 1, 1)),
     (4, 4096, 64, (128, 2, 4)), (1, 4096, 64, (128, 4, 8)),
     (7, 2304, 64, (128, 1, 2)), (3, 16384, 64, (192, 1, 1)), (1, 32768, 128, (128, 2, 2)), (3, 5000, 96, (128, 2, 2)),
     (4, 5000, 128, (128, 1, 1)), (1, 2048, 128, (128, 4, 4)), (4, 2048, 128, (128, 2, 1)), (4, 1024, 64, (128, 1, 1)),
@@ -362,6 +369,35 @@ def test_query_parts_with_two_sums(heads: int, length: int, size: int, wanted: t
     main = next(each for each in program.launches if each.entry == "attn_bwd")
     assert main.values.get("sum_tiles", heads * -(-length // 64)) == heads * -(-length // 64)
     assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+def test_groups_of_heads_have_one_sum() -> None:
+    """A second one of dq of all query heads would take seven times what a part of dk and dv does."""
+    op = backward(2, 5000, (28, 4), Full())
+    found = ATTN_BWD.resolved(op, select(op, H200).config, H200)
+    assert (found.query_parts, found.dq_sums) == (3, 1)
+
+
+@pytest.mark.parametrize("heads, size", [((4, 4), 64), ((1, 1), 128), ((28, 4), 96)], ids=str)
+def test_programs_are_those_of_any_length(heads: tuple[int, int], size: int) -> None:
+    """What other lengths ask for is compiled with the first, though that has more keys than queries."""
+    op = backward(1, 2000, heads, Causal(), size, kv_len=4096)
+    there = {x.source.key for program in select(op, H200).programs(op, H200) for x in program.launches}
+    others = [backward(batch, n, heads, Causal(), size) for batch in (1, 2) for n in (1500, 4096, 8192, 16384)]
+    for other in others:
+        assert {x.source.key for x in ATTN_BWD.lower(other, select(other, H200).config, H200).launches} <= there
+
+
+@pytest.mark.parametrize("op, walk", [
+    (backward(1, 2000, (6, 6), Causal()), "bands"), (backward(1, 2000, (28, 4), Causal()), "uneven"),
+    (backward(1, 2000, (7, 7), Causal()), ""), (backward(1, 2000, (1, 1), Causal(), q_lens=True), ""),
+    (backward(1, 2000, (1, 1), Causal(), 160), ""), (backward(1, 2000, (70, 10), Causal()), ""),
+    (backward(1, 2000, (28, 4), Causal(), 160), ""),
+], ids=str)  # fmt: skip
+def test_nothing_is_compiled_that_no_length_takes(op: Backward, walk: str) -> None:
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, store="ordered")
+    found = {kind.walk for kind in attn_bwd_works.kinds(op, config)}
+    assert found & {"bands", "uneven"} == ({walk} - {""})
 
 
 @pytest.mark.parametrize("op, changes", [
