@@ -11,12 +11,14 @@
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes) or who copied; who warpgroup 0             a stage; its last panels by themselves. Of records part 1 tells
-//                     has a stage for Q                                      warpgroups 1 and 2 that they came, who make numbers, and arrive at part 0
-//   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
+//   full[s][part]     TMA (bytes) or who copied,     warpgroup 0             a stage; its last panels by themselves
+//                     who gives a stage for Q
+//   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, told[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
 //   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
-//                     Where threads copy rows (variant/latent_loads.cuh), all of 1 and 2 are the loader: each arrives at full[s][part]
+//                     Where threads copy rows (variant/latent_loads.cuh), or ask for records (variant/latent_record_loads.cuh), all of 1 and 2
+//                     are the loader. Threads that copy arrive at full[s][part]. Of records part 1 tells warpgroups 1 and 2 that they came, and
+//                     warps arrive at part 0 when they have made numbers of them
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
@@ -26,9 +28,10 @@
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
 //
-// The first splits of a work are folded as they go: what was found so far lies in memory, args.parked, each thread's own numbers, as no
-// registers are left. What a block leaves of works that are cut, and who folds it, is as in attn_decode_wide.cu. No vote of a warp changes
-// a result: rows do not see each other.
+// The first splits of a work are folded as they go: O so far lies in memory, args.parked, each thread's own numbers, as no registers are
+// left. Of works that are cut a block leaves what blocks of attn_decode_wide.cu leave, for the same launch to fold. But of two blocks that
+// have parts of a work the one with more splits has the first ones, be it the second block (Scheduler::cut). No vote of a warp changes a
+// result: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
                        // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
@@ -68,7 +71,7 @@ struct Work {
 };
 // What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
-constexpr u32 is_q = 1, is_end = 2;     // Q; no work is left
+constexpr u32 is_end = 2;               // no work is left: where Q would come, of which nothing is told
 constexpr u32 begins = 4, ends = 8;     // a split
 constexpr u32 folds = 16;               // ... with what lies in args.parked
 constexpr u32 parks = 32, leaves = 64;  // ... whose state goes there, or to a border; else the result is stored
@@ -221,7 +224,7 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
         for (int i = 0; i < q_steps; ++i) ptx::ldmatrix(q[i], base + i / 4 * QPart::bytes + swizzled(lane, i % 4 * 2));
         ptx::fence_proxy_async();
-        tell(what::is_q);
+        tell(0);
         __syncwarp();
         say(smem.p_full[ring.stage]), say(smem.go[ring.stage]);
         ring.advance();
@@ -546,25 +549,27 @@ struct Summer {  // warpgroups 1 and 2
         ring.advance();
     }
     __device__ void run() {
-#pragma unroll
-        for (float& x : o) x = 0.f;  // once: undefined and alive, they would be kept twice
         while (true) {
-            u32 told = await();
-            if (told & what::is_end) return;
-            if (told & what::is_q) {
-                loads.load_rest(args, smem, ring);
-                say(smem.empty[ring.stage]);
-                loads.work(args, smem, ring, 1);
-                go_on();
-                continue;
-            }
-#pragma unroll 1
-            for (add_tile(told); !(told & what::ends); add_tile(told)) {
-                say(smem.empty[ring.stage]);
-                go_on();
+            if (await() & what::is_end) return;
+            loads.load_rest(args, smem, ring);
+            say(smem.empty[ring.stage]);
+            loads.work(args, smem, ring, 1);
+            go_on();
+            // Of no use to the first product, which clears O. But if O were undefined here, it would be kept twice, and if it were
+            // alive while Q is taken, what loads know would be spilled, in the loop over tiles, too.
+#pragma unroll
+            for (float& x : o) x = 0.f;
+            u32 told;
+            do {
                 told = await();
-            }
-            end_split(told);
+#pragma unroll 1
+                for (add_tile(told); !(told & what::ends); add_tile(told)) {
+                    say(smem.empty[ring.stage]);
+                    go_on();
+                    told = await();
+                }
+                end_split(told);
+            } while (!(told & what::releases));
         }
     }
 };

@@ -1,7 +1,8 @@
 #pragma once
 // Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh): all that multiply by values, eight rows each
 // warp. The warp looks its rows up, asks TMA for them when a stage is given back, and makes numbers of them while a product runs, one
-// stage later, when it also asks L2 for the records that come next. So records have the time of Q K^T of a tile to come, and are numbers when P V of the tile before ends.
+// stage later, when it also asks L2 for the records that come next. So records have the time of Q K^T of a tile to come, and are numbers
+// when P V of the next but one before them ends.
 //
 //   full[s][1]   a lane of each warp, and TMA   who makes numbers   a stage of records; behind it full[s][0] says that they are numbers
 #include "ptx/barrier.cuh"
@@ -46,8 +47,8 @@ struct RecordsLoadedByAll {
     // All is asked for at once.
     template <class Smem>
     __device__ static void load_rest(const Args&, Smem&, const Ring<Smem::stages>&) {}
-    // While the products of a stage run, or none do where it holds Q: makes numbers of the tiles that come behind it, but for the last one
-    // that was asked for.
+    // While the products of a stage run, or none do where it holds Q: makes numbers of what was asked for, from so many stages behind it
+    // on. With what comes behind Q that is the first tile that a block asks for, too; all others were made a stage ago.
     template <class Smem>
     __device__ void work(const Args& args, Smem& smem, Ring<Smem::stages> ring, u32 behind) {
         look_up(args, smem);

@@ -317,7 +317,7 @@ extern "C" __global__ void shares(const __grid_constant__ Args args) {
         i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 8;
         if (threadIdx.x > 0) continue;
         to[0] = own.end - own.begin, to[1] = cut.split, to[2] = cut.split_end, to[3] = cut.begin, to[4] = cut.end;
-        to[5] = cut.border, to[6] = cut.owned, to[7] = run.batch + 1;
+        to[5] = cut.border, to[6] = cut.owned, to[7] = run.batch * 64 + run.work + 1;
     }
 }
 """
@@ -369,12 +369,22 @@ BATCHES = {  # keys of each sequence
 }
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    "q_len, heads, split",
+    [
+        (1, 16, 0),
+        (1, 128, 0),
+        (3, 128, EVEN),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 128, 0), (1, 16, EVEN))),
+    ],
+)
 @pytest.mark.parametrize("name", BATCHES)
-def test_states_have_places(name: str, heads: int, tmp_path: pathlib.Path) -> None:
-    """Every split is computed once, and each state that is left has a place of its own, as attn_decode_fold.cu finds it."""
+def test_states_have_places(name: str, q_len: int, heads: int, split: int, tmp_path: pathlib.Path) -> None:
+    """Every split is computed once, and each state that is left has a place of its own, as attn_decode_fold.cu finds it. Of even
+    splits the parts of a work are numbered, and a state of each is left."""
     lens = BATCHES[name]
-    launch, found = shares(op_of(heads=heads, batch=len(lens), kv_len=max(lens), page=64), lens, tmp_path)
+    op = op_of(q_len, heads, batch=len(lens), kv_len=max(lens), page=64, split_keys=split)
+    launch, found = shares(op, lens, tmp_path)
     slots, borders, seen, splits = launch.values["slots"], launch.values["borders"], set[float](), dict[int, list[Any]]()
     for _, split, split_end, begin, end, border, owned, work in (row for row in found.reshape(-1, 8).tolist() if row[7]):
         splits.setdefault(work, [end - begin]).extend(range(split - begin, split_end - begin))
@@ -386,4 +396,4 @@ def test_states_have_places(name: str, heads: int, tmp_path: pathlib.Path) -> No
         assert not seen.intersection(places) and all(0 <= place < borders * slots for place in places)
         seen.update(places)
     assert all(sorted(own) == list(range(count)) for count, *own in splits.values())
-    assert len(splits) == sum(n >= 0 for n in lens)
+    assert len(splits) == len(lens) * -(-q_len * heads // (128 if heads > 64 else 64))

@@ -84,6 +84,16 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
     same(run(case, ONE, 1), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [5, 130, 290])
+def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked comes through a stage while others are loaded; each tile is a split."""
+    case = of(SAME, heads=40, lengths=((1, 330), (1, 3), (1, 200)))
+    wanted = run.check(case, ONE, 2, split=64)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(run(case, ONE, 2, split=64), wanted)
+
+
 def test_hostile_pages_are_said(run: MlaRunner) -> None:
     wanted = run(SAME, ONE, 2)
     for entry in (-1, 2147480000):
