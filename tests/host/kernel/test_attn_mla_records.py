@@ -136,7 +136,7 @@ def test_wrong_numbers_are_said(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert word[0] == 256
 
 
-MOST_SPILLED = 256  # bytes: where works are found and states folded
+MOST_SPILLED = 128  # bytes: where works are found and states folded
 RECORDS: dict[str, Any] = {"kv_element": FP8_DS_MLA}
 COMPILED = {
     **{name: of(op, **RECORDS) for name, op in OPERATIONS.items()},
