@@ -194,12 +194,10 @@ struct LoadedByAll {
             const typename Kv::Number first = source.find(at.tile);
             if (behind.tile >= 0) number = source.find(behind.tile);
             next = source.row(at.tile, first);
-            Kv::prefetch_row(next);
         }
         row = next;
         if (behind.tile < 0) return;
         next = source.row(behind.tile, number);
         if (last.tile >= 0) number = source.find(last.tile);
-        Kv::prefetch_row(next);
     }
 };
