@@ -35,8 +35,13 @@ struct LatentRowsKv {
 
     // To L2, as few copies can be on their way, and memory takes long. Blocks that share keys have a part of the rows each.
     __device__ static void prefetch_row(Row row) {
+        constexpr u32 lanes = 32 / (at_once * turns), lines = cfg::head_dim * sizeof(u16) / 128;
         const u32 lane = ptx::lane_id();
-        if (row && lane < at_once * turns && lane % cfg::members == blockIdx.x % cfg::members) ptx::bulk_prefetch_to_l2(row, cfg::head_dim * sizeof(u16));
+        const Row from = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), lane / lanes));
+        if (!from || lane / lanes % cfg::members != blockIdx.x % cfg::members) return;
+#pragma unroll
+        for (u32 line = 0; line < lines; line += lanes)
+            if (line + lane % lanes < lines) ptx::prefetch_to_l2(from + (line + lane % lanes) * 128);
     }
     // Starts copying some panels.
     template <int begin, int end, class Tile>
