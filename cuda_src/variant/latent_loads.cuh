@@ -98,7 +98,7 @@ struct LoadedByAll {
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
     // whose products follow those of the first, when they are waited for.
-    __device__ static void fence() { ptx::fence_proxy_async(); }
+    __device__ static void fence() {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
@@ -136,7 +136,6 @@ struct LoadedByAll {
     template <class Smem>
     __device__ static void say_first(Smem& smem, u32 stage) {
         ptx::cp_async_wait<0>();
-        ptx::fence_proxy_async();
         smem.full[stage][0].arrive();
     }
     template <bool at_once, class Smem>
