@@ -143,17 +143,25 @@ struct LoadedByAll {
     __device__ void finish(const Args& args, Smem& smem, u32 stage, u32 turn) {
         Position at(smem.loader, turn);
         if (at.count >= 0) {
+            constexpr int some = Smem::first_panels + 2;  // the others wait until these have left room among what is on its way
             const auto& work = smem.work[at.count % 2];
             const bool is_first = at.tile < 0;
             if (!is_first) {
                 ptx::cp_async_commit();
                 if (!at_once) say_first(smem, stage);
-                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], row);
-                smem.full[stage][1].arrive_after_copies();
-                if (at_once) say_first(smem, stage);
+                Kv::template copy<Smem::first_panels, some>(args, smem.ring[stage], row);
             } else if (!at.is_work(smem)) at.count = -1;
             at.advance(work);
-            if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
+            Position behind = at;
+            behind.advance(work);
+            Position last = behind;
+            if (behind.tile >= 0) last.advance(work);
+            if (!is_first) {
+                Kv::template copy<some, Smem::panels>(args, smem.ring[stage], row);
+                smem.full[stage][1].arrive_after_copies();
+                if (at_once) say_first(smem, stage);
+            }
+            if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, behind, last, is_first);
         }
         if (threadIdx.x == 128) at.put(smem.loader, turn ^ 1);
         __syncwarp();
@@ -184,11 +192,7 @@ struct LoadedByAll {
     // Of the tile that comes next, and two more. Here lanes part: nothing that they share follows, or the compiler no longer knows that
     // they agree. Numbers of a list are read two tiles before their rows are copied, and the rows come to L2 in between.
     template <class Work>
-    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
-        Position behind = at;
-        behind.advance(work);
-        Position last = behind;
-        if (behind.tile >= 0) last.advance(work);
+    __device__ void look_up(const Args& args, const Work& work, const Position& at, const Position& behind, const Position& last, bool is_first) {
         const Kv source = kv(args, work);
         if (is_first) {
             const typename Kv::Number first = source.find(at.tile);
