@@ -69,6 +69,7 @@ constexpr u32 begins = 4, ends = 8;     // a split
 constexpr u32 folds = 16;               // ... with what lies in args.parked
 constexpr u32 parks = 32, leaves = 64;  // ... whose state goes there, or to a border; else the result is stored
 constexpr u32 releases = 128;           // the work
+constexpr u32 precedes = 512;           // a tile whose split is folded: what is parked comes to this stage
 constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the place of a state,
 constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
@@ -303,6 +304,7 @@ struct Weigher {  // warpgroup 0
                 weigh_tile(work, softmax, span.tile, kept, full);
                 if (!(told & what::begins)) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
                 if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
+                else if (cfg::members > 1 && span.tile + 2 == span.end && folds(work, split)) told |= what::precedes | (count % 2) << what::work;
                 tell(told);
                 ptx::fence_proxy_async();
                 __syncwarp();
@@ -314,6 +316,7 @@ struct Weigher {  // warpgroup 0
         }
     }
 
+    __device__ static bool folds(const Work& work, i32 split) { return work.split == work.begin && split > work.begin; }
     // What becomes of a split's state; says so in bits. By what O, or O and what is parked, are multiplied goes where the factors of the
     // next stage would be, as that is Q or begins a split.
     __device__ u32 end_split(const Work& work, const Softmax& softmax, i32 split) {
@@ -331,7 +334,7 @@ struct Weigher {  // warpgroup 0
             told |= what::leaves | (work.end - split) << what::place;
             to = stats_at(work, work.end - split);
         } else {
-            if (split > work.begin) {
+            if (folds(work, split)) {
                 MaxSum total = found_so_far();
                 const Factors by = total.factors(found, softmax.scale_log2);
                 total.fold(found, by), found = total;
@@ -463,23 +466,31 @@ struct Summer {  // warpgroups 1 and 2
         multiply(!(told & what::begins));
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
-    // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
-    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks. What they give is
-    // parked in its place if the work goes on.
-    __device__ void fold(float a, float b, bool parks) {
-        constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups on their way
+    // What is parked comes by way of stages that nobody reads any more, each thread's own numbers where it alone looks: half of them to
+    // that of the tile before a split's last one, while products of that one run, or all to the last one's, if there is no tile before.
+    static constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups of a stage
+    static constexpr u32 step = 256 * sizeof(float4);                     // from a thread's number to its next
+    static_assert(ahead * each * step <= sizeof(Stage));
+    __device__ u32 landing(u32 stage) const { return ptx::smem_address(&smem.ring[stage]) + thread() * sizeof(float4); }
+    __device__ static void copy(u32 to, const float4* from, int group) {
+#pragma unroll
+        for (int i = 0; i < each; ++i) ptx::cp_async(to + (group % ahead * each + i) * step, from + (group * each + i) * 32);
+        ptx::cp_async_commit();
+    }
+    __device__ void bring() const {
+        const float4* const from = place(parked_at(args, strip()));
+        const u32 to = landing(ring.stage);
+#pragma unroll
+        for (int group = 0; group < ahead; ++group) copy(to, from, group);
+    }
+    __device__ bool has_rows(u32 told) const { return strip() * 16 < smem.work[told >> what::work & 1].rows; }
+    // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What they
+    // give is parked in its place if the work goes on. The stage before is given back when it is read, if it `precedes`.
+    __device__ void fold(float a, float b, bool parks, bool precedes) {
         const bool upper = __float_as_uint(a) >> 31, lower = __float_as_uint(b) >> 31;
         float4* const from = place(parked_at(args, strip()));
-        constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
-        static_assert(ahead * each * step <= sizeof(Stage));
-        const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + thread() * sizeof(float4);
-        const auto copy = [&](int group) {
-#pragma unroll
-            for (int i = 0; i < each; ++i) ptx::cp_async(to + (group % ahead * each + i) * step, from + (group * each + i) * 32);
-            ptx::cp_async_commit();
-        };
-#pragma unroll
-        for (int group = 0; group < ahead; ++group) copy(group);
+        const u32 own = landing(ring.stage), first = precedes ? landing(ring.previous().stage) : own;
+        if (!precedes) bring();
         if (__any_sync(0xffffffffu, !upper || !lower)) rescale(upper ? 1.f : a, lower ? 1.f : b);
         a = upper ? -a : 1.f, b = lower ? -b : 1.f;
 #pragma unroll
@@ -487,14 +498,15 @@ struct Summer {  // warpgroups 1 and 2
             ptx::cp_async_wait<ahead - 1>();
 #pragma unroll
             for (int i = 0; i < each; ++i) {
-                const float4 sum = ptx::load_shared_float4(to + (group % ahead * each + i) * step);
+                const float4 sum = ptx::load_shared_float4((group < ahead ? first : own) + (group % ahead * each + i) * step);
                 float* const x = o + 4 * (group * each + i);
                 x[0] = __fmaf_rn(sum.x, a, x[0]), x[1] = __fmaf_rn(sum.y, a, x[1]);
                 x[2] = __fmaf_rn(sum.z, b, x[2]), x[3] = __fmaf_rn(sum.w, b, x[3]);
                 if (parks) from[(group * each + i) * 32] = make_float4(x[0], x[1], x[2], x[3]);
             }
-            if (group + ahead < groups) copy(group + ahead);
+            if (group + ahead < groups) copy(own, from, group + ahead);
             else ptx::cp_async_commit();
+            if (group + 1 == ahead && precedes) ptx::fence_proxy_async(), give_back(ring.previous()), look();
         }
         ptx::fence_proxy_async();  // TMA writes there next
     }
@@ -518,16 +530,14 @@ struct Summer {  // warpgroups 1 and 2
     // overwrites the work, nor what is parked.
     __device__ void end_split(u32 told) {
         const Work& work = smem.work[told >> what::work & 1];
-        const bool has_rows = strip() * 16 < work.rows;
+        const bool has_rows = this->has_rows(told), precedes = told & what::precedes;
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
         if (told & what::folds) {
             ptx::bar_sync(2, 256);
-            if (has_rows) fold(factor[0], factor[8], told & what::parks);
+            if (has_rows) fold(factor[0], factor[8], told & what::parks, precedes);
+            else if (precedes) give_back(ring.previous()), look();
         }
-        if (!(told & what::releases)) {
-            say(smem.empty[ring.stage]);
-            go_on();
-        }
+        if (!(told & what::releases)) go_on();
         if (has_rows) {
             if (told & what::parks) {
                 if (!(told & what::folds)) keep(parked_at(args, strip()));
@@ -536,7 +546,7 @@ struct Summer {  // warpgroups 1 and 2
             else store(work, factor, 8);
         }
         if (told & what::releases) {
-            say(smem.empty[ring.stage]), say(smem.work_empty[told >> what::work & 1]);
+            say(smem.work_empty[told >> what::work & 1]);
             go_on();
         }
     }
@@ -544,8 +554,13 @@ struct Summer {  // warpgroups 1 and 2
         smem.p_full[ring.stage].wait(ring.parity);
         return ptx::uniform(smem.told[ring.stage]);
     }
+    // A stage to those who load.
+    __device__ void give_back(const Ring<stages>& back) {
+        say(smem.empty[back.stage]);
+        loads.load(args, smem, back);
+    }
     __device__ void go_on() {
-        loads.load(args, smem, ring);
+        give_back(ring);
         ring.advance();
     }
     __device__ void run() {
@@ -556,15 +571,18 @@ struct Summer {  // warpgroups 1 and 2
             if (told & what::is_end) return;
             if (told & what::is_q) {
                 look();
-                say(smem.empty[ring.stage]);
                 go_on();
                 continue;
             }
 #pragma unroll 1
             for (add_tile(told); !(told & what::ends); add_tile(told)) {
-                say(smem.empty[ring.stage]);
-                go_on();
-                told = await();
+                const u32 precedes = told & what::precedes;
+                if (precedes) {
+                    ptx::bar_sync(2, 256);
+                    if (has_rows(told)) bring();
+                    ring.advance();
+                } else go_on();
+                told = await() | precedes;
             }
             end_split(told);
         }
