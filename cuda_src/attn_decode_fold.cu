@@ -53,7 +53,7 @@ __device__ void fold(const Args& args, State (&state)[states], i32 border, i32 s
     const Left& left = args.left[border];
     if (strip * 16 >= left.rows) return;
     const WorkTile work{left.batch, left.head, left.q_begin, 0};
-    const i32 lane = threadIdx.x % 32, owned = left.owned, count = max(1, 1 + left.splits - owned);  // fewer where lengths were torn
+    const i32 lane = threadIdx.x % 32, count = max(1, 1 + left.splits - left.owned);  // fewer where lengths were torn
     const Rows rows(args, work.batch);
     const float scale_log2 = Score(args, rows, work).scale_log2;
     StoreColumns store{{args, rows, work}, block, work.q_begin + strip * 16 + lane / 4, {}};
@@ -66,7 +66,7 @@ __device__ void fold(const Args& args, State (&state)[states], i32 border, i32 s
         const i32 here = min(states, count - first);
 #pragma unroll 1
         for (i32 i = 0; i < here; ++i) {
-            const float4* const from = state_at(args, border, first + i ? owned - 1 + first + i : 0, strip);
+            const float4* const from = state_at(args, border, first + i ? count - first - i : 0, strip);
             ptx::cp_async(ptx::smem_address(&state[i].stats[lane]), from + blocks * 32 + lane / 4);
 #pragma unroll
             for (int c = 0; c < columns; ++c) ptx::cp_async(ptx::smem_address(&state[i].o[c][lane]), from + (block + c) * 32 + lane);

@@ -299,7 +299,7 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
             if (run.split > begin) {
-                if (has_rows) leave(border, split - begin, found);
+                if (has_rows) leave(border, run.splits.end - split, found);
             } else if (split == begin) total.put(found, o);
             else total.join(found, o, own.score.scale_log2);
         } while (++split < split_end);

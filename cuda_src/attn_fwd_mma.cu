@@ -2,11 +2,12 @@
 //
 // A block computes cfg::tile_q query rows of one head (or of several, where Rows packs them), and a warp 16 * cfg::m_tiles_per_warp of them,
 // a strip; the option Strip says whether it has all of their columns, or shares them with another.
-// Every thread loads: Q first, then key and value tiles in turn, last ones first, cfg::stages - 1 tiles ahead of their use, into a
-// ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_steps_in_registers contraction steps.
+// Every thread loads: Q first, then key and value tiles in turn, or keys alone where V is a part of K, last ones first,
+// cfg::stages - 1 tiles ahead of their use, into a ring of slots. S, P and O stay in registers, and of Q what fits: the columns of cfg::q_steps_in_registers contraction steps.
 //
 //   barrier               arrives        waits          protects
 //   copy group t          its copies     its thread     a thread's part of tile t (of Q and the first K: group 0) until it is there
+//   __syncwarp, for t     a warp         the warp       records that it copied, until there, and until read, where Kv puts numbers in their place
 //   __syncthreads, for t  every thread   every thread   all parts of tile t until they are there, and the slot of tile t - 1, which
 //                                                       tile t - 1 + cfg::stages takes, until read
 //   __syncthreads, last   every thread   every thread   smem.work until written
@@ -15,7 +16,7 @@
 // Other blocks of the multiprocessor compute while one waits, so blocks are small, and there is one for each query tile.
 
 #include "config.cuh"  // rendered: cfg, StridedTensor, Args, and the options
-                       // Element, Blocks, Strip, Rows, Mask, Score, Softmax, Weight, Kv, Scheduler, Store, Walk
+                       // Element, Blocks, Strip, QColumns, Rows, Mask, Score, Softmax, Weight, Kv, Slots, Scheduler, Store, Walk
 #include "tile/facts.cuh"
 #include "tile/fragment.cuh"
 #include "tile/range.cuh"
@@ -24,16 +25,12 @@
 #include "variant/interfaces.cuh"
 
 using QTile = SwizzledTile<cfg::tile_q, cfg::head_dim, sizeof(Element)>;
-using KTile = SwizzledTile<cfg::tile_kv, cfg::head_dim, sizeof(Element)>;
-using VTile = SwizzledTile<cfg::tile_kv, cfg::head_dim_v, sizeof(Element)>;
+using KTile = Slots::KTile;
+using VTile = Slots::VTile;
 
-union Slot {
-    KTile k;
-    VTile v;
-};
 struct Smem {
     QTile q;
-    Slot ring[cfg::stages];
+    Slots::Slot ring[cfg::stages];
     WorkTile work;  // kept here until the end, to free registers
     [[no_unique_address]] alignas(16) Strip::Board board;
 };
@@ -45,11 +42,12 @@ template struct MaskOption<Mask>;
 template struct ScoreOption<Score>;
 template struct SoftmaxOption<Softmax, Score>;
 template struct WeightOption<Weight>;
-template struct CpAsyncKvOption<Kv, KTile, VTile>;
+template struct SlotsOption<Slots, Kv>;
+template struct QTileOption<QColumns, QTile>;
 template struct SchedulerOption<Scheduler>;
 template struct StoreOption<Store>;
 template struct CursorOption<Walk, Mask>;
-static_assert(cfg::stages / 2 <= Walk::most_ahead, "stages: so far ahead are tiles loaded");
+static_assert((Slots::each + cfg::stages - 2) / Slots::each <= Walk::most_ahead, "stages: so far ahead are tiles loaded");
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), cfg::threads, false};
 
@@ -63,14 +61,10 @@ struct Tiles {
     __device__ Tiles(const Args& args, Smem& smem, const Rows& rows, const WorkTile& work, const Walk& walk)
         : smem(smem), kv(args, rows, work), walk(walk) {}
 
-    // Starts the load of what comes `ahead` places behind the K of the key tile at hand: the K, the V, the K of the next tile, ...
+    // Starts the load of what comes `ahead` places behind the K of the key tile at hand: the K, the V if it has a slot, the next K, ...
     // A group is made even if it is empty, so that they can be counted.
     __device__ void load(int ahead, u32 to) {
-        if (walk.more(ahead / 2)) {
-            const i32 index = walk.tile(ahead / 2);
-            if (ahead % 2 == 0) kv.load_k(smem.ring[to].k, index);
-            else kv.load_v(smem.ring[to].v, index);
-        }
+        if (walk.more(ahead / Slots::each)) Slots::load(kv, smem.ring[to], ahead % Slots::each, walk.tile(ahead / Slots::each));
         ptx::cp_async_commit();
     }
     __device__ void load_first() {
@@ -81,11 +75,12 @@ struct Tiles {
     // gives its slot, in bytes from the first.
     __device__ u32 arrive(int which) {
         ptx::cp_async_wait<cfg::stages - 2>();
-        __syncthreads();
         const u32 at = slot;
+        Slots::finish(kv, smem.ring[at]);
+        __syncthreads();
         load(which + cfg::stages - 1, at == 0 ? cfg::stages - 1 : at - 1);
         slot = at + 1 == cfg::stages ? 0 : at + 1;
-        return at * sizeof(Slot);
+        return at * sizeof(Slots::Slot);
     }
 };
 
@@ -236,14 +231,14 @@ __device__ void attend(const Args& args, Smem& smem, const WorkTile& tile) {
     Walk& walk = tiles.walk;
     Work work(args, rows, mask, tile, begin + i32(threadIdx.x) % 32 / 4);
     if (walk.more()) {
-        smem.q.fill(matrix_of(args.q, rows.q, tile.head), tile.q_begin, rows.q_len - 1);
+        QColumns::fill(smem.q, args, rows, tile);
         tiles.load_first();
     }
     for (; walk.more(); walk.advance()) {
         const u32 k = tiles.arrive(0);
         if (walk.is_first()) warp.keep_q();
         if (walk.is_own()) warp.weigh(work, smem.board, walk.is_full(), walk.tile(), k);
-        const u32 v = tiles.arrive(1);
+        const u32 v = Slots::each == 1 ? k : tiles.arrive(1);
         if (walk.is_own()) warp.multiply_pv(v);
     }
     warp.store(args, smem, work.softmax);

@@ -29,6 +29,7 @@
 #include "ptx/elect.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/stmatrix.cuh"
+#include "tile/cluster_steps.cuh"
 #include "tile/facts.cuh"
 #include "tile/ring.cuh"
 #include "tile/softmax.cuh"
@@ -83,16 +84,6 @@ struct Work {
     __device__ i32 count() const { return max(0, tiles.end - tiles.begin); }
 };
 
-// Arrives for a warp in every block of the cluster, when all its lanes have come.
-__device__ inline void release(ptx::Mbarrier& empty, u32 arrivals) {
-    __syncwarp();
-    if (ptx::lane_id() < cfg::cluster) ptx::arrive_at(empty, ptx::lane_id(), arrivals);
-}
-__device__ inline void say(ptx::Mbarrier& barrier) {
-    __syncwarp();
-    if (ptx::lane_id() == 0) barrier.arrive();
-}
-
 // A warp that loads. Item 0 is Q, 1 the first tile's K; then even ones are K of tile i / 2, and odd ones V of tile (i - 3) / 2, where there is such
 // a tile; the last one of the range comes first.
 struct Loader {
@@ -105,7 +96,7 @@ struct Loader {
     __device__ void load_behind(i32 item) const {
         const i32 next = item + cfg::stages;
         if (!is_there(next)) return;
-        ptx::wait_for_cluster(smem.empty[next % cfg::stages], (next / cfg::stages - 1) & 1);
+        smem.empty[next % cfg::stages].wait((next / cfg::stages - 1) & 1);
         load(next);
     }
     __device__ void load(i32 item) const {
@@ -143,12 +134,6 @@ struct Loader {
             tensor.load_all(tile.data[i] + first * 64, smem.full[stage][half<T>(i)], (1 << cfg::cluster) - 1, work.rows.kv, i * 64, row + first, head);
     }
 };
-
-// The low word of a descriptor: with the bytes from a panel to the next where the contraction is along rows.
-template <class T>
-__device__ SmemDescriptor<T> by_columns(const T& tile) { return {ptx::own_address(&tile) >> 4 | 1u << 16}; }
-template <class T>
-__device__ SmemDescriptor<T> by_rows(const T& tile) { return {ptx::own_address(&tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
 // Warpgroup 0.
 struct Weigher {

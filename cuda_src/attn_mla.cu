@@ -5,27 +5,33 @@
 // finds from the lengths on the device (variant/scheduler/stream_k.cuh).
 //
 // Warpgroup 0 computes S = Q K^T and weights. All but the last 80 columns of Q lie in its registers, so that a product reads shared
-// memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys.
+// memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys,
+// or all of both copy rows of keys, in part while P V runs (variant/latent_loads.cuh).
 // P of a tile goes where its last 64 columns were, which V does not need. P V of a tile is issued when Q K^T of the next one is nearly
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes); the loader of Q   warpgroup 0             a stage; its last panels by themselves
-//   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, what[s] and factor[s]; at a split's end factor[s + 1], too
+//   full[s][part]     TMA (bytes) or who copied,     warpgroup 0             a stage; its last panels by themselves
+//                     who gives a stage for Q
+//   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, told[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
 //   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
-//                     Where threads copy rows (variant/latent_loads.cuh), all of 1 and 2 are the loader: each arrives at full[s][part]
+//                     Where threads copy rows (variant/latent_loads.cuh), or ask for records (variant/latent_record_loads.cuh), all of 1 and 2
+//                     are the loader. Threads that copy arrive at full[s][part]. Of records part 1 tells warpgroups 1 and 2 that they came, and
+//                     warps arrive at part 0 when they have made numbers of them
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
-//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
+//                                                                           the position of the first loads, where all load
 //
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.
 //
-// The first splits of a work are folded as they go: what was found so far lies in memory, args.parked, each thread's own numbers, as no
-// registers are left. What a block leaves of works that are cut, and who folds it, is as in attn_decode_wide.cu. No vote of a warp changes
-// a result: rows do not see each other.
+// The first splits of a work are folded as they go: O so far lies in memory, args.parked, each thread's own numbers, as no registers are
+// left. Of works that are cut a block leaves what blocks of attn_decode_wide.cu leave, for the same launch to fold. But of two blocks that
+// have parts of a work the one with more splits has the first ones, be it the second block (Scheduler::cut). No vote of a warp changes a
+// result: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
                        // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
@@ -65,7 +71,7 @@ struct Work {
 };
 // What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
-constexpr u32 is_q = 1, is_end = 2;     // Q; no work is left
+constexpr u32 is_end = 2;               // no work is left: where Q would come, of which nothing is told
 constexpr u32 begins = 4, ends = 8;     // a split
 constexpr u32 folds = 16;               // ... with what lies in args.parked
 constexpr u32 parks = 32, leaves = 64;  // ... whose state goes there, or to a border; else the result is stored
@@ -74,7 +80,7 @@ constexpr int work = 8, place = 16;     // bits of numbers: of the work, of the 
 constexpr int before = 24;              // and of rows before the first key
 }  // namespace what
 struct Smem {
-    static constexpr int stages = ::stages, first_panels = ::first_panels;
+    static constexpr int stages = ::stages, panels = ::panels, first_panels = ::first_panels;
     Stage ring[stages];
     QPart q_last;                   // the last 64 columns
     NarrowTile<tile_rows> q_slice;  // the sixteen before them
@@ -177,6 +183,7 @@ struct Weigher {  // warpgroup 0
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 q[q_steps][4];
     float s[QkMma::accumulators];
+    float so_far;  // found of the work's splits: a lane has one of its quad's four numbers, as registers are few
     Ring<stages> ring;
 
     __device__ Weigher(const Args& args, Smem& smem) : args(args), smem(smem) {}
@@ -217,19 +224,18 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
         for (int i = 0; i < q_steps; ++i) ptx::ldmatrix(q[i], base + i / 4 * QPart::bytes + swizzled(lane, i % 4 * 2));
         ptx::fence_proxy_async();
-        tell(what::is_q);
+        tell(0);
         __syncwarp();
         say(smem.p_full[ring.stage]), say(smem.go[ring.stage]);
         ring.advance();
     }
 
-    // S = Q K^T of the tile at hand. `begun` is called when most of it is done.
-    template <class Begun>
-    __device__ void multiply(const Begun& begun) {
+    // S = Q K^T of the tile at hand. `look` is called when all of it is issued, `begun` when most of it is done.
+    template <class Look, class Begun>
+    __device__ void multiply(const Look& look, const Begun& begun) {
         const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
         smem.full[ring.stage][0].wait(ring.parity);
-        Kv::Loads::fence();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
@@ -245,6 +251,7 @@ struct Weigher {  // warpgroup 0
             if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
         }
         ptx::wgmma_commit();
+        look();
         ptx::wgmma_wait<(cfg::go_after < panels)>();
         begun();
         ptx::wgmma_wait<0>();
@@ -252,8 +259,7 @@ struct Weigher {  // warpgroup 0
 
     // The upmost row of this thread, in the sequence.
     __device__ i32 row_of(const Work& work) const { return work.q_begin + warp * 16 + lane / 4; }
-    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile, const Walk::Kept& kept) {
-        const bool full = work.place.is_full(tile);
+    __device__ void weigh_tile(const Work& work, Softmax& softmax, i32 tile, const Walk::Kept& kept, bool full) {
         const Rows rows(args, work.batch);
         const Score score(args, rows, tile_of(work));
         const PlacedScore<Score> placed{score, row_of(work), i32(tile * cfg::tile_kv + lane % 4 * 2)};
@@ -290,14 +296,18 @@ struct Weigher {  // warpgroup 0
 #pragma unroll 1
             for (; span.tile < span.end; ++span.tile) {
                 const Walk::Kept kept(args, work, span.tile);
-                multiply([&] {
+                const bool is_last = span.tile + 1 == span.end;
+                bool full = false;
+                const auto look = [&] {
+                    const i32 before = work.place.first_to_clear() - span.tile * cfg::tile_kv;
+                    full = work.place.is_full(span.tile);
+                    if (before > 0) told |= min(before, cfg::tile_kv) << what::before;
+                };
+                multiply(look, [&] {
                     if (!is_first) say(smem.go[ring.previous().stage]);
                 });
-                weigh_tile(work, softmax, span.tile, kept);
-                if (told == 0) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
-                const bool is_last = span.tile + 1 == span.end;
-                const i32 first_key = work.place.first_to_clear();
-                if (first_key > span.tile * cfg::tile_kv) told |= min(first_key - span.tile * cfg::tile_kv, cfg::tile_kv) << what::before;
+                weigh_tile(work, softmax, span.tile, kept, full);
+                if (!(told & what::begins)) put_factors(ring.stage, softmax.shrink[0], softmax.shrink[1]);
                 if (is_last) told |= end_split(work, softmax, split) | (count % 2) << what::work;
                 tell(told);
                 ptx::fence_proxy_async();
@@ -321,31 +331,39 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
         for (int r = 0; r < 2; ++r) found.max[r] = softmax.max[r], found.sum[r] = quad_sum(softmax.sum[r]);
         const bool releases = split + 1 == work.split_end, has_rows = warp * 16 < work.rows;
-        float4* const parked = parked_at(args, warp) + blocks * 32 + lane / 4;
         u32 told = what::ends | (releases ? what::releases : 0);
-        float4* to = parked;
+        float4* to = nullptr;
         if (work.split > work.begin) {
-            told |= what::leaves | (split - work.begin) << what::place;
-            to = stats_at(work, split - work.begin);
+            told |= what::leaves | (work.end - split) << what::place;
+            to = stats_at(work, work.end - split);
         } else {
             if (split > work.begin) {
-                MaxSum total;
-                total.set(*parked);
+                MaxSum total = found_so_far();
                 const Factors by = total.factors(found, softmax.scale_log2);
                 total.fold(found, by), found = total;
                 put_factors(next.stage, code(by, 0), code(by, 1));
                 told |= what::folds;
             }
-            if (!releases) told |= what::parks;
+            if (!releases) told |= what::parks, keep(found);
             else if (work.split_end < work.end) told |= what::leaves, to = stats_at(work, 0);
             else {
-                finish(work, found, softmax.scale_log2, told & what::folds, next.stage, parked);
-                return told;
+                finish(work, found, softmax.scale_log2, told & what::folds, next.stage);
             }
         }
-        __syncwarp();
-        if (has_rows && lane % 4 == 0) *to = found.max_sum();
+        if (to != nullptr && has_rows && lane % 4 == 0) *to = found.max_sum();
         return told;
+    }
+    __device__ void keep(const MaxSum& found) {
+        const float4 all = found.max_sum();
+        so_far = lane % 2 ? lane % 4 == 1 ? all.y : all.w : lane % 4 ? all.z
+                                                                     : all.x;
+    }
+    __device__ MaxSum found_so_far() const {
+        const u32 first = lane & ~3u;
+        const auto of = [&](u32 i) { return __shfl_sync(0xffffffffu, so_far, first + i); };
+        MaxSum found;
+        found.set(make_float4(of(0), of(1), of(2), of(3)));
+        return found;
     }
     __device__ float4* stats_at(const Work& work, i32 place) const {
         return state_at(args, work.border, place, member() * 4 + warp) + blocks * 32 + lane / 4;
@@ -353,7 +371,7 @@ struct Weigher {  // warpgroup 0
     // One of the two factors is 1: the other one, below 0 where it is that of what is parked.
     __device__ static float code(const Factors& by, int r) { return by.here[r] == 1.f ? by.there[r] : -by.here[r]; }
     // The whole of the rows: their logarithms, and what makes sums to means; beside factors these go to memory.
-    __device__ void finish(const Work& work, const MaxSum& found, float scale_log2, bool folds, u32 stage, float4* parked) {
+    __device__ void finish(const Work& work, const MaxSum& found, float scale_log2, bool folds, u32 stage) const {
         const Rows rows(args, work.batch);
         Softmax whole(args, rows, tile_of(work), scale_log2);
         const Store store(args, rows, tile_of(work));
@@ -369,7 +387,7 @@ struct Weigher {  // warpgroup 0
             if (lane % 4 == 0 && inside) store.lse(row, __fmaf_rn(__log2f(sum.total), float(ln_2), sum.reference));
         }
         if (!folds) put_factors(stage, inverse[0], inverse[1]);
-        else if (lane % 4 == 0) *parked = make_float4(inverse[0], inverse[1], 0.f, 0.f);
+        else if (lane % 4 == 0) parked_at(args, warp)[blocks * 32 + lane / 4] = make_float4(inverse[0], inverse[1], 0.f, 0.f);
     }
 };
 
@@ -409,13 +427,15 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
-    __device__ void multiply() {
+    // O = P V, or O += P V. Where the next tile lies is looked up meanwhile, and more of it is loaded.
+    __device__ void multiply(bool add) {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), true);
+        for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
+        loads.load_rest(args, smem, ring), loads.work(args, smem, ring, 2);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -440,15 +460,16 @@ struct Summer {  // warpgroups 1 and 2
         }
         if (told >> what::before) clear(told >> what::before);
         smem.go[ring.stage].wait(ring.parity);
-        multiply();
+        multiply(!(told & what::begins));
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
     // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
-    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks.
-    __device__ void fold(float a, float b) {
+    // parked comes by way of the stage, when nobody reads it any more, each thread's own numbers where it alone looks. What they give is
+    // parked in its place if the work goes on.
+    __device__ void fold(float a, float b, bool parks) {
         constexpr int each = 4, ahead = 4, groups = blocks / 2 / each;  // float4 of a group of copies; groups on their way
         const bool upper = __float_as_uint(a) >> 31, lower = __float_as_uint(b) >> 31;
-        const float4* const from = place(parked_at(args, strip()));
+        float4* const from = place(parked_at(args, strip()));
         constexpr u32 step = 256 * sizeof(float4);  // from a thread's number to its next
         static_assert(ahead * each * step <= sizeof(Stage));
         const u32 to = ptx::smem_address(&smem.ring[ring.stage]) + thread() * sizeof(float4);
@@ -470,6 +491,7 @@ struct Summer {  // warpgroups 1 and 2
                 float* const x = o + 4 * (group * each + i);
                 x[0] = __fmaf_rn(sum.x, a, x[0]), x[1] = __fmaf_rn(sum.y, a, x[1]);
                 x[2] = __fmaf_rn(sum.z, b, x[2]), x[3] = __fmaf_rn(sum.w, b, x[3]);
+                if (parks) from[(group * each + i) * 32] = make_float4(x[0], x[1], x[2], x[3]);
             }
             if (group + ahead < groups) copy(group + ahead);
             else ptx::cp_async_commit();
@@ -492,15 +514,31 @@ struct Summer {  // warpgroups 1 and 2
             store_row(store.o(inside ? row : 0) + half() * (cfg::head_dim_v / 2), inside, o, r, inverse[r * step]);
         }
     }
-    // What becomes of a split's state, before its last stage is released: until then nobody overwrites what is read here.
-    __device__ void end_split(const Work& work, u32 told) {
-        if (strip() * 16 >= work.rows) return;
+    // What becomes of a split's state. The stage is given back before it is stored, but behind the work's last split: until then nobody
+    // overwrites the work, nor what is parked.
+    __device__ void end_split(u32 told) {
+        const Work& work = smem.work[told >> what::work & 1];
+        const bool has_rows = strip() * 16 < work.rows;
         const float* const factor = &smem.factor[ring.stage + 1 == stages ? 0 : ring.stage + 1][own()];
-        if (told & what::folds) fold(factor[0], factor[8]);
-        if (told & what::parks) keep(parked_at(args, strip()));
-        else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
-        else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
-        else store(work, factor, 8);
+        if (told & what::folds) {
+            ptx::bar_sync(2, 256);
+            if (has_rows) fold(factor[0], factor[8], told & what::parks);
+        }
+        if (!(told & what::releases)) {
+            say(smem.empty[ring.stage]);
+            go_on();
+        }
+        if (has_rows) {
+            if (told & what::parks) {
+                if (!(told & what::folds)) keep(parked_at(args, strip()));
+            } else if (told & what::leaves) keep(state_at(args, work.border, told >> what::place & 255, strip_of_work()));
+            else if (told & what::folds) store(work, reinterpret_cast<const float*>(parked_at(args, strip()) + blocks * 32 + ptx::lane_id() / 4), 1);
+            else store(work, factor, 8);
+        }
+        if (told & what::releases) {
+            say(smem.empty[ring.stage]), say(smem.work_empty[told >> what::work & 1]);
+            go_on();
+        }
     }
     __device__ u32 await() const {
         smem.p_full[ring.stage].wait(ring.parity);
@@ -512,26 +550,26 @@ struct Summer {  // warpgroups 1 and 2
     }
     __device__ void run() {
         while (true) {
-            u32 told = await();
-            if (told & what::is_end) return;
-            if (told & what::is_q) {
-                say(smem.empty[ring.stage]);
-                go_on();
-                continue;
-            }
+            if (await() & what::is_end) return;
+            loads.load_rest(args, smem, ring);
+            say(smem.empty[ring.stage]);
+            loads.work(args, smem, ring, 1);
+            go_on();
+            // Of no use to the first product, which clears O. But if O were undefined here, it would be kept twice, and if it were
+            // alive while Q is taken, what loads know would be spilled, in the loop over tiles, too.
 #pragma unroll
             for (float& x : o) x = 0.f;
-#pragma unroll 1
-            for (add_tile(told); !(told & what::ends); add_tile(told)) {
-                say(smem.empty[ring.stage]);
-                go_on();
+            u32 told;
+            do {
                 told = await();
-            }
-            if (told & what::folds) ptx::bar_sync(2, 256);
-            end_split(smem.work[told >> what::work & 1], told);
-            say(smem.empty[ring.stage]);
-            if (told & what::releases) say(smem.work_empty[told >> what::work & 1]);
-            go_on();
+#pragma unroll 1
+                for (add_tile(told); !(told & what::ends); add_tile(told)) {
+                    say(smem.empty[ring.stage]);
+                    go_on();
+                    told = await();
+                }
+                end_split(told);
+            } while (!(told & what::releases));
         }
     }
 };

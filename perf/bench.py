@@ -10,7 +10,8 @@ python -m perf.bench --set fp32-bwd --peers efficient                 TF32 is of
 python -m perf.bench --set paper --protocol sustained --seconds 300
 
 Sets: seeds, paper, gqa, kinds, varlen, small, heads, mla, fp32, smoke; over latent caches mla-decode,
-mla-decode-even, mla-decode-splits; of gradients paper-bwd, kinds-bwd, mla-bwd, fp32-bwd; of
+mla-decode-even, mla-decode-splits, mla-long, mla-sparse, mla-pages, mla-lists, mla-records; of gradients paper-bwd, kinds-bwd,
+few-bwd, mla-bwd, fp32-bwd; of
 Python functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of
 objects with the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in
 is ours without the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn.operation.spec import make_mask
+from rawattn.reference.records import dequantize, quantize
 from rawattn.testing import _move
-from rawattn.variant.element import ELEMENTS, FP8, KV_ELEMENTS
+from rawattn.variant.element import ELEMENTS, FP8, FP8_DS_MLA, KV_ELEMENTS
 from rawattn.variant.mask import FromKey
 
 Array = npt.NDArray[Any]
@@ -189,6 +190,35 @@ class Cached:
 
     def sink_logits(self) -> Array | None:
         return self.normal(self.heads, seed=3).astype(ELEMENTS[self.dtype].lse_dtype) if self.sinks else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(Cached):
+    """Sequences over a cache of records, whose scales are any numbers. Kernels round what these say to the format of q."""
+
+    heads: int = 16
+    head_dim: int = 576
+    head_dim_v: int = 512
+    dtype: str = "bf16"
+
+    def pools(self) -> tuple[Array, Array]:
+        """Records of NaN, twice the same array."""
+        records = np.full((sum(self.counts()) + 3, self.page_size, 1, FP8_DS_MLA.bytes), 255, np.uint8)
+        return records, records
+
+    def stored(self, i: int) -> tuple[Array, Array]:
+        latent = self.normal(self.lengths[i][1], 1, self.head_dim, seed=100 + i).astype(np.float32)
+        records = quantize(FP8_DS_MLA, latent)
+        scales = np.random.default_rng((self.seed, i)).uniform(0.002, 0.02, (*records.shape[:2], 4)).astype(np.float32)
+        records[1::2, :, 512:528] = scales[1::2].view(np.uint8)
+        return records, records
+
+    def keys(self, i: int) -> tuple[Array, Array]:
+        k = dequantize(FP8_DS_MLA, self.stored(i)[0]).astype(ELEMENTS[self.dtype].dtype)
+        return k, k[..., : self.head_dim_v]
+
+    def made(self, k: Array, v: Array, library: str = "numpy") -> rawattn.KVCache:
+        return rawattn.KVCache.records(_move(k, library, self.device)[:, :, 0])
 
 
 @functools.lru_cache(maxsize=64)

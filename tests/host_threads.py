@@ -1,6 +1,6 @@
 """Kernels compiled for the host, their threads coroutines: what the files of ``cuda_src/ptx/`` do is done here in C++, at once
-where a GPU does it later, but for copies to shared memory, which come late. That checks layouts, barriers, schedules and formulas
-without a GPU; it cannot find a missing fence, nor every missing wait."""
+where a GPU does it later, but for copies to shared memory and products of warpgroups, which come late. That checks layouts,
+barriers, schedules and formulas without a GPU; it cannot find a missing fence, nor every missing wait."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ BASE = r"""
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <ucontext.h>
@@ -68,6 +69,8 @@ struct HostThread {
     Index thread_index, block_index;
     std::unique_ptr<char[]> stack{new char[1 << 18]};
     bool begun = false, ended = false;
+    std::vector<std::vector<std::function<void()>>> products{1};  // of wgmma, in batches not waited for, the last one open
+    std::map<float*, std::pair<i32, std::vector<float>>> sums;    // NaN meanwhile: how many products they await, and numbers
     const char* waits = "at a barrier of threads";
 };
 static HostThread* host_thread;  // the one that runs
@@ -362,7 +365,16 @@ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
     Mbarrier& other = *reinterpret_cast<Mbarrier*>(there->raw + host_offset(&barrier));
     host_in(there, [&] { other.change(count, 0); });
 }
-inline void wait_for_cluster(Mbarrier& barrier, u32 parity) { barrier.wait(parity); }
+// As late as a copy.
+inline void store_async(float4& to, u32 rank, Mbarrier& full, const float* x) {
+    HostBlock* const there = host_block->cluster[rank];
+    if (host_offset(&to) % 16) host_fail("a remote write is not aligned");
+    const float4 written{x[0], x[1], x[2], x[3]};
+    host_copies.emplace_back(there, [place = there->raw + host_offset(&to), barrier = there->raw + host_offset(&full), written] {
+        std::memcpy(place, &written, 16);
+        reinterpret_cast<Mbarrier*>(barrier)->complete(16);
+    });
+}
 template <class... C>
 void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, C... c) {
     const u32 place = host_offset(to), barrier = host_offset(&full);
@@ -429,10 +441,16 @@ WGMMA = r"""
 #pragma once
 #include "ptx/base.cuh"
 namespace ptx {
-// A warp executes its products together, and releases what they read after the wait.
+// Products read shared memory when their batch is waited for, and those of one warp in four some turns of all threads later.
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() {}
-template <int pending> void wgmma_wait() { __syncwarp(); }
+inline void wgmma_commit() { host_thread->products.emplace_back(); }
+template <int pending> void wgmma_wait() {
+    auto& batches = host_thread->products;
+    for (int turns = threadIdx.x / 32 % 4 == 1 && batches.size() > pending + 1 ? 6 : 0; turns > 0; --turns) host_yield();
+    for (; batches.size() > pending + 1; batches.erase(batches.begin()))
+        for (auto& multiply : batches.front()) multiply();
+    __syncwarp();
+}
 template <int n> void wgmma_discard(float (&x)[n]) { for (float& each : x) each = __builtin_nanf(""); }
 }
 """
@@ -464,8 +482,18 @@ struct HostProduct {
         return Element::widen({bits});
     }
     template <bool b_by_rows, int accumulators, class A>
-    static void multiply(float (&d)[accumulators], A a, u64 b, bool add, float sign) {
-        for (int i = 0; i < accumulators; ++i) {
+    static void start(float (&to)[accumulators], A a, u64 b, bool add, float sign) {
+        auto& own = host_thread->sums[to];
+        if (own.first++ == 0) own.second.assign(to, to + accumulators), std::fill_n(to, accumulators, __builtin_nanf(""));
+        host_thread->products.back().push_back([=, to = &to[0]] {
+            auto& [left, d] = host_thread->sums[to];
+            multiply<b_by_rows>(d, a, b, add, sign);
+            if (--left == 0) std::copy(d.begin(), d.end(), to), host_thread->sums.erase(to);
+        });
+    }
+    template <bool b_by_rows, class A>
+    static void multiply(std::vector<float>& d, const A& a, u64 b, bool add, float sign) {
+        for (u32 i = 0; i < d.size(); ++i) {
             const u32 row = i / 2 % 2, n = i / 4 * 8 + host_lane() % 4 * 2 + i % 2;
             double sum = 0;
             for (u32 k = 0; k < 16; ++k) sum += double(a(row, k)) * (b_by_rows ? read(b, n / 64, k, n % 64) : read(b, 0, n, k));
@@ -489,7 +517,7 @@ const auto read = [=](u32 row, u32 k) {{
             const u32 m = HostProduct::row_of(row);
             return {a_by_rows} ? HostProduct::read(a, 0, k, m) : HostProduct::read(a, 0, m, k);
         }};
-        HostProduct::multiply<{by_rows}>(d, read, b, add, sign);"""
+        HostProduct::start<{by_rows}>(d, read, b, add, sign);"""
 FROM_REGISTERS = """\
 struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
         host_exchange(mine, [&](auto of) {{
@@ -499,7 +527,7 @@ struct Words {{ u32 x[4]; }} mine{{a[0], a[1], a[2], a[3]}};
                     const u32 word = of(host_lane() / 4 * 4 + k % 8 / 2).x[k / 8 * 2 + row];
                     rows[row][k] = Element::widen({{u16(word >> 16 * (k % 2))}});
                 }}
-            HostProduct::multiply<{by_rows}>(d, [&](u32 row, u32 k) {{ return rows[row][k]; }}, b, add, sign);
+            HostProduct::start<{by_rows}>(d, [=](u32 row, u32 k) {{ return rows[row][k]; }}, b, add, sign);
             return 0;
         }});"""
 RENDERED = re.compile(
@@ -512,6 +540,7 @@ LAUNCH = r"""
 extern "C" int args_bytes() { return sizeof(Args); }
 static void host_start() {
     host_body();
+    if (!host_thread->sums.empty()) host_fail("a thread ends before its products");
     host_thread->ended = true, ++host_progress;
     _longjmp(host_scheduler, 1);
 }

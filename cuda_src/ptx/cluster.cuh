@@ -16,16 +16,19 @@ __device__ inline u32 own_address(const void* p) { return smem_address(p) & 0xff
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Arrives `count` times at the barrier that lies at this place in the block of another rank, or the own one.
+// Arrives `count` times at the barrier that lies at this place in the block of another rank, or the own one: what this thread read before may be
+// overwritten. What it wrote is not passed on: a release for the cluster would be a MEMBAR.ALL.GPU, some hundred clocks of each arrival, and an
+// acquire behind it throws away what L1 has. Products and copies have ended for all who wait for them, whatever the scope.
 __device__ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there], %2; }" ::"r"(smem_address(&barrier)), "r"(rank), "r"(count) : "memory");
+    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cta.shared::cluster.b64 _, [there], %2; }" ::"r"(smem_address(&barrier)), "r"(rank), "r"(count) : "memory");
 }
-// Waits for arrivals of other blocks.
-__device__ inline void wait_for_cluster(Mbarrier& barrier, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(smem_address(&barrier)), "r"(parity) : "memory");
+// Writes four numbers to this place in the block of another rank, where their bytes count on the barrier at this place:
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
+__device__ inline void store_async(float4& to, u32 rank, Mbarrier& full, const float* x) {
+    asm volatile(
+        "{ .reg .b32 there, barrier; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 barrier, %1, %2; "
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [barrier]; }"
+        : : "r"(smem_address(&to)), "r"(smem_address(&full)), "r"(rank), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 // A box goes to this place in each block of `ranks`, a bit for each, and its bytes count on the barrier at this place there.
 __device__ inline void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, i32 c0, i32 c1, i32 c2, i32 c3) {

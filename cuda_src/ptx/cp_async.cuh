@@ -9,6 +9,11 @@ namespace ptx {
 __device__ inline void cp_async(u32 to, const void* from, u32 bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same with offsets in the instruction. Of many copies with offsets from one address a compiler may make as many addresses.
+template <int to_offset, int from_offset>
+__device__ void cp_async(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0+%3], [%1+%4], 16, %2;" ::"r"(to), "l"(from), "r"(bytes), "n"(to_offset), "n"(from_offset) : "memory");
+}
 // Four bytes, by way of L1.
 __device__ inline void cp_async_word(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");

@@ -5,9 +5,10 @@
 
 constexpr int blocks = cfg::head_dim_v / 8;  // of a fragment's columns
 
-// Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums. The
-// args.slots places at the border behind a block are for the states of its cut work: the one of its own splits, then one for each split
-// of other blocks, whose number in the work is the place.
+// Where the state of a strip lies, sixteen rows: a fragment's blocks, four numbers of each lane together, then maxima and sums. A border
+// has args.slots places. From those at the border behind the block that a cut work begins in, place 0 is for the state of its first
+// splits, and place n for that of the nth split from its end. A work that more blocks have parts of goes on to the places of the borders
+// that it lies across.
 __device__ inline float4* state_at(const Args& args, i32 border, i32 place, i32 strip) {
     const u32 slot = min(u32(border * args.slots + place), u32(max(1, args.borders) * args.slots - 1));  // also where lengths were torn
     return reinterpret_cast<float4*>(args.partials) + (i64(slot) * args.strips + strip) * (blocks * 32 + 8);

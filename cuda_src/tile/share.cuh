@@ -9,9 +9,9 @@ struct Share {
     bool operator==(const Share&) const = default;
 };
 
-// This says what a block had, args.left[block]: the work whose first splits it had and whose last ones it had not, and its share.
+// This says what a block's share is, args.left[block], and which work begins in it and ends in a later one.
 struct alignas(64) Left {
     i32 batch, head, q_begin, rows;
-    i32 owned, splits;  // of that work, the block's and all; 0 where there is no such work
+    i32 owned, splits;  // of that work, those that one block folded, the first ones, and all; 0 where there is no such work
     Share begin, end;
 };

@@ -9,10 +9,10 @@ constexpr i32 split_group = 8, tile_kv_log2 = cfg::tile_kv == 64 ? 6 : 5;
 constexpr i32 behind_all = (1 << 30) / cfg::tile_kv;  // a key tile that no sequence has
 static_assert(1 << tile_kv_log2 == cfg::tile_kv);
 
-// The fewest keys of a split; half as many of sequences above args.long_keys, where a kernel has it.
+// The fewest keys of a split; a quarter as many of sequences above args.long_keys, where a kernel has it.
 template <class A>
 __device__ inline i32 fewest_keys_log2(const A& args, i32 kv_len) {
-    if constexpr (requires { args.long_keys; }) return args.split_keys_log2 - (kv_len > args.long_keys);
+    if constexpr (requires { args.long_keys; }) return args.split_keys_log2 - 2 * (kv_len > args.long_keys);
     else return args.split_keys_log2;
 }
 

@@ -19,9 +19,12 @@ struct alignas(128) SwizzledTile {
     __device__ static constexpr u32 block(int i, int panel) { return i * 16 * row_bytes + panel * period * 16; }
 
     // Every thread of the block starts copying its share of rows [first, first + rows) of a matrix. Rows past the last are copies of
-    // it: what they give is masked, and like every number of the tile it is one that the sequence has.
-    template <class M>
+    // it: what they give is masked, and like every number of the tile it is one that the sequence has. Columns from `begin` to `end`
+    // may be all of the matrix.
+    template <int begin = 0, int end = columns, class M>
     __device__ void fill(const M& matrix, i32 first, i32 last) {
+        constexpr u32 first_chunk = begin * bytes / 16;
+        static_assert(first_chunk % period == 0, "runs of chunks that change places");
         constexpr u32 rows_at_once = cfg::threads / period;
         const u32 row = threadIdx.x / period, chunk = threadIdx.x % period, to = ptx::smem_address(this) + offset(row, chunk);
 #pragma unroll
@@ -29,9 +32,9 @@ struct alignas(128) SwizzledTile {
             if (rows % rows_at_once != 0 && row + i >= rows) break;
             const unsigned char* from = matrix.row(min(i32(first + row + i), last)) + chunk * 16;
 #pragma unroll
-            for (u32 c = 0; c < chunks; c += period) {
+            for (u32 c = first_chunk; c < (end == columns ? chunks : end * bytes / 16); c += period) {
                 const bool inside = columns % 16 == 0 || (c + chunk) * (16 / bytes) < columns;
-                ptx::cp_async(to + i * row_bytes + c * 16, from + c * 16, inside ? 16 : 0);
+                ptx::cp_async(to + i * row_bytes + c * 16, from + (c - first_chunk) * 16, inside ? 16 : 0);
             }
         }
     }

@@ -159,18 +159,29 @@ template <class K, class Tile> struct LatentKvOption : Given {
 template <class K, class Tile> struct LatentRowsOption : Given {
     static const K kv;
     static Tile& tile;
-    static typename K::Loads::Barrier (&full)[2];
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { kv.template load<1>(tile, full, i, kv.find(i)); }, "Kv: load<first panels>(tile, full, index, find(index))");
+    static_assert(requires { K::template copy<0, 1>(args, tile, kv.row(i, kv.find(i))); }, "Kv: copy<first panel, end>(args, tile, row(index, find(index)))");
 };
-// ... or, where all threads load, starts this thread's copies.
-template <class K, class KTile, class VTile> struct CpAsyncKvOption : Given {
+// ... or of records, which come by TMA to a stage, and warps then make numbers of.
+template <class K, class Tile> struct LatentRecordsOption : Given {
     static const K kv;
-    static KTile& k;
-    static VTile& v;
+    static Tile& tile;
+    static typename K::Loads::Barrier& come;
+    static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
+    static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
+    static_assert(requires { K::prefetch(kv.row(i, kv.find(i))), K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile); }, "Kv: prefetch(row(index, find(index))), load(tile, come, row), widen(tile)");
+};
+// ... or, where all threads load, starts this thread's copies, as the slots of the ring want them.
+template <class S, class K> struct SlotsOption : Given {
+    static const K kv;
+    static typename S::Slot& slot;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
-    static_assert(requires { kv.load_k(k, i), kv.load_v(v, i); }, "Kv: load_k, load_v(tile, index)");
+    static_assert(requires { S::load(kv, slot, 0, i), S::finish(kv, slot); }, "Slots: each, load(kv, slot, which, index), finish(kv, slot)");
+};
+template <class Q, class Tile> struct QTileOption : Given {
+    static Tile& tile;
+    static_assert(requires { Q::fill(tile, args, rows, work); }, "QColumns: fill(tile, args, rows, work)");
 };
 // ... or gives rows, which threads widen: null, or whatever is_there tells from others, where there is none.
 template <class K> struct NumbersKvOption : Given {

@@ -29,8 +29,11 @@ struct LoadedByWarp {
     const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
 
     __device__ static void init(Board& board) { board = {0, 0, -1}; }
-    // What products must see of copies that have come.
+    // What products must see of the last panels, which have come.
     __device__ static void fence() {}
+    // What is done to the tiles from so many behind a stage on, while its products run.
+    template <class Smem>
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     // The first stages.
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) const {
@@ -45,6 +48,9 @@ struct LoadedByWarp {
         __syncwarp();
         next(args, smem, ring.stage);
     }
+    // All has begun to come.
+    template <class Smem>
+    __device__ static void load_rest(const Args&, Smem&, const Ring<Smem::stages>&) {}
     // Loads what comes to a stage next, if anything does.
     template <class Smem>
     __device__ static void next(const Args& args, Smem& smem, u32 stage) {
@@ -77,9 +83,9 @@ struct LoadedByWarp {
     }
 };
 
-// All that multiply by values copy rows, 16 bytes at a time. Each warp waits until all have given a stage back, so what the first of them
-// has written of the next position before is there, and nobody looks any more at the one that is written then. Where a tile's rows lie
-// is looked up while the one before is multiplied.
+// All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
+// tile is multiplied. Then the first of them writes the next position, which each warp reads when all have given that stage back. Where
+// the rows of a tile lie is found a tile earlier, and their numbers two.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
@@ -89,48 +95,116 @@ struct LoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4
     };
-    typename Kv::Found found;  // of what comes next, where that is a tile
+    typename Kv::Row row, next;  // of the tile that comes next, or has begun to come, and of the one behind it
+    typename Kv::Number number;  // what is known of the one behind that
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
-    // Copies by threads, which have come by a barrier, are seen by products only behind this.
+    // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
+    // whose products follow those of the first, when they are waited for.
     __device__ static void fence() { ptx::fence_proxy_async(); }
+    template <class Smem>
+    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
         for (u32 i = 0; i < Smem::stages; ++i) {
-            if (i > 0) ptx::bar_sync(2, threads);
-            next(args, smem, i, i & 1);
+            if (i > 0) {
+                finish<true>(args, smem, i - 1, i - 1 & 1);
+                ptx::bar_sync(2, threads);
+            }
+            start(args, smem, i, i & 1);
         }
     }
     template <class Smem>
-    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
+    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) const {
         smem.empty[ring.stage].wait(ring.parity);
         __syncwarp();
-        next(args, smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+        start(args, smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+    }
+    // The rest of what has begun to come to the stage that was given back last.
+    template <class Smem>
+    __device__ void load_rest(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
+        finish<false>(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
     }
     template <class Smem>
-    __device__ void next(const Args& args, Smem& smem, u32 stage, u32 turn) {
-        Board& board = smem.loader;
-        i32 count = ptx::from_lane(board.count[turn], 0), tile = ptx::from_lane(board.tile[turn], 0), split = ptx::from_lane(board.split[turn], 0);
-        if (count >= 0) {
-            const auto& work = smem.work[count % 2];
-            if (tile < 0) {
-                smem.work_full[count % 2].wait(count / 2 & 1);
-                __syncwarp();
-                if (ptx::from_lane(work.batch, 0) < 0) count = -1;
-                else {
-                    smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
-                    split = ptx::from_lane(work.split, 0), tile = ptx::from_lane(Span(work, split).tile, 0);
-                }
-            } else {
-                Kv(args, work.batch, work.place).template load<Smem::first_panels>(smem.ring[stage], smem.full[stage], tile, found);
-                if (tile + 1 < ptx::from_lane(Span(work, split).end, 0)) ++tile;
-                else if (split + 1 < ptx::from_lane(work.split_end, 0)) ++split, tile = ptx::from_lane(Span(work, split).tile, 0);
-                else count = count + 1 & 3, tile = -1;
-            }
-            if (count >= 0 && tile >= 0) found = Kv(args, work.batch, work.place).find(tile);
+    __device__ void start(const Args& args, Smem& smem, u32 stage, u32 turn) const {
+        const Position at(smem.loader, turn);
+        if (at.count < 0) return;
+        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], row);
+        else {  // Q, if there is a work
+            smem.work_full[at.count % 2].wait(at.count / 2 & 1);
+            __syncwarp();
+            if (at.is_work(smem)) smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
         }
-        if (threadIdx.x == 128) board.tile[turn ^ 1] = tile, board.split[turn ^ 1] = split, board.count[turn ^ 1] = count;
+    }
+    // That the first panels are there, when they are. While products run they have been for long.
+    template <class Smem>
+    __device__ static void say_first(Smem& smem, u32 stage) {
+        ptx::cp_async_wait<0>();
+        ptx::fence_proxy_async();
+        smem.full[stage][0].arrive();
+    }
+    template <bool at_once, class Smem>
+    __device__ void finish(const Args& args, Smem& smem, u32 stage, u32 turn) {
+        Position at(smem.loader, turn);
+        if (at.count >= 0) {
+            const auto& work = smem.work[at.count % 2];
+            const bool is_first = at.tile < 0;
+            if (!is_first) {
+                ptx::cp_async_commit();
+                if (!at_once) say_first(smem, stage);
+                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], row);
+                smem.full[stage][1].arrive_after_copies();
+                if (at_once) say_first(smem, stage);
+            } else if (!at.is_work(smem)) at.count = -1;
+            at.advance(work);
+            if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
+        }
+        if (threadIdx.x == 128) at.put(smem.loader, turn ^ 1);
         __syncwarp();
+    }
+    struct Position {
+        i32 count, split, tile;
+
+        __device__ Position(const Board& board, u32 turn)
+            : count(ptx::from_lane(board.count[turn], 0)), split(ptx::from_lane(board.split[turn], 0)), tile(ptx::from_lane(board.tile[turn], 0)) {}
+
+        __device__ void put(Board& board, u32 turn) const { board.tile[turn] = tile, board.split[turn] = split, board.count[turn] = count; }
+        template <class Smem>
+        __device__ bool is_work(const Smem& smem) const { return ptx::from_lane(smem.work[count % 2].batch, 0) >= 0; }
+        template <class Work>
+        __device__ void advance(const Work& work) {
+            if (count < 0) return;
+            if (tile < 0) split = ptx::from_lane(work.split, 0);
+            else if (++tile < ptx::from_lane(Span(work, split).end, 0)) return;
+            else if (++split >= ptx::from_lane(work.split_end, 0)) {
+                count = count + 1 & 3, tile = -1;
+                return;
+            }
+            tile = ptx::from_lane(Span(work, split).tile, 0);
+        }
+    };
+    template <class Work>
+    __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
+    // Of the tile that comes next, and two more. Here lanes part: nothing that they share follows, or the compiler no longer knows that
+    // they agree. Numbers of a list are read two tiles before their rows are copied, and the rows come to L2 in between.
+    template <class Work>
+    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
+        Position behind = at;
+        behind.advance(work);
+        Position last = behind;
+        if (behind.tile >= 0) last.advance(work);
+        const Kv source = kv(args, work);
+        if (is_first) {
+            const typename Kv::Number first = source.find(at.tile);
+            if (behind.tile >= 0) number = source.find(behind.tile);
+            next = source.row(at.tile, first);
+            Kv::prefetch_row(next);
+        }
+        row = next;
+        if (behind.tile < 0) return;
+        next = source.row(behind.tile, number);
+        if (last.tile >= 0) number = source.find(last.tile);
+        Kv::prefetch_row(next);
     }
 };

@@ -16,6 +16,7 @@ from rawattn.operation.keys import KeyLists
 from rawattn.operation.kvcache import EVEN
 from rawattn.operation.spec import Spec
 from rawattn.testing import Case
+from rawattn.variant.element import FP8, FP8_DS_MLA
 from rawattn.variant.mask import kept_pairs
 
 from . import functions
@@ -74,7 +75,7 @@ SCALES = 1.25, 0.75  # of keys and values in eight bits
 class StepCase(Case):
     """A causal step in bf16 over the caches of sequences; ``page`` is 0 for a dense cache, ``cache`` its number format.
     ``chunks`` are the queries of the last sequences, which have more than the others. In a ``latent`` cache values are the first
-    columns of keys; ``split`` is the call's. With ``top`` each query has a list of so many rows of the cache, and no mask."""
+    columns of keys; ``split`` is the call's. Where it has ``topk``, each query has a list of so many rows of the cache."""
 
     kv_lens: tuple[int, ...] = ()
     page: int = 0
@@ -82,7 +83,7 @@ class StepCase(Case):
     chunks: tuple[int, ...] = ()
     latent: bool = False
     split: str | int = "auto"
-    top: int = 0
+    topk: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -94,8 +95,15 @@ class StepCase(Case):
         return (*(self.q_len,) * (self.batch - len(self.chunks)), *self.chunks)
 
     @property
+    def has_records(self) -> bool:
+        """Says whether the cache has records."""
+        return self.cache == FP8_DS_MLA.name
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of a key and its value."""
+        if self.has_records:
+            return FP8_DS_MLA.bytes
         columns = self.head_dim + (0 if self.latent else self.head_dim_v)
         return (2 if self.cache == "bf16" else 1) * self.kv_heads * columns
 
@@ -112,6 +120,8 @@ class StepCase(Case):
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values that are read."""
+        if self.topk:
+            return self.key_bytes * sum(self.q_lens) * self.topk
         left = self.kv_len if self.window is None else self.window[0] or 0
         return self.key_bytes * sum(min(kv, left + q) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
 
@@ -120,21 +130,19 @@ class StepCase(Case):
         pages, width, rows = self.pool_shape
         of_q = (sum(self.q_lens),) if self.chunks else (self.batch, self.q_len)
         arrays = {"q": contiguous((*of_q, self.heads, self.head_dim), "bf16")}
-        arrays |= (
-            {"keys": contiguous((sum(self.q_lens), self.top), "int32")}
-            if self.top
-            else {"kv_lens": contiguous((self.batch,), "int32")}
-        )
         for name, columns in (("k_cache", self.head_dim), ("v_cache", self.head_dim_v)):
-            arrays[name] = contiguous((pages, rows, self.kv_heads, columns), self.cache)
+            arrays[name] = contiguous((pages, rows, self.kv_heads, columns), "bf16" if self.has_records else self.cache)
+        if self.has_records:
+            arrays |= {"k_cache": contiguous((pages, rows, 1, FP8_DS_MLA.bytes), "uint8")}
+            del arrays["v_cache"]
+        if self.topk:
+            arrays["keys"] = contiguous((sum(self.q_lens), self.topk), "int32")
+            return AttentionKVCache.of(arrays, Spec(keys=KeyLists(True, 1, 1, True)), max(self.q_lens), latent=self.latent)
+        arrays |= {"kv_lens": contiguous((self.batch,), "int32")}
         arrays |= {"page_table": contiguous((self.batch, width), "int32")} if self.page else {}
         arrays |= {"cu_seqlens_q": contiguous((self.batch + 1,), "int32")} if self.chunks else {}
-        scales = (1.0, 1.0) if self.cache == "bf16" else SCALES
-        lists = KeyLists(physical=True) if self.top else None
-        spec, split_keys = (
-            Spec.of(causal=not self.top, window=self.window, keys=lists),
-            {"auto": 0, "even": EVEN}.get(str(self.split), self.split),
-        )
+        scales = SCALES if self.cache in FP8 else (1.0, 1.0)
+        spec, split_keys = Spec.of(causal=True, window=self.window), {"auto": 0, "even": EVEN}.get(str(self.split), self.split)
         return AttentionKVCache.of(arrays, spec, max(self.q_lens), None, int(split_keys), scales, self.latent)
 
 
@@ -147,9 +155,9 @@ def step(
     return StepCase(**{**own, **more})
 
 
-def latent(batch: int, q_len: int, heads: int, kv_len: int, split: str | int = "auto", page: int = 64, top: int = 0) -> StepCase:
+def latent(batch: int, q_len: int, heads: int, kv_len: int, page: int = 64, **more: Any) -> StepCase:
     """A step over latent caches as DeepSeek's models have them."""
-    return step((kv_len,) * batch, page, q_len, heads, 1, 576, head_dim_v=512, latent=True, split=split, top=top)
+    return step((kv_len,) * batch, page, q_len, heads, 1, 576, head_dim_v=512, latent=True, **more)
 
 
 def zipf(count: int, total: int) -> tuple[int, ...]:
@@ -233,10 +241,15 @@ LATENT = (  # sequences, queries, heads, keys
 )  # fmt: skip
 PAGED = [(batch, 1, heads, kv_len) for batch, kv_len in ((64, 4096), (128, 8192)) for heads in (16, 128)]
 SETS["mla-decode"] = [latent(*shape) for shape in LATENT]
+SETS["mla-long"] = [latent(batch, 1, 128, keys) for keys in (32768, 131072) for batch in (1, 2, 4, 8, 16, 32, 64, 128)]
+TOPK = (128, 2, 128, 32768), (64, 1, 16, 32768)
+SETS["mla-lists"] = [latent(*shape, topk=2048) for shape in TOPK]
+SETS["mla-records"] = [latent(*shape, topk=2048, cache=FP8_DS_MLA.name) for shape in TOPK]
+SETS["mla-records"] += [latent(*shape, cache=FP8_DS_MLA.name) for shape in LATENT[:5:4]]
 SETS["mla-decode-even"] = [latent(*shape, split="even") for shape in LATENT]
 SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] for keys in (4096, 8192)]  # fewer borders
-SETS["mla-sparse"] = [latent(1, 4096, heads, 65536, page=0, top=2048) for heads in (128, 64)]  # prefill of chosen keys, and steps
-SETS["mla-sparse"] += [latent(batch, q_len, 128, 65536, page=0, top=2048) for batch, q_len in ((1, 128), (1, 1))]
+SETS["mla-sparse"] = [latent(1, 4096, heads, 65536, topk=2048) for heads in (128, 64)]  # prefill of chosen keys, and steps
+SETS["mla-sparse"] += [latent(batch, q_len, 128, 65536, topk=2048) for batch, q_len in ((1, 128), (1, 1))]
 SETS["mla-pages"] = [latent(*shape, page=page) for shape in PAGED for page in (1, 64)]
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "masks": of_functions(functions.MASKS, (4096, 16384)),
@@ -252,6 +265,23 @@ FEW_HEADS = [dense(1, n, h, 128, True, kv_heads=kv) for n, h, kv in ((8192, 8, 1
 SETS["kinds-bwd"] = backward(
     [*SETS["kinds"], *SETS["gqa"], packed(16, 128), *(dense(4, 4096, 8, 192, c, head_dim_v=128) for c in MASKS), *FEW_HEADS]
 )
+FEW = (
+    (16384, 1),
+    (16384, 2),
+    (5000, 4),
+    (8192, 1),
+    (8192, 2),
+    (8192, 3),
+    (32768, 1),
+    (65536, 1),
+    (4096, 1),
+    (4096, 4),
+    (2048, 1),
+)
+UNEVEN = [dense(b, n, h, 128, True, kv_heads=kv) for b, n, h, kv in ((2, 8192, 28, 4), (1, 16384, 28, 4), (1, 8192, 40, 8))]
+GROUPS = [dense(b, n, h, 128, True, kv_heads=8) for b, n, h in ((1, 16384, 32), (2, 8192, 32), (1, 8192, 24), (4, 4096, 32))]
+SETS["few-bwd"] = backward([dense(1, n, h, size, True) for size in (64, 96, 128) for n, h in FEW] + UNEVEN + GROUPS)
+SETS["few-bwd"] += backward([dense(1, n, 1, size, False) for size in (64, 128) for n in (2048, 4096, 5000, 8192)])
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
@@ -338,10 +368,10 @@ def flops(case: Case) -> int:
     if isinstance(case, FunctionCase):
         return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
-    if isinstance(case, StepCase) and case.top:
-        return 2 * columns * case.heads * case.top * sum(case.q_lens)
     if isinstance(case, StepCase):
         lengths = tuple(zip(case.q_lens, case.kv_lens, strict=True))
+        if case.topk:
+            return 2 * columns * case.heads * sum(case.q_lens) * case.topk
     kept = {pair: kept_pairs(case.op.spec.placed_mask, *pair) for pair in set(lengths)}
     return 2 * columns * case.heads * sum(kept[pair] for pair in lengths)
 

@@ -18,6 +18,7 @@ from typing import Any
 import rawattn
 from rawattn.array.array import DTYPES
 from rawattn.command.timing import Call
+from rawattn.variant.element import FP8
 
 from .differentiable import sdpa
 from .ours import our_options
@@ -65,14 +66,41 @@ class Caches:
         self.kv_lens = torch.tensor(case.kv_lens, dtype=torch.int32, device=device)
         numbers = torch.randperm(pages, device=device, generator=generator).to(torch.int32)
         self.page_table = numbers.view(case.batch, width) if case.page else None
-        most, shape = max(1, case.kv_len), (sum(case.q_lens), case.top)  # lists of rows of the cache; a row may come twice
-        self.lists = torch.randint(most, shape, dtype=torch.int32, device=device, generator=generator)
         count = max(2, -(-cold_bytes // case.pool_bytes))
-        self.dtype = getattr(torch, DTYPES[case.cache].name)
+        self.dtype = torch.uint8 if case.has_records else getattr(torch, DTYPES[case.cache].name)
         sizes = (count, pages, rows, case.kv_heads, case.head_dim), (count, pages, rows, case.kv_heads, case.head_dim_v)
-        pools = [normal(*size).to(self.dtype) for size in sizes[: 2 - case.latent]]
+        if case.has_records:
+            pools = [self.records(normal, sizes[0][:4])]
+        else:
+            pools = [normal(*size).to(self.dtype) for size in sizes[: 2 - case.latent]]
         self.pools: list[tuple[Any, ...]] = list(zip(pools[0], pools[-1][..., : case.head_dim_v], strict=True))
-        self.scales = SCALES if self.dtype.itemsize == 1 else (1.0, 1.0)
+        self.scales = SCALES if case.cache in FP8 else (1.0, 1.0)
+        self.places = None
+        if case.topk:  # of each query among the keys of its sequence, none twice
+            chosen = [
+                torch.randperm(kv, device=device, generator=generator)[: case.topk]
+                for kv in case.kv_lens
+                for _ in range(case.q_len)
+            ]
+            self.places = torch.stack(chosen).unflatten(0, (case.batch, case.q_len))
+
+    @staticmethod
+    def records(normal: Callable[..., Any], shape: tuple[int, ...]) -> Any:
+        """Records whose scales are 1."""
+        import torch
+
+        eight, last = normal(*shape, 512).to(torch.float8_e4m3fn), normal(*shape, 64)
+        return torch.cat([x.view(torch.uint8) for x in (eight, torch.ones(*shape, 4, device=last.device), last)], -1)
+
+    @property
+    def keys_of_step(self) -> Any:
+        """The lists of rows of the cache."""
+        import torch
+
+        assert self.places is not None and self.page_table is not None
+        page = self.case.page
+        pages = self.page_table.long().gather(1, (self.places // page).flatten(1)).view(self.places.shape)
+        return rawattn.TopK((pages * page + self.places % page).flatten(0, 1).to(torch.int32), physical=True)
 
     def keys(self, i: int, cache: int = 0) -> tuple[Any, Any]:
         """k and v of sequence i in one of the caches, (kv_len, kv_heads, columns)."""
@@ -80,6 +108,9 @@ class Caches:
 
         n, pages = self.case.kv_lens[i], [i] if self.page_table is None else self.page_table[i].tolist()
         k, v = (pool.view(torch.uint8)[pages].view(pool.dtype).flatten(0, 1)[:n] for pool in self.pools[cache])
+        if self.case.has_records:
+            k = torch.cat([k[..., :512].view(torch.float8_e4m3fn).bfloat16(), k[..., 528:].contiguous().view(torch.bfloat16)], -1)
+            v = k[..., :512]
         return k, v
 
     def exact(self, i: int) -> Any:
@@ -90,8 +121,8 @@ class Caches:
         k, v = (x.double() * scale for x, scale in zip((k, v), self.scales, strict=True))
         rows = torch.tensor(self.checked(i), device=k.device)
         q = self.of(self.q, i)[rows].double().unflatten(1, (case.kv_heads, -1))
-        if case.top:
-            lists = self.lists[self.starts[i] + rows].long()
+        if self.places is not None:
+            lists = self.places[i][rows]
             p = (torch.einsum("qhgd,qkhd->hgqk", q, k[lists]) * case.head_dim**-0.5).softmax(-1)
             return torch.einsum("hgqk,qkhd->qhgd", p, v[lists]).flatten(1, 2)
         s = torch.einsum("qhgd,khd->hgqk", q, k) * case.head_dim**-0.5
@@ -111,9 +142,12 @@ class Caches:
 def ours(caches: Caches, **options: Any) -> list[Callable[[], Any]]:
     """Attention over each of the caches."""
     step = rawattn.Step(caches.kv_lens, caches.page_table, caches.cu_seqlens_q, max_q_len=max(caches.case.q_lens))
-    if caches.case.top:
-        step = rawattn.Step(None, None, caches.cu_seqlens_q, keys=rawattn.TopK(caches.lists, physical=True))
-    made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
+    if caches.case.topk:
+        step = rawattn.Step(None, None, caches.cu_seqlens_q, keys=caches.keys_of_step)
+    if caches.case.has_records:
+        made = [rawattn.KVCache.records(k[:, :, 0]) for k, _ in caches.pools]
+    else:
+        made = [rawattn.KVCache(k, v, "NHD", *caches.scales) for k, v in caches.pools]
     options = {"split": caches.case.split} | options
     return [functools.partial(rawattn.attention_kvcache, caches.q, cache, step, **options) for cache in made]
 

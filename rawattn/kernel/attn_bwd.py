@@ -406,7 +406,8 @@ class AttnBwd(BackwardKernel):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        return seconds * (0.95 if attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64] else 1.05)
+        has_few = attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64]
+        return seconds * (0.95 if has_few and not attn_bwd_works.needs_bands(op, config, device.sm_count) else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
         """The factor by which tiles of so many keys take longer, where there are other sizes: 192 where not every block has a
@@ -416,6 +417,8 @@ class AttnBwd(BackwardKernel):
             is_small = math.ceil(small) < LARGE_WORK * math.ceil(large)
         else:
             is_small = max(1, small / 2) < LARGE_WORK * max(1, large / 2) if isinstance(op.mask, Causal) else small <= 1
+            if attn_bwd_works.suits_bands(op, 192, device.sm_count):
+                is_small = small <= 1
         return 1.0 if config.consumers == (2 if is_small else 3) or not small_configs_of(op) else 1.02
 
     def programs(self, op: Backward, config: AttnBwdConfig, device: Device) -> tuple[Program, ...]:
@@ -445,7 +448,8 @@ class AttnBwd(BackwardKernel):
             chains = config.dq_chains if config.store == "ordered" else 0
             sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
             last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
-            last = dataclasses.replace(last, sum=gradients.IntervalSums() if config.dq_sums > 1 else backward.ONE_SUM)
+            sums = gradients.BandSums() if config.walk == "bands" else gradients.IntervalSums()
+            last = dataclasses.replace(last, sum=sums if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums
         scratch = [Buffer("dq_sum", blocks * config.tile_q * config.dq_columns * config.dq_parts * 4)]
@@ -455,7 +459,8 @@ class AttnBwd(BackwardKernel):
         first = DeltaPass(config.tile_q, config.tile_kv, 8, cleared, dq, ORDERS[config.order][1])
         scratch += backward.part_buffers(forward, parts)
         program = self.program(op, device, first, launches, make_launches, (*scratch,), config.gradient)
-        return program.with_values({"dq_sums": config.dq_sums} if config.dq_sums > 1 else {})
+        of_sums = {"dq_sums": config.dq_sums, "sum_tiles": blocks // config.dq_sums} | attn_bwd_works.band_values(forward, config)
+        return program.with_values(of_sums if config.dq_sums > 1 else {})
 
 
 def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfig, arch: str) -> tuple[Source, Fields]:
@@ -474,13 +479,15 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
     walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
-    rotated, of_part = config.walk == "rotated", config.query_parts > 1
-    if of_part:
+    rotated, in_bands, of_part = config.walk == "rotated", config.walk == "bands", config.query_parts > 1
+    if of_part and not in_bands:
         walk = QIntervalPart()
     elif rotated and op.varlen:
         walk = QIntervalRotatedPacked()
     plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
-    if op.varlen and (rotated or config.bundle):
+    if in_bands:
+        plan = scheduler.KvBands("Alternating")
+    elif op.varlen and (rotated or config.bundle):
         plan = scheduler.KvWindows(draw="StaticPersistent") if rotated else scheduler.KvBundles()
     every = backward.options(
         op, Score=backward.exact_score(op), Weight=_weight_of(op), **backward.dkv_rows(parts),

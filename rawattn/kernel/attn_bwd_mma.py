@@ -207,8 +207,8 @@ class AttnBwdMma(BackwardKernel):
             return f"dq_vector is {config.dq_vector}; it must be 1, or 4 from compute capability 9.0 on"
         if config.store == "unordered" and op.forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
-        if config.walk == "rotated":
-            return "walk is 'rotated', which needs blocks that all run at once; it must be 'by_heads' or 'by_tiles'"
+        if config.walk in ("rotated", "bands", "uneven"):
+            return f"walk is {config.walk!r}, which attn_bwd alone has; it must be 'by_heads' or 'by_tiles'"
         if reason := backward.wrong_direction(op.forward, config.direction) or group.wrong(op.forward, config):
             return reason
         return tiling.too_much_smem(smem_bytes(config, op.forward), config.ctas_per_sm, device)

@@ -1,4 +1,5 @@
-"""attn_bwd_wide.cu: the gradients of attention on Hopper for heads above 256, in a pass for each of dv, dk and dq."""
+"""attn_bwd_wide.cu and attn_bwd_wide_pair.cu: the gradients of attention on Hopper for heads above 256, in a pass for each of dv,
+dk and dq, or with dk and dv by pairs of blocks."""
 
 from __future__ import annotations
 
@@ -35,15 +36,26 @@ class AttnBwdWideConfig:
 
     tile_q: int = 128  # rows of a cluster that stay, 64 of each block: of dq's pass queries, of the others keys
     tile_kv: int = 32  # rows that move in a step
-    stages: int = 2  # of the ring of steps
+    stages: int = 3  # of the ring of what is summed; the other ring has the rest of shared memory
+    pairs: int = 0  # pairs of blocks in a cluster that makes dk and dv at once; 0 for a pass of each
     weigh_registers: int = 184
     sum_registers: int = 160
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
 
     @property
     def cluster(self) -> int:
-        """The blocks that read what moves together."""
+        """The blocks that read what moves together in a pass of one gradient."""
         return self.tile_q // STAYS
+
+    @property
+    def kv_rows(self) -> int:
+        """The keys of a cluster of dk's and dv's."""
+        return self.pairs * STAYS or self.tile_q
+
+    @property
+    def kv_cluster(self) -> int:
+        """The blocks of such a cluster."""
+        return 2 * self.pairs or self.cluster
 
 
 def kept_panels(op: Forward) -> int:
@@ -51,12 +63,28 @@ def kept_panels(op: Forward) -> int:
     return 7
 
 
-def smem_bytes(config: AttnBwdWideConfig, op: Forward) -> int:
-    """Shared memory of a block, at most: the operands that stay, the ring, weights of two steps and barriers."""
+def sizes(op: Forward, which: str) -> tuple[int, int, int, int]:
+    """Bytes of a block's shared memory in a pass: what no ring has, a tile that is summed, a piece of the other, its pieces."""
     d, dv = (-(-columns // 64) for columns in (op.head_dim, op.head_dim_v))
-    stage = max(d + d % 2 + dv, d + dv + dv % 2) * MOVES
-    rest = max(1, d - kept_panels(op)) + 1
-    return 128 * (STAYS * (max(d, dv) + rest) + config.stages * stage) + 1024
+    summed, other = (dv, d) if which == "dv" else (d, dv)
+    pieces = min(2, other)
+    stays = 0 if which == "dv" else max(d, dv)
+    rest = STAYS * 128 * (stays + max(1, d - kept_panels(op)) + 1) + 1024
+    return rest, MOVES * 128 * (summed + summed % 2), MOVES * 128 * -(-other // pieces), pieces
+
+
+def count_pieces(config: AttnBwdWideConfig, op: Forward, which: str, most: int) -> int:
+    """The pieces that a pass has room for in ``most`` bytes, of three tiles at most; 0 where they are too few."""
+    rest, summed, piece, each = sizes(op, which)
+    pieces = min(3 * each, (most - rest - config.stages * summed) // piece)
+    return pieces if pieces >= 2 * each - (which != "dv") else 0
+
+
+def count_stages(op: Forward, most: int) -> int:
+    """The steps that both rings of a pair's blocks have room for in ``most`` bytes."""
+    d, dv = (-(-columns // 64) for columns in (op.head_dim, op.head_dim_v))
+    rest = STAYS * 128 * (max(1, max(d, dv) - kept_panels(op)) + 1) + 2 * STAYS * MOVES * 4 + 1024
+    return min(6, (most - rest) // (MOVES * 128 * (d + d % 2 + dv + dv % 2)))
 
 
 class AttnBwdWide(BackwardKernel):
@@ -107,47 +135,55 @@ class AttnBwdWide(BackwardKernel):
             return f"tile_q is {config.tile_q} and tile_kv {config.tile_kv}; they must be 64, 128 or 256, and {MOVES}"
         if config.stages < 2:
             return f"stages is {config.stages}; it must be at least 2"
+        short = [which for which in PASSES if not count_pieces(config, op.forward, which, device.smem_bytes)]
+        if short:
+            return f"stages is {config.stages}; the pass of {short[0]} has no shared memory for what else it needs"
+        if config.pairs not in (0, 1, 2) or (config.pairs and count_stages(op.forward, device.smem_bytes) < 3):
+            return f"pairs is {config.pairs}; it must be up to 2, and blocks have room for three steps"
         if config.weigh_registers + 2 * config.sum_registers > 504 or config.weigh_registers < 168 or config.sum_registers > 168:
             values = f"weigh_registers is {config.weigh_registers} and sum_registers {config.sum_registers}"
             return f"{values}; they must be from 168 on, up to 168, and 504 with the latter twice"
-        return group.wrong(op.forward, config) or tiling.too_large_block(smem_bytes(config, op.forward), device)
+        return group.wrong(op.forward, config)
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdWideConfig]:
-        """The clusters of two with the deepest ring that fits; others were never timed."""
-        configs = [AttnBwdWideConfig(stages=stages) for stages in (4, 3, 2)]
-        return [config for config in configs if self.legal(config, op, device) is None][:1]
+        """The clusters of two; others were never timed."""
+        return [config for config in (AttnBwdWideConfig(),) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> float:
-        """The time of the products at 0.3 of the full rate of the tensor cores, as measured. S is computed thrice, dP twice."""
+        """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times or twice, dP twice."""
         forward = op.forward
-        columns = 5 * forward.head_dim + 3 * forward.head_dim_v
-        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.3
+        columns = (4 if config.pairs else 5) * forward.head_dim + 3 * forward.head_dim_v
+        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.55
 
     def lower(self, op: Backward, config: AttnBwdWideConfig, device: Device) -> Program:
-        forward, rows, blocks = op.forward, config.tile_q, device.sm_count // config.cluster
-        works = backward.kv_tiles(forward, rows)
-        config = group.resolved(forward, config, works, rows, blocks)
-        shared = backward.values(forward, rows, rows)
-        kv_values = shared | backward.kv_order(forward, rows, blocks, config.parts)
-        grids = dict.fromkeys(("dv", "dk"), works * config.parts if forward.total_kv else 0)
-        grids["dq"] = forward.heads * backward.q_blocks(forward, rows) if forward.total_q else 0
+        forward, rows, blocks = op.forward, config.tile_q, device.sm_count // config.kv_cluster
+        works = backward.kv_tiles(forward, config.kv_rows)
+        config = group.resolved(forward, config, works, config.kv_rows, blocks)
+        shared = backward.values(forward, rows, config.kv_rows)
+        kv_values, kv_source = shared | backward.kv_order(forward, config.kv_rows, blocks, config.parts), group.source_of(config)
+        kv_grid = works * config.parts * config.kv_cluster if forward.total_kv else 0
         launches = []
-        for which, grid in grids.items():
-            values = shared if which == "dq" else kv_values
-            source = dataclasses.replace(group.source_of(config), parts=1) if which == "dq" else group.source_of(config)
-            launches.append(self.launch(op, (which, source), device, self.name, values, grid * config.cluster, _render))
-        launches[2:2] = self.add_parts(op, config.parts, device)
+        if config.pairs:
+            asked = kv_source, count_stages(forward, device.smem_bytes)
+            launches.append(self.launch(op, asked, device, f"{self.name}_pair", kv_values, kv_grid, _render_pair))
+        for which in ("dq",) if config.pairs else PASSES:
+            source = dataclasses.replace(kv_source, parts=1) if which == "dq" else kv_source
+            grid = forward.heads * backward.q_blocks(forward, rows) * config.cluster if forward.total_q else 0
+            asked_of = which, source, count_pieces(config, forward, which, device.smem_bytes)
+            in_order = (shared, grid) if which == "dq" else (kv_values, kv_grid)
+            launches.append(self.launch(op, asked_of, device, self.name, *in_order, _render))
+        launches[-1:-1] = self.add_parts(op, config.parts, device)
         buffers = backward.part_buffers(forward, config.parts)
         return self.program(op, device, DeltaPass(rows, rows, 8), launches, make_launches, buffers)
 
 
-def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tuple[Source, Fields]:
+def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig, int], arch: str) -> tuple[Source, Fields]:
     """The source of one pass."""
-    (which, config), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
+    (which, config, pieces), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
     made, stays, summed, other = PASSES[which]
     tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
     moves = ("summed", summed), ("other", other)
-    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES // config.cluster)) for name, operand in moves]
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES)) for name, operand in moves]
     own: dict[str, Option] = {"Score": backward.exact_score(op)}
     if which == "dq":
         constants = {"tile_q": config.tile_q, "tile_kv": MOVES}
@@ -156,18 +192,46 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig], arch: str) -> tup
     else:
         constants = {"tile_q": MOVES, "tile_kv": config.tile_q}
         rows = backward.group_options(config.parts)["Group"].fields
-        own |= {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
-    every = backward.options(op, **own, Pass=made)
-    constants |= {"stays": STAYS, "moves": MOVES, "cluster": config.cluster, "stages": config.stages, "q_block": config.tile_q}
-    constants |= {"kept_panels": kept_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    constants |= {"weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
-    products = [
-        wgmma(name, op.element, MOVES, a_in_registers=name == "SMma", b_by_rows=False, negate=name != "DpMma" and op.scale < 0)
-        for name in ("SMma", "SLastMma", "DpMma")
-    ]
-    products.append(wgmma("SumMma", op.element, -(-columns // 128) * 64, a_in_registers=False, b_by_rows=True))
+        own |= _kv_options(op, config)
+    constants |= _constants(op, config) | {"cluster": config.cluster, "sharing": 1, "stages": config.stages, "pieces": pieces}
+    products = _products(op, (("SMma", True), ("SLastMma", False), ("DpMma", False)), {"SumMma": columns})
     fields = (*tensors, *rows, *backward.STATISTICS, *backward.HEADS)
-    return backward.rendered("attn_bwd_wide.cu", constants, fields, products, every, arch)
+    return backward.rendered("attn_bwd_wide.cu", constants, fields, products, backward.options(op, **own, Pass=made), arch)
+
+
+def _render_pair(op: Forward, asked: tuple[AttnBwdWideConfig, int], arch: str) -> tuple[Source, Fields]:
+    """The source of pairs."""
+    config, stages = asked
+    tensors = [Field(name, "TmaTensor", TensorMap(name, STAYS)) for name in ("k", "v")]
+    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES)) for name, operand in (("q", "q"), ("d_o", "do"))]
+    constants = {"tile_q": MOVES, "tile_kv": config.kv_rows, "cluster": config.kv_cluster, "sharing": 2, "stages": stages}
+    registers = ("SMma", True), ("SLastMma", False), ("DpMma", True), ("DpLastMma", False)
+    products = _products(op, registers, {"DkMma": op.head_dim, "DvMma": op.head_dim_v})
+    every = backward.options(op, Score=backward.exact_score(op), **_kv_options(op, config))
+    fields = (*tensors, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
+    return backward.rendered("attn_bwd_wide_pair.cu", constants | _constants(op, config), fields, products, every, arch)
+
+
+def _kv_options(op: Forward, config: AttnBwdWideConfig) -> dict[str, Option]:
+    """The options of a launch whose keys stay."""
+    return {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
+
+
+def _constants(op: Forward, config: AttnBwdWideConfig) -> dict[str, int]:
+    """The constants of all launches."""
+    sizes = {"q_block": config.tile_q, "kept_panels": kept_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
+    registers = {"weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
+    return {"stays": STAYS, "moves": MOVES, **sizes, **registers}
+
+
+def _products(op: Forward, weights: tuple[tuple[str, bool], ...], sums: dict[str, int]) -> list[str]:
+    """The products of dot products, with their left operand in registers or not, and those of sums of so many columns."""
+    made = [
+        wgmma(name, op.element, MOVES, a_in_registers=kept, b_by_rows=False, negate=name.startswith("S") and op.scale < 0)
+        for name, kept in weights
+    ]
+    wide = {name: -(-columns // 128) * 64 for name, columns in sums.items()}
+    return made + [wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in wide.items()]
 
 
 ATTN_BWD_WIDE = AttnBwdWide()

@@ -25,6 +25,15 @@ PART_STEP, PART_HOP, PART_NUMBER, SUM, PASSES = 2.05, 2.4, 4e-6, 3.0, 10.0
 CAUSAL_PARTS, CAUSAL_WHOLE = 0.91, 0.97
 COLUMNS_OF_PARTS = range(65, 129)  # head sizes whose query tiles are split (perf/notes/attn_bwd.md)
 MOST_QUERY_PARTS = 4
+BANDS, MORE_BANDS, FEW_WORKS = 2, 4, 0.34  # parts along the diagonal; the more where a block has fewer whole key tiles
+# Columns up to which a turn takes longer than the two steps between key tiles, and the sums of a tile that then share turns.
+NARROW, SUMS_OF_NARROW = 64, 2
+LEAST_KEY_TILES, MOST_HEADS = 8, 6  # key tiles of a head from which on that was modelled; beyond, adding parts takes too long
+MOST_OF_ONE = 2  # works a block of one head; at four, 200 MB of scratch would gain 5 % at head_dim 128
+# Query tiles for each head, by parts, from which on they are worth more than the last contributor who finishes dq.
+TILES_OF_HEAD = {BANDS: 16, MORE_BANDS: 8}
+MOST_NARROW = 3  # works of a block, up to which that was modelled
+FEW_KEY_HEADS, FEW_HEADS = 16, 4  # and query heads of each, up to which works take tiles of all heads together (a model with L2)
 MOST_BUNDLE = 64
 BUNDLE = 2  # works of a block: with so many, their Q, dO and dq are 35 MB at head_dim 128
 MOST_WAVES = 8  # works of a block, up to which packed sequences go round
@@ -62,22 +71,69 @@ def _refuse_together(config: AttnBwdConfig, op: Forward) -> str | None:
 
 def _refuse_query_parts(config: AttnBwdConfig, op: Backward) -> str | None:
     """The reason why the query tiles of a key tile cannot be split; None where they can. A work of a part goes round."""
-    if config.query_parts in (0, 1):
+    if config.query_parts in (0, 1) or config.walk == "bands":
         return None
     others = (
         op.forward.varlen
         or config.parts > 1
-        or config.dq_sums > 1
         or config.walk not in ("", "rotated")
         or config.heads_together
         or op.forward.spec.dropout
     )
-    most = min(-(-op.forward.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op.forward, config.tile_kv)))
+    most = _most_query_parts(config, op.forward)
     goes_round = _refuse_rounds(dataclasses.replace(config, walk="rotated"), op) is None
     if not 0 <= config.query_parts <= max(1, most) or others or not goes_round:
         needs = f"several, up to {most} here, need one length and what walk 'rotated' needs, without dropout"
         return f"query_parts is {config.query_parts}; {needs}"
     return None
+
+
+def _most_query_parts(config: AttnBwdConfig, op: Forward) -> int:
+    return min(-(-op.q_len // config.tile_q), tiling.MOST_TILES // max(1, backward.kv_tiles(op, config.tile_kv)))
+
+
+def _refuse_bands(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why query tiles cannot be in parts along the diagonal, where the configuration says so; None where they can."""
+    if config.walk != "bands":
+        return None
+    forward, parts = op.forward, config.query_parts or BANDS
+    is_served = isinstance(forward.mask, Causal) and not forward.varlen and forward.has_plain_score and not forward.spec.dropout
+    others = config.parts > 1 or config.heads_together or config.gradient or config.bundle > 0
+    adds = config.store == "ordered" and config.direction in ("", "Alternating")
+    most = max(BANDS, _most_query_parts(config, forward))
+    if is_served and adds and not others and 1 < parts <= most and config.dq_sums % parts == 0:
+        return None
+    needs = f"a causal mask, one length, 2 to {most} query_parts here, so many dq_sums or times as many, and store 'ordered'"
+    return f"walk is 'bands' with query_parts {parts} and dq_sums {config.dq_sums}; it needs {needs}"
+
+
+def _refuse_uneven(config: AttnBwdConfig, op: Backward) -> str | None:
+    """The reason why parts of query heads cannot differ by a head, where the configuration says so; None where they can."""
+    forward = op.forward
+    is_served = isinstance(forward.mask, (Causal, Full)) and not forward.varlen and not config.gradient and config.dq_sums < 2
+    if config.walk != "uneven" or (is_served and 1 < config.parts <= forward.heads_per_kv and config.query_parts < 2):
+        return None
+    needs = f"a full or causal mask, one length, 2 to {forward.heads_per_kv} parts, and one sum of each tile of dq"
+    return f"walk is 'uneven' with parts {config.parts}; it needs {needs}"
+
+
+def _has_odd_groups(op: Forward, batch: int) -> bool:
+    """Says whether groups have five or seven heads, and so many sequences have few of them, of widths that were modelled."""
+    is_known = op.heads_per_kv in (5, 7) and op.widest <= COLUMNS_OF_PARTS[-1]
+    return is_known and op.kv_heads * batch <= FEW_KEY_HEADS // 2
+
+
+def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether groups of five or seven heads should have two parts that differ by a head (perf/notes/attn_bwd.md): in long
+    sequences, where ``group.parts`` would take two if they were equal, and equal ones are too many."""
+    forward, works = op.forward, backward.kv_tiles(op.forward, config.tile_kv)
+    is_asked = config.walk or config.parts or config.query_parts or config.dq_sums or config.heads_together
+    is_odd = _has_odd_groups(forward, forward.batch)
+    is_long = _is_square(forward) and forward.q_len >= group.LONG and group.adds_in_turns(config)
+    enough = group.ENOUGH_OF_LONG * blocks
+    if is_asked or not (is_odd and is_long and works < enough <= 2 * works):
+        return False
+    return _refuse_uneven(dataclasses.replace(config, walk="uneven", parts=2), op) is None
 
 
 def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
@@ -88,6 +144,14 @@ def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
 def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
     return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
+
+
+def _has_narrow_turns(op: Forward, config: AttnBwdConfig) -> bool:
+    """Says whether key tiles next to each other come to a tile of dq faster than turns go on, where there are as many keys as
+    queries: heads are narrow, and tiles small, as they are where works are few."""
+    is_causal = _is_whole_causal(op) and op.heads_per_kv == 1
+    is_plain = op.has_plain_score and not op.spec.dropout and op.widest <= NARROW and config.consumers == 2
+    return is_causal and is_plain and not config.gradient and _may_have_sums(op, config)
 
 
 def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
@@ -101,8 +165,11 @@ def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
 def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:
     """The sums of each tile of dq that keep ``blocks`` from queuing for them.
 
-    Those beside the first take at most a tenth of what k and v do. So there are some only where queries are far fewer than keys,
-    which is where blocks queue (perf/notes/attn_bwd.md)."""
+    Few works of narrow causal heads have two. Else those beside the first take at most a tenth of what k and v do, so that there
+    are some only where queries are far fewer than keys, which is where blocks queue (perf/notes/attn_bwd.md)."""
+    has_few = _is_square(op) and backward.kv_tiles(op, config.tile_kv) <= MOST_NARROW * blocks
+    if has_few and _has_narrow_turns(op, config):
+        return SUMS_OF_NARROW
     if not _has_few_queries(op, config):
         return 1
     tiles = op.heads * backward.q_blocks(op, config.tile_q)
@@ -130,12 +197,24 @@ def _goes_round(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
     return rounds * (work + ROUND) < -(-heads * kv_tiles // blocks) * work + kv_tiles * TURN
 
 
+def _sums_of_parts(op: Forward, config: AttnBwdConfig) -> int:
+    """The sums of a tile of dq where query tiles are in parts that go round: two where a pass makes dq, as key tiles that run at
+    once are as many as the query tiles of a part, and a turn takes longer than a step (perf/notes/attn_bwd.md). Of a group of
+    query heads they would take several times what parts of dk and dv do, and no model has them."""
+    has_two = config.store == "ordered" and isinstance(op.mask, Full) and op.heads_per_kv == 1
+    return config.dq_sums or (2 if has_two else 1)
+
+
 def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
     """The parts of the query tiles of a key tile by which works end soonest, by what is expected of them; one where others save
     less than a twentieth of all launches' time (perf/notes/attn_bwd.md)."""
     forward = op.forward
-    is_timed = forward.widest in COLUMNS_OF_PARTS and forward.total_q and forward.total_kv
-    if not is_timed or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None:
+    sums = _sums_of_parts(forward, config)
+    is_known = forward.widest in COLUMNS_OF_PARTS or (forward.widest <= NARROW and sums > 1 and config.consumers == 2)
+    if (
+        not (is_known and forward.total_q and forward.total_kv)
+        or _refuse_query_parts(dataclasses.replace(config, query_parts=2), op) is not None
+    ):
         return 1
     kv_tiles, heads = -(-forward.kv_len // config.tile_kv), forward.kv_heads * forward.batch
     columns = forward.head_dim + forward.head_dim_v
@@ -147,7 +226,7 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
         at_once = -(-kv_tiles // windows)
         rounds = -(-heads * parts // max(1, blocks // at_once)) * windows
         added = SUM + parts * heads * forward.kv_len * columns * PART_NUMBER if parts > 1 else 0
-        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP * at_once / tiles) + added
+        return PASSES + rounds * tiles * of_step * max(PART_STEP, PART_HOP / sums * at_once / tiles) + added
 
     expected = {parts: expect_rounds(parts) for parts in range(1, min(MOST_QUERY_PARTS, _part_tiles(forward, config, 1)) + 1)}
     if not isinstance(forward.mask, Full):  # works of one part are shared out as blocks end, the longest first
@@ -156,6 +235,51 @@ def _count_query_parts(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
         expected[1] = CAUSAL_WHOLE * (PASSES + max(longest, steps / blocks) * of_step * PART_STEP)
     best = min(expected, key=expected.__getitem__)
     return best if expected[best] < 0.95 * expected[1] else 1
+
+
+def _is_whole_causal(op: Forward) -> bool:
+    """Says whether the mask is causal, of whole sequences of one length."""
+    return isinstance(op.mask, Causal) and not (op.varlen or any(op.lens)) and op.spec.offsets is None
+
+
+def _is_square(op: Forward) -> bool:
+    """Says whether such sequences have as many keys as queries."""
+    return _is_whole_causal(op) and op.q_len == op.kv_len
+
+
+def _has_few_groups(op: Forward) -> bool:
+    """Says whether key heads, and query heads of each, are so few that L2 holds what works of all of them use at a query tile."""
+    return _is_square(op) and op.kv_heads * op.batch <= FEW_KEY_HEADS and 1 < op.heads_per_kv <= FEW_HEADS
+
+
+def suits_bands(op: Forward, tile_kv: int, blocks: int) -> bool:
+    """Says whether works of whole key tiles are so few, or begin so, that parts along the diagonal end sooner. Of few heads the
+    longest is most of a launch, and of one head alone all key tiles would begin at the same query tile."""
+    heads, kv_tiles = op.kv_heads * op.batch, -(-op.kv_len // tile_kv)
+    is_square = _is_square(op) and op.heads_per_kv == 1
+    most = MOST_OF_ONE if heads == 1 else 1
+    is_few = kv_tiles >= LEAST_KEY_TILES and heads <= MOST_HEADS and heads * kv_tiles <= most * blocks
+    return is_square and is_few and op.widest <= COLUMNS_OF_PARTS[-1]
+
+
+def _count_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> int:
+    """The parts along the diagonal in which works end soonest, one where others gain nothing (perf/notes/attn_bwd.md)."""
+    forward = op.forward
+    if config.walk == "bands":
+        return config.query_parts or BANDS
+    is_asked = config.walk or config.query_parts or config.dq_sums
+    if is_asked or not suits_bands(forward, config.tile_kv, blocks):
+        return 1
+    if _refuse_bands(dataclasses.replace(config, walk="bands"), op) is not None:
+        return 1
+    return MORE_BANDS if backward.kv_tiles(forward, config.tile_kv) <= FEW_WORKS * blocks else BANDS
+
+
+def needs_bands(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
+    """Says whether parts along the diagonal are worth more than a last contributor who finishes dq, which has no place there."""
+    parts = _count_bands(op, dataclasses.replace(config, store="ordered"), blocks)
+    heads, q_tiles = op.forward.heads * op.forward.batch, -(-op.forward.q_len // config.tile_q)
+    return parts > 1 and q_tiles >= heads * TILES_OF_HEAD.get(parts, 0)
 
 
 def _place_packed(op: Backward, config: AttnBwdConfig, is_asked: str, blocks: int) -> AttnBwdConfig:
@@ -220,19 +344,26 @@ def _window_values(op: Forward, config: AttnBwdConfig, blocks: int) -> dict[str,
 
 def wrong(op: Backward, config: AttnBwdConfig) -> str | None:
     """The reason why works cannot be as ``config`` says; None where they can."""
-    together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward)
+    together = _refuse_sums(config, op.forward) or _refuse_together(config, op.forward) or _refuse_bands(config, op)
+    together = together or _refuse_uneven(config, op)
     return _refuse_rounds(config, op) or together or _refuse_query_parts(config, op)
 
 
 def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
     """The configuration with what sizes suggest where it says nothing."""
     forward, is_asked = op.forward, config.walk
+    if (bands := _count_bands(op, config, blocks)) > 1:
+        sums = config.dq_sums or bands * (SUMS_OF_NARROW if _has_narrow_turns(forward, config) else 1)
+        return dataclasses.replace(config, walk="bands", query_parts=bands, parts=1, dq_sums=sums, bundle=0)
+    if config.walk == "uneven" or _suits_uneven(op, config, blocks):
+        return dataclasses.replace(config, walk="uneven", parts=config.parts or 2, query_parts=1, dq_sums=1, bundle=0)
     if config.query_parts > 1:
-        config = dataclasses.replace(config, parts=1, dq_sums=1)
-    config = group.resolved(forward, config, backward.kv_tiles(forward, config.tile_kv), config.tile_kv, blocks)
+        config = dataclasses.replace(config, parts=1, dq_sums=_sums_of_parts(forward, config))
+    works, is_few = backward.kv_tiles(forward, config.tile_kv), _has_few_groups(forward)
+    config = group.resolved(forward, config, works, config.tile_kv, blocks, is_few)
     if config.query_parts == 0:
         n = _count_query_parts(op, dataclasses.replace(config, walk=is_asked), blocks)
-        config = dataclasses.replace(config, query_parts=n, dq_sums=1 if n > 1 else config.dq_sums)
+        config = dataclasses.replace(config, query_parts=n, dq_sums=_sums_of_parts(forward, config) if n > 1 else config.dq_sums)
     if config.bundle < 0:
         config = _place_packed(op, config, is_asked, blocks)
     walk = "rotated" if config.query_parts > 1 or (not is_asked and _goes_round(op, config, blocks)) else config.walk
@@ -244,15 +375,29 @@ def resolved(op: Backward, config: AttnBwdConfig, blocks: int) -> AttnBwdConfig:
 
 
 def kinds(op: Backward, config: AttnBwdConfig) -> list[AttnBwdConfig]:
-    """The configurations that sizes may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
-    them; rounds, and parts of query tiles; packed sequences side by side."""
-    forward, several = op.forward, config.dq_sums == 0 and _has_few_queries(op.forward, config)
+    """The configurations that lengths may make of ``config``: with one sum of each tile of dq, several where lengths may ask for
+    them; rounds, and parts of query tiles and of query heads; packed sequences side by side."""
+    forward, narrow = op.forward, _has_narrow_turns(op.forward, config)
+    several = config.dq_sums == 0 and (_has_few_queries(forward, config) or narrow)
     plain = dataclasses.replace(config, query_parts=max(1, config.query_parts), bundle=max(0, config.bundle))
     found = [dataclasses.replace(plain, dq_sums=n) for n in (1, 2)] if several else [plain]
     rotated = dataclasses.replace(plain, parts=1, walk="rotated", dq_sums=1)
     if not forward.varlen and not config.walk and _refuse_rounds(rotated, op) is None:
-        is_split = config.query_parts == 0 and forward.widest in COLUMNS_OF_PARTS and not forward.spec.dropout
-        found += [rotated] * isinstance(forward.mask, Full) + [dataclasses.replace(rotated, query_parts=2)] * is_split
+        sums = _sums_of_parts(forward, config)
+        is_known = forward.widest in COLUMNS_OF_PARTS or (forward.widest <= NARROW and sums > 1 and config.consumers == 2)
+        is_split = config.query_parts == 0 and is_known and not forward.spec.dropout
+        of_parts = dataclasses.replace(rotated, query_parts=2, dq_sums=sums)
+        found += [rotated] * isinstance(forward.mask, Full) + [of_parts] * is_split
+    bands = dataclasses.replace(plain, parts=1, walk="bands", query_parts=BANDS, dq_sums=BANDS)
+    is_asked = config.walk or config.query_parts or config.dq_sums
+    has_few = forward.heads_per_kv == 1 and forward.kv_heads <= MOST_HEADS and forward.widest <= COLUMNS_OF_PARTS[-1]
+    if has_few and not is_asked and _is_whole_causal(forward) and _refuse_bands(bands, op) is None:
+        found.append(bands)
+    uneven = dataclasses.replace(plain, parts=2, walk="uneven", dq_sums=1)
+    is_odd = _is_whole_causal(forward) and group.adds_in_turns(config) and _has_odd_groups(forward, 1)
+    is_asked = config.walk or config.parts or config.query_parts or config.dq_sums
+    if is_odd and not is_asked and _refuse_uneven(uneven, op) is None:
+        found.append(uneven)
     beside = dataclasses.replace(plain, bundle=BUNDLE)
     is_placed = config.bundle < 0 and not config.walk and forward.widest <= COLUMNS_OF_PARTS[-1]
     if is_placed and _refuse_together(beside, forward) is None:
@@ -269,10 +414,20 @@ def _most_together(op: Forward, config: AttnBwdConfig, sums: int, blocks: int) -
     return config.heads_together or (max(1, blocks // 2) if has_few and op.widest >= COLUMNS_OF_PARTS[0] else 0)
 
 
+def band_values(op: Forward, config: AttnBwdConfig) -> dict[str, float]:
+    """The run-time numbers of parts along the diagonal."""
+    parts = config.query_parts
+    return {"group_parts": parts, "part_tiles": _part_tiles(op, config, parts)} if config.walk == "bands" else {}
+
+
 def values(op: Forward, config: AttnBwdConfig, sm_count: int, grid: int) -> dict[str, float]:
     """The run-time numbers that set parts and the order of works."""
     parts, sums = config.parts * config.query_parts, group.sums(op, config, config.parts)
     numbers = backward.kv_order(op, config.tile_kv, sm_count, parts, sums)
+    if config.walk == "bands":
+        return numbers | {"heads_per_kv": op.heads_per_kv, **band_values(op, config)}
+    if config.walk == "uneven":  # as if each part were a head
+        return numbers | {"heads": op.kv_heads * parts, "heads_per_kv": 1, "group_heads": op.heads_per_kv}
     if config.query_parts > 1:  # as if there were so many heads, and each had some query tiles
         of_parts = {"heads": op.heads * parts, "heads_per_kv": op.heads_per_kv}
         numbers |= of_parts | {"part_tiles": _part_tiles(op, config, parts)}

@@ -251,10 +251,10 @@ class AttnFwdMma(ForwardKernel):
     def cost(self, config: AttnFwdMmaConfig, op: Forward, device: Device) -> float:
         return self.seconds(config, op, device)
 
-    def seconds(self, config: AttnFwdMmaConfig, op: Forward, device: Device, rows_each: int = 1) -> float:
+    def seconds(self, config: AttnFwdMmaConfig, op: Forward, device: Device, rows_each: int = 1, widening: float = 0.0) -> float:
         """Counts for every key tile of every block the clocks of the products and of the exponentials (16 a clock), or of shared
         memory (128 bytes a clock), or the latencies of a lone block, whichever are more. Over caches ``rows_each`` heads share a
-        tile."""
+        tile, and ``widening`` are the clocks that threads need to make a key's numbers."""
         qk, v = columns(op)
         tile_q, keys, warps, strip = config.tile_q, config.tile_kv, threads(config, op) / 32, strip_warps(op)
         each, size = 6 if op.element == FP32 else 1, op.element.itemsize  # of tf32: three, at half the rate
@@ -268,8 +268,9 @@ class AttnFwdMma(ForwardKernel):
         op = packed_gqa(op, config)
         count = max(1, tiles(op, tile_q, rows_each) * splits) / device.sm_count  # blocks of a multiprocessor
         together = min(config.ctas_per_sm, max(1.0, count))  # at a time
-        busy = together * (_overlap((products + exponentials) * _stretch(together * warps), read) + _EACH_STEP)
-        alone = _overlap((products + exponentials) * _stretch(warps), read) + _STEP
+        widened = keys * widening  # by all warps, which wait for each other then
+        busy = together * (_overlap((products + exponentials) * _stretch(together * warps), read) + _EACH_STEP + widened)
+        alone = _overlap((products + exponentials) * _stretch(warps), read) + _STEP + widened
         begin, end = kept_keys(op.spec.placed_mask, op.q_len, op.kv_len, tile_q, rows_each)
         tiles_each = np.maximum(-(-end // keys) - begin // keys, 0).max(1)  # key tiles of each sampled query tile
         tiles_each = np.ceil(tiles_each / splits)
@@ -282,7 +283,7 @@ class AttnFwdMma(ForwardKernel):
         plan = tiling.lpt_scheduler(op, persistent=False)
         options: dict[str, Option] = {"Softmax": softmax.SpeculativeMax(), "Kv": kv.CpAsyncKv(), "Scheduler": plan, "Store": out}
         options |= {"Walk": tiling.cursor(op), "Blocks": Blocks32() if op.element == FP32 else Blocks16()}
-        options["Strip"] = strip_option(op)
+        options |= {"Strip": strip_option(op), "Slots": kv.Turns(), "QColumns": rows.OneQ()}
         if config.pack_gqa:
             options |= tiling.packed_options(op, rows.PackGqa())
         if config.split:

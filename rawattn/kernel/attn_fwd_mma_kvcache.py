@@ -10,7 +10,7 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
 from ..variant import Option, kv, rows, scheduler
 from ..variant.element import FP32
-from ..variant.field import Field, Fields, PagePool, View
+from ..variant.field import Field, Fields, View
 from ..variant.gradients import Blocks16
 from . import paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option
@@ -45,12 +45,17 @@ class AttnFwdMmaKVCache(OverCache):
         plain, rows_each = dataclasses.replace(config, pack_gqa=False), op.heads_per_kv if config.pack_gqa else 1
         if isinstance(op, Forward):
             return ATTN_FWD_MMA.cost(plain, op, device)
-        return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each)
+        return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each, paging.widening(op))
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
         """The tuning shapes of plain tensors, with as many heads for each key head as the operation has."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
+        if paging.has_records(op):
+            sizes = ((64, 1), (1, 1), (4, 512))
+            return tuple(
+                dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=-1, ragged=False) for n, q_len in sizes
+            )
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
@@ -60,7 +65,7 @@ class AttnFwdMmaKVCache(OverCache):
     def kernel_options(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> dict[str, Option]:
         return {
             "Rows": rows.StridedCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": (kv.PagedRowsWidenedKv if paging.is_fp8(op) else kv.PagedRowsKv)(kv.PAGES[op.form]),
+            **paging.strided_options(op, kv.PAGES[op.form]),
             "Scheduler": scheduler.ReportingScheduler(tiling.lpt_scheduler(over_tensors(op), persistent=False)),
             "Walk": tiling.cursor(over_tensors(op)),
             "Blocks": Blocks16(),
@@ -68,13 +73,13 @@ class AttnFwdMmaKVCache(OverCache):
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> Fields:
-        tensors = [Field("q", "StridedTensor", View("q"))]
-        tensors += [Field(name, "StridedPages", PagePool(f"{name}_cache", 0)) for name in "kv"]
+        tensors = [Field("q", "StridedTensor", View("q")), *paging.strided_pools(op)]
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
     def render(self, op: AttentionKVCache, config: AttnFwdMmaConfig, arch: str) -> Source:
         constants = ATTN_FWD_MMA.constants(over_tensors(op), config)
-        return source(ATTN_FWD_MMA.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
+        options = paging.in_records(self.options(op, config), op, arch)
+        return source(ATTN_FWD_MMA.file, config_header(constants, self.fields(op, config), [], options), arch)
 
     def grid(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> int:
         return tiling.most_tiles(self.tiled(op, config), config.tile_q)

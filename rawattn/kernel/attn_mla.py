@@ -66,27 +66,33 @@ def rows_that_matter(op: AttentionKVCache) -> int:
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Up to 64
-    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, and sequences up to ``long_keys`` have
-    few (perf/notes/attn_mla.md)."""
+    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, so sequences up to ``long_keys`` have
+    few, and longer ones as many as one alone needs (perf/notes/attn_mla.md)."""
     if is_even(op):
         return TILE_KV, 1 << 30
     rows = rows_that_matter(op)
-    keys, most = 512 if rows <= TILE_ROWS else 4096, 64 if rows <= 16 else 32 if rows <= 32 else 16
-    most = 16 if op.spec.invariant else most  # whatever the most rows are, states of all splits have room
+    if rows > TILE_ROWS:
+        keys, most = 4096, 32
+    else:
+        keys, most = 512, 16 if op.spec.invariant or rows > 32 else 64 if rows <= 16 else 32
     return (min(op.split_keys, LONGEST + 1) if op.split_keys > 0 else keys), most
 
 
 def long_keys(op: AttentionKVCache) -> int:
-    """The keys above which splits of a sequence are half as long."""
+    """The keys above which splits of a sequence are a quarter as long."""
     return 16384 if op.split_keys == 0 and rows_that_matter(op) > TILE_ROWS else LONGEST
 
 
-def slots(op: AttentionKVCache) -> int:
-    """States that are left at the border between two blocks, as many as splits of a sequence; of even shares two."""
-    if is_even(op):
-        return 2
+def most_splits(op: AttentionKVCache) -> int:
+    """The most splits that a sequence has."""
     keys, most = split_rule(op)
-    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1 - (op.kv_len > long_keys(op))))
+    return min(most, ceil_div(max(1, op.kv_len), 1 << keys.bit_length() - 1 - 2 * (op.kv_len > long_keys(op))))
+
+
+def slots(op: AttentionKVCache) -> int:
+    """States that are left at the border between two blocks. Of a work with one border the block that has more splits folds them
+    itself, and the other one leaves half of all at most; a work with more borders has the places of all. Of even shares two."""
+    return 2 if is_even(op) else most_splits(op) // 2 + 1
 
 
 def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
@@ -97,6 +103,11 @@ def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
 def kv_option(pages: Option, rows: int) -> Option:
     """The option for pages of which TMA reads so many rows at once."""
     return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
+
+
+def gathered_option(op: AttentionKVCache, source: Option) -> Option:
+    """The option for keys that threads ask for row by row; ``source`` says where they lie."""
+    return (kv.LatentRecordsKv if paging.has_records(op) else kv.LatentRowsKv)(source)
 
 
 STRIP_BYTES = 64 * HEAD_DIM_V + 128  # of a state's sixteen rows
@@ -117,11 +128,11 @@ class AttnMla(Kernel[AttentionKVCache]):
         return False
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        return not self.gathers(op)  # a GPU has run some tests of the form in which threads copy rows
+        return not self.gathers(op)  # no GPU has measured what threads copy or ask for as it is now
 
     def gathers(self, op: AttentionKVCache) -> bool:
-        """Says whether threads copy keys row by row, wherever they lie."""
-        return has_tiny_pages(op)
+        """Says whether threads ask for keys row by row, wherever they lie."""
+        return has_tiny_pages(op) or paging.has_records(op)
 
     def step(self, op: AttentionKVCache) -> AttentionKVCache:
         """The step whose sequences are works."""
@@ -133,8 +144,8 @@ class AttnMla(Kernel[AttentionKVCache]):
             reasons.append(
                 f"it takes latent caches, whose v is the first {HEAD_DIM_V} columns of a k of {HEAD_DIM} with one head"
             )
-        if op.kv_element != op.element:
-            reasons.append(f"it takes caches in the format of q, {op.element.name}")
+        if op.kv_element != op.element and not paging.has_records(op):
+            reasons.append(f"it takes caches in the format of q, {op.element.name}, and of records")
         rows = most_rows(self.step(op))
         reasons += tiling.tensor_core_reasons(paging.over_tensors(self.step(op)), max(op.head_dim, HEAD_DIM))
         if rows > MOST_ROWS:
@@ -179,7 +190,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": kv.LatentRowsKv(kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
+            "Kv": gathered_option(op, kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
             "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
@@ -218,7 +229,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             wgmma("QkLastMma", op.element, TILE_KV, a_in_registers=False, b_by_rows=False, negate=negate),
             wgmma("PvMma", op.element, HEAD_DIM_V // 2, a_in_registers=False, b_by_rows=True),
         ]
-        options = self.options(op, config, arch)
+        options = paging.in_records(self.options(op, config, arch), op, arch)
         return source(FILE, config_header(self.constants(op, config), self.fields(op, config, arch), products, options), arch)
 
     def render_fold(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> tuple[Source, Fields]:
@@ -242,7 +253,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The number of shares of all keys: one for each multiprocessor or pair of them, or for each split that there may be;
         fewer where their states would take more than MOST_BYTES."""
         works = op.batch * ceil_div(max(1, most_rows(op)), config.tile_q)
-        parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else slots(op)
+        parts = ceil_div(max(1, op.kv_len), TILE_KV) if is_even(op) else most_splits(op)
         room = 1 + MOST_BYTES // (slots(op) * strips(op, config) * STRIP_BYTES)
         return min(device.sm_count // config.members, MOST_BLOCKS // config.members, works * parts, room)
 
@@ -250,7 +261,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """All that ``render`` and ``fields`` depend on besides the configuration."""
         page = 1 if self.gathers(op) else page_rows(op, config)
         options = op.form, page, op.ragged, op.sinks, op.scale < 0, op.q_rope, is_even(op), op.spec.kind
-        return (op.element, *paging.arrays_of(op), *options)
+        return (op.element, op.kv_element, *paging.arrays_of(op), *options)
 
     def lower(self, op: AttentionKVCache, config: AttnMlaConfig, device: Device) -> Program:
         """The launch, and that of the fold where a sequence may have several splits: a work may be cut then. None where no row is

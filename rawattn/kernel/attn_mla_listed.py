@@ -10,14 +10,14 @@ from ..variant import Option, kv, rows, scheduler
 from ..variant.lists import NumberedKeys, PhysicalPages
 from ..variant.walk import WorkListWalk
 from . import listed, paging
-from .attn_mla import AttnMla, AttnMlaConfig, is_even
+from .attn_mla import AttnMla, AttnMlaConfig, gathered_option, is_even
 from .program import Program
 
 MOST_TOKENS = 1 << 20  # each block of the grid looks at all
 
 
 class AttnMlaListed(AttnMla):
-    """The kernel. Threads copy keys row by row, wherever they lie."""
+    """The kernel. Threads ask for keys row by row, wherever they lie."""
 
     def gathers(self, op: AttentionKVCache) -> bool:
         return True
@@ -41,7 +41,7 @@ class AttnMlaListed(AttnMla):
         pages: Option = PhysicalPages(op.page_size) if op.spec.keys.physical else kv.PAGES[op.form]
         own = listed.list_options(op, of_rows, paging.mask_option(op), op.score.constant_time)
         own |= {
-            "Kv": kv.LatentRowsKv(NumberedKeys(pages, listed.numbers_of(op))),
+            "Kv": gathered_option(op, NumberedKeys(pages, listed.numbers_of(op))),
             "Walk": WorkListWalk(),
             "Launch": scheduler.Independent(),  # lists are not read while the launch before may still write them
         }

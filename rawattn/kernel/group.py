@@ -13,9 +13,12 @@ from typing import Any
 from ..operation import Forward
 from ..variant import Option
 from ..variant.mask import Causal, Full
-from ..variant.walk import QIntervalByTiles, QIntervalRotated, QIntervalWalk, lists
+from ..variant.walk import QIntervalBand, QIntervalByTiles, QIntervalRotated, QIntervalUneven, QIntervalWalk, lists
 
-WALKS: dict[str, Option] = {"by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "rotated": QIntervalRotated()}
+WALKS: dict[str, Option] = {
+    "by_heads": QIntervalWalk(), "by_tiles": QIntervalByTiles(), "rotated": QIntervalRotated(), "bands": QIntervalBand(),
+    "uneven": QIntervalUneven(),
+}  # fmt: skip
 
 # Works for each block that runs at once, up to which heads are split. A causal mask's longest work takes twice the mean of all:
 # with two a block none lasts beyond the others. Without a mask all take the same, but a work begins when those of all key tiles
@@ -38,7 +41,8 @@ def divisors(op: Forward) -> list[int]:
 def wrong(op: Forward, config: Any) -> str | None:
     """The reason why the query heads of a key head cannot be split into ``config.parts``, or their tiles not be taken in order
     ``config.walk``; None where they can."""
-    if config.parts and config.parts not in divisors(op):
+    uneven = getattr(config, "walk", "") == "uneven" and 1 < config.parts <= op.heads_per_kv
+    if config.parts and config.parts not in divisors(op) and not uneven:
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
     walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
     if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
@@ -99,16 +103,15 @@ def walks(op: Forward, config: Any) -> list[str]:
     return ["by_heads", "by_tiles"] if waits else ["by_heads"]
 
 
-def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int) -> Any:
+def resolved(op: Forward, config: Any, works: int, tile_kv: int, blocks: int, is_few: bool = False) -> Any:
     """The configuration with the parts, and the walk where it has one, that sizes suggest, unless ``config`` says them.
 
-    Under a causal mask the first of one or three groups of heads begins with its longest works, all of them at the last query
-    tile. Head by head these wait for each other's turns to add to dq; with all heads of a query tile together they go in step.
-    The first of two or four begins with its shortest works, at query tiles of their own: there nobody waits, and all heads
-    together would need more of Q and dq than L2 holds."""
+    Under a causal mask works with several heads begin with the longest ones, all of them at the last query tile. Head by head
+    these wait for each other's turns to add to dq; with all heads of a query tile together they go in step. L2 holds what is in
+    use then for one or three groups of key heads, and where ``is_few`` says that heads are."""
     n = config.parts or parts(op, config, works, blocks)
     _, groups = head_groups(op.kv_heads * op.batch, -(-op.kv_len // tile_kv), blocks, sums(op, config))
-    in_step = n > 1 or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
+    in_step = n > 1 or is_few or (op.q_len <= SHORT if op.varlen else groups in (1, 3))
     return _set_parts(config, n, walks(op, config)[-1 if in_step else 0])
 
 

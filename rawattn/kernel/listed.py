@@ -13,7 +13,7 @@ from ..operation import AttentionKVCache, Forward
 from ..operation.kvcache import elements_text
 from ..operation.operand import Layout
 from ..variant import Option, constant_time, kv, rows, scheduler, softmax, store, weight
-from ..variant.element import BF16, FP16
+from ..variant.element import BF16, E4M3, FP16
 from ..variant.field import Field, Fields, PagePool, View
 from ..variant.gradients import Blocks16
 from ..variant.lists import BlockLists, ListedMask, ListedPages, ListedRows, ListedScore, PackedKeys, PhysicalPages, TokenLists
@@ -87,7 +87,7 @@ def options(op: Any, **kernel_options: Option) -> dict[str, Option]:
     is_fp8 = not isinstance(op, Forward) and paging.is_fp8(op)
     by_axis: dict[str, Option] = {
         "Element": op.element,
-        "KvElement": op.element if isinstance(op, Forward) else op.kv_element,
+        "KvElement": op.element if isinstance(op, Forward) else E4M3 if paging.has_records(op) else op.kv_element,
         **own,
         "Weight": weight.Identity(),
         "Softmax": softmax.WithVScale(sums, kv.CacheScale("v_scale")) if is_fp8 else sums,
@@ -185,9 +185,8 @@ class Listed(OneLaunch[Any]):
         return (op.kind,)
 
     def fields(self, op: Any, config: Any) -> Fields:
-        name = "{}" if isinstance(op, Forward) else "{}_cache"
-        tensors = [Field("q", "StridedTensor", View("q"))]
-        tensors += [Field(x, "StridedPages", PagePool(name.format(x), 0)) for x in "kv"]
+        plain = [Field(x, "StridedPages", PagePool(x, 0)) for x in "kv"]
+        tensors = [Field("q", "StridedTensor", View("q")), *(plain if isinstance(op, Forward) else paging.strided_pools(op))]
         return tuple(dict.fromkeys(tiling.fields(tensors, self.options(op, config))))
 
     def grid(self, op: Any, config: Any, device: Device) -> int:
@@ -215,6 +214,9 @@ class AttnFwdMmaListed(Listed):
     def meant_for(self, op: Any, device: Device) -> bool:
         return self.runs_on(device) and op.element in (BF16, FP16)
 
+    def cost(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> float:
+        return ATTN_FWD_MMA.seconds(config, over_blocks(op), device, widening=paging.widening(op))
+
     def legal(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> str | None:
         if config.pack_gqa or config.split:
             return "pack_gqa or split is True; over lists heads that share them share tiles, and keys are not split"
@@ -235,14 +237,15 @@ class AttnFwdMmaListed(Listed):
         return fitting or configs
 
     def options(self, op: Any, config: AttnFwdMmaConfig) -> dict[str, Option]:
-        widens = isinstance(op, AttentionKVCache) and paging.is_fp8(op)
-        source_of_rows = (kv.PagedRowsWidenedKv if widens else kv.PagedRowsKv)(pages_option(op))
+        plain: dict[str, Option] = {"Kv": kv.PagedRowsKv(pages_option(op)), "Slots": kv.Turns(), "QColumns": rows.OneQ()}
+        copies = paging.strided_options(op, pages_option(op)) if isinstance(op, AttentionKVCache) else plain
         strip = strip_option(over_blocks(op))
-        return options(op, Softmax=softmax.SpeculativeMax(), Kv=source_of_rows, Blocks=Blocks16(), Strip=strip)
+        return options(op, Softmax=softmax.SpeculativeMax(), Blocks=Blocks16(), Strip=strip, **copies)
 
     def render(self, op: Any, config: AttnFwdMmaConfig, arch: str) -> Source:
         constants = ATTN_FWD_MMA.constants(over_blocks(op), config)
-        return source(ATTN_FWD_MMA.file, config_header(constants, self.fields(op, config), [], self.options(op, config)), arch)
+        options = paging.in_records(self.options(op, config), op, arch)
+        return source(ATTN_FWD_MMA.file, config_header(constants, self.fields(op, config), [], options), arch)
 
     def values(self, op: Any, config: AttnFwdMmaConfig, device: Device) -> dict[str, float]:
         numbers = super().values(op, config, device)

@@ -12,8 +12,9 @@ from ..driver.device import Device
 from ..operation import Append, AttentionKVCache, Forward
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
-from ..variant import Option, constant_time, rows, softmax, store, weight
-from ..variant.element import E4M3, FP8
+from ..variant import Option, constant_time, kv, rows, softmax, store, weight
+from ..variant.element import E4M3, E4M3_BITS, FP8, Record
+from ..variant.field import Field, PagePool
 from ..variant.kv import CacheScale, KvLens, PageListLens
 from ..variant.lists import EveryRow
 from ..variant.mask import CausalEachMask, KvBeginMask
@@ -81,6 +82,36 @@ def is_fp8(op: AttentionKVCache) -> bool:
     return op.kv_element in FP8.values()
 
 
+def has_records(op: Any) -> bool:
+    """Says whether keys and values are records."""
+    return isinstance(op, AttentionKVCache) and isinstance(op.kv_element, Record)
+
+
+def widening(op: AttentionKVCache) -> float:
+    """The clocks of a multiprocessor, about, in which threads make a record's numbers: three instructions for each of 512, and
+    shared memory read and written."""
+    return 28.0 if has_records(op) else 0.0
+
+
+def strided_options(op: AttentionKVCache, pages: Option) -> dict[str, Option]:
+    """The options of keys, values and queries that all threads of a block copy; ``pages`` says where keys lie."""
+    source = kv.PagedRecordsKv if has_records(op) else kv.PagedRowsWidenedKv if is_fp8(op) else kv.PagedRowsKv
+    slots: Option = kv.VInK() if has_records(op) else kv.Turns()
+    return {"Kv": source(pages), "Slots": slots, "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ()}
+
+
+def strided_pools(op: AttentionKVCache) -> list[Field]:
+    """The fields of pools that threads read; records are one array."""
+    return [Field(name, "StridedPages", PagePool(f"{name}_cache", 0)) for name in "k" * has_records(op) or "kv"]
+
+
+def in_records(options: dict[str, Option], op: Any, arch: str) -> dict[str, Option]:
+    """The options with which an architecture reads a cache: of records the way to widen numbers of eight bits."""
+    if not has_records(op):
+        return options
+    return options | {"KvElement": E4M3 if int("".join(filter(str.isdigit, arch))) >= 89 else E4M3_BITS}
+
+
 def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
     """The reasons why a device does not read a cache in eight bits."""
     if op.kv_element != E4M3 or device.capability >= 89:
@@ -88,15 +119,19 @@ def reasons_of_eight_bits(op: AttentionKVCache, device: Device) -> list[str]:
     return [f"caches of e4m3 need compute capability 8.9 or newer, and {device.name} is {device.arch}"]
 
 
-def reasons_of_pairs(op: AttentionKVCache) -> list[str]:
-    """The reasons why a kernel that reads q as one array, and whose splits follow from a sequence alone, does not compute it."""
-    reasons = ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope else []
+def reasons_of_pairs(op: AttentionKVCache, takes_pairs: bool = False) -> list[str]:
+    """The reasons why a kernel that reads q as one array, unless it ``takes_pairs``, and whose splits follow from a sequence
+    alone, does not compute it."""
+    reasons = ["q is a pair, (q_nope, q_rope); it takes one array of all columns"] if op.q_rope and not takes_pairs else []
     return reasons + (["split is 'even'; its bits do not follow from the batch"] if op.split_keys == EVEN else [])
 
 
 def reasons_of_tiles(op: AttentionKVCache, widens: bool = False) -> list[str]:
-    """The reasons why kernels with tiles of many queries do not compute it; one that ``widens`` takes caches of eight bits."""
-    reasons = reasons_of_pairs(op)
+    """The reasons why kernels with tiles of many queries do not compute it; one that ``widens`` takes caches of eight bits and of
+    records, and pairs of q."""
+    reasons = reasons_of_pairs(op, widens)
+    if widens and has_records(op):
+        return reasons
     if widens and is_fp8(op):
         arrays = " and ".join(name for name in ("k_scale", "v_scale") if getattr(op, f"{name}s"))
         reasons += [f"it takes scales that are numbers, and has arrays for {arrays}"] if arrays else []
@@ -134,7 +169,7 @@ def options(op: AttentionKVCache, packs: bool, kernel_options: dict[str, Option]
     sums: Option = softmax.WithSink(softmax.SpeculativeMax()) if op.sinks else softmax.SpeculativeMax()
     by_axis: dict[str, Option] = {
         "Element": op.element,
-        "KvElement": op.kv_element,
+        "KvElement": E4M3 if has_records(op) else op.kv_element,
         "Rows": rows_option(op, kernel_options.pop("Rows")),
         "Mask": rows.PackGqaMask(mask_option(op)) if packs else mask_option(op),
         "Score": rows.PackGqaScore(score_option(op)) if packs else score_option(op),
@@ -184,7 +219,7 @@ class OverCache(OneLaunch[AttentionKVCache]):
         return options(op, self.packs(op, config), self.kernel_options(op, config))
 
     def rendered_kind(self, op: AttentionKVCache, config: Any) -> tuple[Any, ...]:
-        return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form
+        return over_tensors(op).kind, arrays_of(op), op.kv_element, op.form, op.q_rope
 
     def tiled(self, op: AttentionKVCache, config: Any) -> Forward:
         """The forward that has as many tiles."""

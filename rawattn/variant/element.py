@@ -66,6 +66,7 @@ FP16 = Element("fp16", FLOATS["fp16"], "f16")
 FP32 = Element("fp32", FLOATS["fp32"])
 FP64 = Element("fp64", FLOATS["fp64"])
 E4M3 = Element("e4m3", FLOATS["e4m3"])
+E4M3_BITS = Element("e4m3bits", FLOATS["e4m3"])  # the same, widened without an instruction for it
 E5M2 = Element("e5m2", FLOATS["e5m2"])
 ELEMENTS = {element.name: element for element in (BF16, FP16, FP32, FP64)}
 FP8 = {element.name: element for element in (E4M3, E5M2)}  # of caches alone

@@ -187,7 +187,7 @@ class DqOrderedSums(DqOrdered):
 
     @property
     def fields(self) -> Fields:
-        return (DQ_SUM, TURNS, DQ_SUMS)
+        return (DQ_SUM, TURNS, DQ_SUMS, Field("sum_tiles", "i32"))
 
 
 class DqOrderedFinal(DqOrdered):
@@ -230,6 +230,16 @@ class IntervalSums(IntervalSum):
     @property
     def fields(self) -> Fields:
         return (DQ_SUMS,)
+
+
+class BandSums(Option):
+    """The mask says which sums a tile of dq has, where each band has sums of its own (``walk.QIntervalBand``)."""
+
+    source: ClassVar[str] = "variant/dq/band_sums.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (DQ_SUMS, Field("part_tiles", "i32"), PARTS[-1])
 
 
 class ListSum(Option):

@@ -126,6 +126,12 @@ class LatentRowsKv(Wrapper):
     source: ClassVar[str] = "variant/kv/latent_rows.cuh"
 
 
+class LatentRecordsKv(LatentRowsKv):
+    """The same of records, which TMA brings and threads make numbers of."""
+
+    source: ClassVar[str] = "variant/kv/latent_records.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 
@@ -136,6 +142,24 @@ class PagedRowsWidenedKv(PagedRowsKv):
     """Pools of pages in eight bits, of which threads make numbers of 16."""
 
     source: ClassVar[str] = "variant/kv/paged_rows_widened.cuh"
+
+
+class PagedRecordsKv(PagedRowsKv):
+    """Pools of pages of records, of which threads make numbers of 16 bits in shared memory."""
+
+    source: ClassVar[str] = "variant/kv/paged_records.cuh"
+
+
+class Turns(Option):
+    """K and V tiles take turns in the slots of a ring."""
+
+    source: ClassVar[str] = "variant/slots/turns.cuh"
+
+
+class VInK(Option):
+    """A key tile has one slot: V is the first columns of K."""
+
+    source: ClassVar[str] = "variant/slots/v_in_k.cuh"
 
 
 class PagedNumbersKv(Wrapper):

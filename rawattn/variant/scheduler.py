@@ -102,7 +102,7 @@ class StreamKScheduler(Option):
 @dataclasses.dataclass(frozen=True)
 class StreamK(StreamKScheduler):
     """The same for ``members`` blocks that have each share together, rows of their own; splits of sequences above ``long_keys``
-    have half as many keys."""
+    have a quarter as many keys."""
 
     members: int = 1
 
@@ -196,6 +196,16 @@ class KvBundles(KvScheduler):
     @property
     def fields(self) -> Fields:
         return (*self.numbers, Field("bundle_works", "i32"))
+
+
+class KvBands(KvScheduler):
+    """Key tiles of the backward whose query tiles are in parts along the diagonal, one part after the other."""
+
+    source: ClassVar[str] = "variant/scheduler/kv_bands.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers, Field("kv_tiles", "i32"))
 
 
 class PingPong(Option):

@@ -133,6 +133,26 @@ class QIntervalPart(QIntervalRotated):
         return (Field("part_tiles", "i32"), *super().fields)
 
 
+class QIntervalBand(Option):
+    """Query tiles of a key tile, side by side, of one part of them: those at some distance from the first one."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_band.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("part_tiles", "i32"),)
+
+
+class QIntervalUneven(QIntervalWalk):
+    """Query tiles of a key tile, side by side, for a part of the heads that share a key head, where parts differ by a head."""
+
+    source: ClassVar[str] = "variant/walk/q_interval_uneven.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("group_heads", "i32"),)
+
+
 @dataclasses.dataclass(frozen=True)
 class QListWalk(Option):
     """Query tiles of a key tile, a list that the first warp finds, where it is ``ordered`` with the order in which key tiles add

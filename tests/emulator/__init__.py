@@ -33,8 +33,8 @@ from rawattn.variant.field import Fields
 HERE = pathlib.Path(__file__).parent
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
-    "atomic", "barrier", "base", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load", "load_shared",
-    "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "wgmma",
+    "atomic", "barrier", "base", "bulk", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load",
+    "load_shared", "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 

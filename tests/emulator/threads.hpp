@@ -168,7 +168,7 @@ T shuffle(T x, i32 from) {
     memcpy(&x, &got, sizeof x);
     return x;
 }
-template <class T> T __shfl_sync(u32, T x, i32 from) { return shuffle(x, from); }
+template <class T> T __shfl_sync(u32, T x, i32 from, i32 width = 32) { return shuffle(x, threadIdx.x % 32 / width * width + from % width); }
 template <class T> T __shfl_xor_sync(u32, T x, i32 mask) { return shuffle(x, threadIdx.x % 32 ^ mask); }
 template <class T> T __shfl_up_sync(u32, T x, i32 by) { return shuffle(x, max(threadIdx.x % 32 - by, 0)); }
 static u32 __ballot_sync(u32, bool vote) {
@@ -292,6 +292,9 @@ static void start_copy(const Copy& copy) {
     copy_groups[threadIdx.x].back().push_back(copy);
 }
 static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
+template <int to_offset, int from_offset> void cp_async(u32 to, const void* from, u32 bytes) {
+    cp_async(to + to_offset, static_cast<const char*>(from) + from_offset, bytes);
+}
 static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
 static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
 template <int pending> void cp_async_wait() { finish_copies(pending, threadIdx.x); }
@@ -393,8 +396,16 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
         }
     });
 }
+// Bytes on end, of addresses that are multiples of 16.
+static void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
+    if ((smem_address(to) | u64(from) | bytes) % 16 != 0) __builtin_trap();
+    copies.push_back([=, &full] { memcpy(to, from, bytes), full.complete(bytes); });
+}
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
+static void bulk_prefetch_to_l2(const void* p, u32 bytes) {
+    for (u32 i = 0; i < bytes; i += 16) (void)*(static_cast<const volatile char*>(p) + i);
+}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
 template <bool transposed>
@@ -499,6 +510,15 @@ static float4 load_shared_float4(u32 address) {
     memcpy(&x, raw + address, 16);
     return x;
 }
+template <class T>
+T load_shared_as(u32 address) {
+    T x;
+    memcpy(&x, raw + address, sizeof x);
+    return x;
+}
+static uint2 load_shared_uint2(u32 address) { return load_shared_as<uint2>(address); }
+static uint4 load_shared_uint4(u32 address) { return load_shared_as<uint4>(address); }
+static void store_shared(u32 address, const uint4& x) { memcpy(raw + address, &x, sizeof x); }
 static u32 load_shared(u32 address) {
     u32 x;
     memcpy(&x, raw + address, 4);

@@ -485,8 +485,9 @@ def test_parts_of_a_group(kernel: Any, case: Case, dlse: bool) -> None:
     walks = [{"walk": walk} for walk in WALKS] if hasattr(config, "walk") else [{}]
     for parts, walk in itertools.product(divisors(case.op), walks):
         own = dataclasses.replace(config, parts=parts, **walk)
-        if walk.get("walk") == "rotated" and kernel.legal(own, Backward(case.op, dlse), context.device(0)) is not None:
-            continue  # rounds are for a full or causal mask and one length
+        is_plain = walk.get("walk") in (None, "by_heads", "by_tiles")
+        if not is_plain and kernel.legal(own, Backward(case.op, dlse), context.device(0)) is not None:
+            continue  # others are for a full or causal mask and one length
         found = call.run(kernel, config=own)
         call.check(found)
         assert all(equal(call.run(kernel, config=own), found) for _ in range(3))
@@ -524,6 +525,32 @@ def test_orders_and_parts_of_works(kernel: Any, case: Case, dlse: bool) -> None:
         assert all(equal(call.run(kernel, config=own), found) for _ in range(5))
         plain = dataclasses.replace(config, parts=1, walk="by_heads", direction=own.direction)
         assert changes in CUT or equal(call.run(kernel, config=plain), found)
+
+
+@listed(
+    (ATTN_BWD, Case(dtype, head_dim=size, head_dim_v=size, causal=True, **kind), dlse)
+    for (dtype, size, dlse), kind in itertools.product(
+        [("bf16", 128, True), ("fp16", 64, False), ("bf16", 96, False)],
+        [
+            {"batch": 1, "q_len": 4096, "kv_len": 4096, "heads": 1, "kv_heads": 1},
+            {"batch": 2, "q_len": 2100, "kv_len": 2100, "heads": 3, "kv_heads": 3, "sinks": True},
+            {"batch": 2, "q_len": 700, "kv_len": 1500, "heads": 10, "kv_heads": 2, "scale": -0.1},
+            {"batch": 1, "q_len": 1500, "kv_len": 700, "heads": 7, "kv_heads": 1},
+            {"batch": 3, "q_len": 333, "kv_len": 333, "heads": 2, "kv_heads": 2, "lens": ((129, 0, 333), (333, 200, 0))},
+        ],
+    )
+)
+def test_parts_along_the_diagonal_and_parts_that_differ(kernel: Any, case: Case, dlse: bool) -> None:
+    call = Call(case, dlse)
+    changes: list[dict[str, Any]] = [
+        {"walk": "bands", "query_parts": parts, "dq_sums": parts * n} for parts, n in ((2, 1), (2, 2), (3, 1), (5, 3))
+    ]
+    group = case.op.heads_per_kv
+    changes += [{"walk": "uneven", "parts": parts} for parts in range(2, group + 1)]
+    for own in (dataclasses.replace(config_of(case.op), **{"parts": 1, **each}) for each in changes):
+        found = call.run(kernel, config=own)
+        call.check(found)
+        assert all(equal(call.run(kernel, config=own), found) for _ in range(10))
 
 
 WIDE: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
@@ -627,8 +654,12 @@ def test_one_place_of_q(kernel: Any, case: Case, dlse: bool) -> None:
 
 
 FEW: list[tuple[dict[str, Any], dict[str, Any]]] = [  # a case, and what is chosen on an H200
-    ({"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 2, "kv_heads": 2, "causal": True}, {"query_parts": 2}),
-    ({"batch": 1, "q_len": 3000, "kv_len": 3000, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True}, {"query_parts": 3}),
+    ({"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 2, "kv_heads": 2, "causal": True}, {"walk": "bands", "query_parts": 4}),
+    ({"batch": 1, "q_len": 4500, "kv_len": 4500, "heads": 3, "kv_heads": 3, "causal": True}, {"walk": "bands", "query_parts": 2}),
+    ({"batch": 1, "q_len": 4096, "kv_len": 4096, "heads": 2, "kv_heads": 2}, {"query_parts": 2, "dq_sums": 2}),
+    ({"batch": 1, "q_len": 8192, "kv_len": 8192, "heads": 40, "kv_heads": 8, "causal": True}, {"walk": "uneven", "parts": 2}),
+    ({"batch": 1, "q_len": 3000, "kv_len": 3000, "heads": 3, "kv_heads": 3, "causal": True, "sinks": True}, {"walk": "bands"}),
+    ({"batch": 1, "q_len": 2048, "kv_len": 2048, "heads": 4, "kv_heads": 4, "causal": True, "sinks": True}, {"query_parts": 2}),
     ({"batch": 1, "q_len": 1500, "kv_len": 1500, "heads": 2, "kv_heads": 2, "dtype": "fp16"}, {"query_parts": 2}),
     ({"heads": 4, "kv_heads": 4, "lengths": ((1024, 1024),) * 15 + ((1030, 1030),)}, {"walk": "rotated", "bundle": 0}),
     ({"heads": 4, "kv_heads": 4, "lengths": ((130, 130),) * 90, "sinks": True}, {"walk": "by_heads", "bundle": 2}),

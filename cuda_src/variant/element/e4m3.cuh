@@ -1,5 +1,6 @@
 #pragma once
 // Eight bits: a sign, four of exponent and three of fraction; NaN and no infinity. E4M3 of https://arxiv.org/abs/2209.05433.
+#include "ptx/fp16.cuh"
 #include "ptx/fp8.cuh"
 #include "variant/element/byte_operands.cuh"
 
@@ -13,6 +14,13 @@ struct E4m3 {
     __device__ static void pairs_of_k(u32 (&halves)[2], u32 word) { ptx::widen_e4m3(halves, word); }
     __device__ static void pairs_of_v(u32 (&halves)[2], u32 word) { ptx::widen_e4m3(halves, __byte_perm(word, 0, 0x3120)); }
 
+    // A word's numbers.
+    __device__ static void widen(float (&x)[4], u32 word) {
+        u32 halves[2];
+        ptx::widen_e4m3(halves, word);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = ptx::widen_fp16(u16(halves[i / 2] >> i % 2 * 16));
+    }
     __device__ static float widen(E4m3 x) {
         const u32 size = x.bits & 0x7f, sign = u32(x.bits & 0x80) << 24;
         return __uint_as_float((size == 0x7f ? 0x7fc00000 : __float_as_uint(__uint_as_float(size << 20) * 0x1p120f)) | sign);

@@ -1,6 +1,8 @@
 #pragma once
 // A cache whose values are the first columns of its keys, whose rows threads copy, wherever they lie: 16 bytes at a time, so that eight
-// lanes have a row of a panel. A thread has two rows of a tile. Rows that are not there become zeros.
+// lanes have a row of a panel, and a warp eight rows of a tile. Lanes look these up, one each, and tell the others. Rows that are not
+// there become zeros.
+#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "tile/tile.cuh"
 #include "variant/latent_loads.cuh"
@@ -10,9 +12,10 @@ struct LatentRowsKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
     template <class Kv, class Tile> using Contract = LatentRowsOption<Kv, Tile>;
     using Loads = LoadedByAll<LatentRowsKv>;
-    static constexpr i32 apart = 32;  // a thread's rows
-    struct Found { i32 of[2]; };      // what is known of them early
-    static_assert(cfg::tile_kv == 2 * apart && Loads::threads == apart * 8);
+    using Number = i32;                // what is known of a row early
+    using Row = const unsigned char*;  // null where there is none
+    static constexpr u32 at_once = 4, apart = 32, turns = 2;  // rows that a warp copies by an instruction; from these to its next; and how often
+    static_assert(cfg::tile_kv == turns * apart && Loads::threads / 32 * at_once == apart);
 
     const Args& args;
     const Source source;
@@ -21,28 +24,34 @@ struct LatentRowsKv {
     __device__ LatentRowsKv(const Args& args, i32 batch, const Place& place) : args(args), source(args, batch, place) {}
 
     __device__ static void prefetch(const Args&) {}
-    __device__ static i32 row() { return i32(threadIdx.x / 8 - 128 / 8); }
-    __device__ Found find(i32 tile) const {
-        const i32 key = tile * cfg::tile_kv + row();
-        return {source.find(args, key), source.find(args, key + apart)};
+    __device__ static u32 first_row() { return ptx::uniform(threadIdx.x / 32) * at_once - 4 * at_once; }  // of the warp's
+    // The key that this lane looks up.
+    __device__ static i32 key(i32 tile) {
+        const u32 lane = ptx::lane_id() % (at_once * turns);
+        return tile * cfg::tile_kv + i32(first_row() + lane % at_once + lane / at_once * apart);
     }
-    // The first `first_panels` panels complete on `full[0]`.
-    template <int first_panels, class Tile>
-    __device__ void load(Tile& tile, typename Loads::Barrier (&full)[2], i32 index, const Found& found) const {
-        const u32 chunk = threadIdx.x % 8, to = ptx::smem_address(&tile) + Tile::row_offset(row()) + (chunk ^ row() % 8) * 16;
-        const unsigned char* from[2];
-        u32 bytes[2];
+    __device__ Number find(i32 tile) const { return source.find(args, key(tile)); }
+    __device__ Row row(i32 tile, Number number) const { return source.row(args, key(tile), number); }
+
+    // To L2, as few copies can be on their way, and memory takes long. Blocks that share keys have a part of the rows each.
+    __device__ static void prefetch_row(Row row) {
+        const u32 lane = ptx::lane_id();
+        if (row && lane < at_once * turns && lane % cfg::members == blockIdx.x % cfg::members) ptx::bulk_prefetch_to_l2(row, cfg::head_dim * sizeof(u16));
+    }
+    // Starts copying some panels.
+    template <int begin, int end, class Tile>
+    __device__ static void copy(const Args& args, Tile& tile, Row row) {
+        const u32 lane = ptx::lane_id(), own = first_row() + lane / 8;
+        const u32 to = ptx::smem_address(&tile) + Tile::row_offset(own) + (lane ^ own) % 8 * 16;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned char* const there = source.row(args, index * cfg::tile_kv + row() + i * apart, found.of[i]);
-            from[i] = (there ? there : args.k.data) + chunk * 16, bytes[i] = there ? 16 : 0;
+        for (u32 i = 0; i < turns; ++i) {
+            const Row from = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i * at_once + lane / 8));
+            copy_chunks<begin, end, Tile>(to + Tile::row_offset(i * apart), (from ? from : args.k.data) + lane % 8 * 16, from ? 16 : 0);
         }
-#pragma unroll
-        for (int panel = 0; panel < Tile::panels; ++panel) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) ptx::cp_async(to + panel * Tile::panel_bytes + i * Tile::row_offset(apart), from[i] + panel * 128, bytes[i]);
-            if (panel + 1 == first_panels) full[0].arrive_after_copies();
-        }
-        full[1].arrive_after_copies();
+    }
+    template <int panel, int end, class Tile>
+    __device__ static void copy_chunks(u32 to, Row from, u32 bytes) {
+        ptx::cp_async<panel * Tile::panel_bytes, panel * 128>(to, from, bytes);
+        if constexpr (panel + 1 < end) copy_chunks<panel + 1, end, Tile>(to, from, bytes);
     }
 };

@@ -4,6 +4,7 @@
 #include "ptx/cluster.cuh"
 #include "tile/fragment.cuh"
 #include "variant/interfaces_bwd.cuh"
+#include "variant/pass/interface.cuh"
 #include "variant/store/rows.cuh"
 #include "variant/walk/key_interval.cuh"
 
@@ -28,9 +29,9 @@ struct DqPass {
     __device__ i32 begin() const { return work.q_begin + i32(ptx::cluster_rank()) * cfg::stays; }
     __device__ i32 stay_head() const { return work.head; }
     __device__ auto move() const { return rows.kv; }
-    __device__ i32 move_head(i32) const { return work.head / args.heads_per_kv; }
-    __device__ i32 tile(i32 step) const { return tiles.end - 1 - step; }
-    __device__ bool is_full(i32 step) const { return own.is_full(tile(step)); }
+    __device__ MovePlace first() const { return {work.head / args.heads_per_kv, tiles.end - 1}; }
+    __device__ void advance(MovePlace& place) const { --place.tile; }
+    __device__ bool is_full(i32 tile) const { return own.is_full(tile); }
 
     template <int n>
     __device__ void store(i32 row, i32 first, const float (&x)[n], float scale) const {
@@ -46,8 +47,8 @@ struct DqPairs {
     const Score score;
     float lse_log2[2], delta[2];
 
-    __device__ DqPairs(const DqPass& pass, i32 step, i32 row)
-        : pass(pass), row(row), first(pass.tile(step) * cfg::tile_kv + i32(threadIdx.x % 4) * 2), score(pass.args, pass.rows, pass.work) {
+    __device__ DqPairs(const DqPass& pass, const MovePlace& place, i32 row)
+        : pass(pass), row(row), first(place.tile * cfg::tile_kv + i32(threadIdx.x % 4) * 2), score(pass.args, pass.rows, pass.work) {
         const i64 at = i64(place_of(pass.args, pass.rows, pass.work.head, 0)) * cfg::tile_q + row;
 #pragma unroll
         for (int r = 0; r < 2; ++r) lse_log2[r] = pass.args.lse_log2[at + 8 * r], delta[r] = pass.args.delta[at + 8 * r];

@@ -1,7 +1,7 @@
 #pragma once
 // Equal shares of all key tiles, cut at any of them: splits are one tile each (split_keys_log2, most_splits_log2), and those of a work that
-// a share has are computed as one. Of those of a work that begins in share b, share s leaves its state s - b places behind the border of b,
-// which has two: a share that begins a work in its midst is the last one of the work before. So bits follow from the batch and the grid.
+// a share has are computed as one. A work that begins in share b has two places for each border from that of b on: a share that begins a
+// work in its midst is the last one of the work before. So bits follow from the batch and the grid.
 // Every share has `least_tiles` places of the line or more: else one in the midst of a work might have none of its tiles.
 #include "variant/scheduler/stream_k.cuh"
 
@@ -14,6 +14,6 @@ struct EvenShares : StreamK<members, least_tiles> {
 
     __device__ Cut cut(const SplitRun& run, const TileRange& own, i32 share) const {
         const i32 first = this->line.owner(run.splits, run.at, run.splits.begin), last = this->line.owner(run.splits, run.at, run.splits.end - 1);
-        return {run.splits.clip(own, run.split, run.split_end), 0, 1, first - share, run.is_whole() ? 1 : 2, 24, first, 1, 1 + last - first};
+        return {run.splits.clip(own, run.split, run.split_end), 0, 1, first - share, last - share + 1, 24, first, 1, 1 + last - first};
     }
 };

@@ -96,7 +96,7 @@ struct SplitRun : WorkTile {
 };
 
 // What a block computes of a run, as parts of the work's splits, each of which is 1 << shift key tiles of `tiles`, and how many of them the
-// block that begins the work has, and all; states are left at `border`.
+// block with the first of them has, and all; states are left at `border`.
 struct Cut {
     TileRange tiles;
     i32 split, split_end, begin, end, shift, border;
@@ -161,9 +161,16 @@ struct StreamK {
     __device__ static void say_violations(const Args& args, const Rows& rows) {
         if (blockIdx.x == 0 && rows.violations) atomicOr(args.violations, rows.violations);
     }
+    // Of a work that two blocks have, the first splits are those of the block that has more of them: so few states are left at one border.
     __device__ Cut cut(const SplitRun& run, const TileRange& own, i32 share) const {
-        const i32 begin = run.splits.begin, end = run.splits.end, border = run.split == begin ? share : line.owner(run.splits, run.at, begin);
-        return {own, run.split, run.split_end, begin, end, run.splits.shift, border, run.split_end - begin, end - begin};
+        const i32 begin = run.splits.begin, end = run.splits.end;
+        if (run.is_whole()) return {own, begin, end, begin, end, run.splits.shift, share, end - begin, end - begin};
+        const bool begins = run.split == begin;
+        const i32 border = begins ? share : line.owner(run.splits, run.at, begin), at = begins ? run.split_end : run.split;
+        if (line.owner(run.splits, run.at, end - 1) != border + 1 || 2 * at >= begin + end)
+            return {own, run.split, run.split_end, begin, end, run.splits.shift, border, run.split_end - begin, end - begin};
+        const i32 turned = begin + end - at;
+        return {own, begins ? turned : begin, begins ? end : turned, begin, end, run.splits.shift, border, turned - begin, end - begin};
     }
     // Says whether the lengths are what the warp had seen of them.
     __device__ static bool holds(const Args& args, const SeenLength* seen) {

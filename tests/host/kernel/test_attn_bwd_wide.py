@@ -1,5 +1,5 @@
-"""attn_bwd_wide.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in any order. What is
-computed is compared with autograd in float64, so that a stage that is read too early or too late shows."""
+"""attn_bwd_wide.cu and attn_bwd_wide_pair.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in
+any order. What is computed is compared with autograd in float64, so that a stage that is read too early or too late shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from perf.lib.compiling import faults
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.errors import UnsupportedError
-from rawattn.kernel import attn_bwd_wide
 from rawattn.kernel.attn_bwd_mma import ATTN_BWD_MMA
 from rawattn.kernel.attn_bwd_wide import ATTN_BWD_WIDE, AttnBwdWideConfig
 from rawattn.kernel.program import Program
@@ -31,7 +30,9 @@ from tests.operations import backward
 
 H200 = TYPICAL["sm_90a"]
 ONE, TWO, FOUR = (AttnBwdWideConfig(64 * n) for n in (1, 2, 4))
+PAIR, PAIRS = (AttnBwdWideConfig(pairs=n) for n in (1, 2))
 SMALL = (272, 16)
+ENTRIES = ("attn_bwd_wide", "attn_bwd_wide_pair")
 
 
 class Call(test_backward.Call):
@@ -46,13 +47,13 @@ class Call(test_backward.Call):
         return ATTN_BWD_WIDE.lower(self.op, self.config, H200)
 
     def run(self, folder: pathlib.Path) -> Program:
-        program, cluster = self.program(), self.config.cluster
+        program, clusters = self.program(), {"attn_bwd_wide": self.config.cluster, "attn_bwd_wide_pair": self.config.kv_cluster}
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
             args = host_threads.arguments(launch, self.arrays | buffers, self.op.number)
-            if launch.entry == "attn_bwd_wide":
-                host_threads.run(launch, folder, args, cluster, cluster, self.seed)
+            if launch.entry in clusters:
+                host_threads.run(launch, folder, args, clusters[launch.entry], clusters[launch.entry], self.seed)
             else:
                 own = folder / launch.source.key[:16]
                 emulator.Kernel(launch.source, launch.fields, own, self.op.number).launch(launch.grid, args)
@@ -86,10 +87,19 @@ def test_gradients(name: str, seed: int, tmp_path: pathlib.Path) -> None:
     test_backward.check(Call(*CASES[name], seed), tmp_path)
 
 
-def test_any_order_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE[1:] else pytest.mark.slow) for name in CASES])
+def test_pairs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
+    """dk and dv by pairs of blocks, two of them in a cluster where the mask is causal."""
+    case = CASES[name][0]
+    test_backward.check(Call(case, PAIRS if "mask" in case.kinds else PAIR, seed), tmp_path)
+
+
+@pytest.mark.parametrize("configs", [(ONE, TWO, AttnBwdWideConfig(256, stages=4)), (PAIR, PAIRS)], ids=["passes", "pairs"])
+def test_any_order_gives_the_same_bits(configs: tuple[AttnBwdWideConfig, ...], tmp_path: pathlib.Path) -> None:
     """Of threads and of copies, and any number of blocks that read together."""
     case, found = Case(SMALL, {"mask": Causal()}, ((100, 260),), (1, 1)), []
-    for seed, config in ((0, ONE), (1, TWO), (2, AttnBwdWideConfig(256, stages=4))):
+    for seed, config in enumerate(configs):
         call = Call(case, config, seed)
         test_backward.check(call, tmp_path)
         found.append([call.arrays[name].tobytes() for name in ("dq", "dk", "dv")])
@@ -110,14 +120,15 @@ COMPILED += [(size, "window", 2) for size in ((320, 320), (448, 384), (512, 64),
 def test_nothing_spills_and_products_follow_each_other(size: tuple[int, int], kind: str, cluster: int) -> None:
     shape = {"batch": 2, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16, "score": Scale(), "scale": 0.1}
     op = backward(size, **shape | {"element": BF16} | KINDS[kind])
-    for config in {AttnBwdWideConfig(64 * cluster, parts=2 * (kind == "parts")), *ATTN_BWD_WIDE.candidates(op, H200)}:
+    parts = 2 * (kind == "parts")
+    for config in {AttnBwdWideConfig(64 * cluster, parts=parts), AttnBwdWideConfig(pairs=max(1, cluster // 2), parts=parts)}:
         assert ATTN_BWD_WIDE.legal(config, op, H200) is None
-        sources = [launch.source for launch in ATTN_BWD_WIDE.lower(op, config, H200).launches if launch.entry == "attn_bwd_wide"]
+        sources = [launch.source for launch in ATTN_BWD_WIDE.lower(op, config, H200).launches if launch.entry in ENTRIES]
         for binary in map(compiler.compile, sources):
             assert not faults(binary), (config, faults(binary))
             smem_bytes, _, threads, *_ = words(binary.cubin, "facts")
-            assert threads == 384 and smem_bytes <= attn_bwd_wide.smem_bytes(config, op.forward) <= H200.smem_bytes
-        assert len(sources) == 3
+            assert threads == 384 and smem_bytes <= H200.smem_bytes
+        assert len(sources) == (2 if config.pairs else 3)
 
 
 def test_reasons() -> None:
@@ -131,7 +142,7 @@ def test_reasons() -> None:
         assert said in "; ".join(ATTN_BWD_WIDE.supports(backward(size, **shape | changes), H200))
     for config, said in (
         (AttnBwdWideConfig(192), "tile_q is 192"), (AttnBwdWideConfig(stages=1), "stages is 1"),
-        (AttnBwdWideConfig(stages=3), "shared memory"), (AttnBwdWideConfig(parts=3), "parts is 3"),
+        (AttnBwdWideConfig(stages=4), "shared memory"), (AttnBwdWideConfig(parts=3), "parts is 3"),
         (AttnBwdWideConfig(weigh_registers=192), "weigh_registers is 192"),
     ):  # fmt: skip
         assert said in str(ATTN_BWD_WIDE.legal(config, wide, H200))

@@ -159,6 +159,17 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
     same(run(case, ONE, 1), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [5, 69, 130, 170, 290, 350])
+def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage that a split ends with is loaded anew, and the next split ends, while it still stores."""
+    case = of(SAME, heads=40, lengths=((1, 450), (1, 3), (1, 200)))
+    wanted = run.check(case, ONE, 2, split=64), run.check(case, TWO, 2, split=128)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(run(case, ONE, 2, split=64), wanted[0])
+    same(run(case, TWO, 2, split=128), wanted[1])
+
+
 def test_violated_bounds_are_said_and_cut(run: MlaRunner) -> None:
     wanted = run(SAME, ONE, 2)
 
@@ -253,9 +264,9 @@ RULES = (  # queries, heads, invariant, and the binary logarithms of the fewest 
     (1, 16, False, (9, 6)),
     (2, 16, False, (9, 5)),
     (1, 64, False, (9, 4)),
-    (5, 16, False, (12, 4)),
+    (5, 16, False, (12, 5)),
     (5, 16, True, (9, 4)),
-    (1, 128, True, (12, 4)),
+    (1, 128, True, (12, 5)),
 )
 
 
@@ -270,9 +281,9 @@ def test_keys_of_a_split() -> None:
 
 
 def test_long_sequences_have_shorter_splits(run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits follow from each sequence's own length: one that is longer than ``long_keys`` has half as long ones."""
+    """Splits follow from each sequence's own length: one that is longer than ``long_keys`` has a quarter as long ones."""
     case = of(SAME, lengths=((1, 1300), (1, 600), (1, 1000)))
-    long, short = run.check(case, ONE, 3, split=256), run.check(case, ONE, 3, split=512)
+    long, short = run.check(case, ONE, 3, split=128), run.check(case, ONE, 3, split=512)
     monkeypatch.setattr(attn_mla, "split_rule", lambda op: (512, 16))
     monkeypatch.setattr(attn_mla, "long_keys", lambda op: 1000)
     o, lse = run.check(case, ONE, 3)
@@ -301,12 +312,29 @@ extern "C" __global__ void shares(const __grid_constant__ Args args) {
     for (i32 i = 0;; ++i) {
         const auto [run, rows] = scheduler.next(args);
         if (run.is_last()) return;
-        const TileRange own = run.splits.clip(Walk::span(args, rows, run, rows.q_len), run.split, run.split_end);
-        i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 2;
-        if (threadIdx.x == 0) to[0] = own.end - own.begin, to[1] = run.split > run.splits.begin;
+        const Cut cut = scheduler.cut(run, Walk::span(args, rows, run, rows.q_len), blockIdx.x / cfg::members);
+        const TileRange own = run.splits.clip(cut.tiles, cut.split, cut.split_end);
+        i32* const to = reinterpret_cast<i32*>(args.parked) + (blockIdx.x * 64 + i) * 8;
+        if (threadIdx.x > 0) continue;
+        to[0] = own.end - own.begin, to[1] = cut.split, to[2] = cut.split_end, to[3] = cut.begin, to[4] = cut.end;
+        to[5] = cut.border, to[6] = cut.owned, to[7] = run.batch * 64 + run.work + 1;
     }
 }
 """
+
+
+def shares(op: AttentionKVCache, lens: Any, folder: pathlib.Path) -> tuple[Any, Any]:
+    """The launch, and what each of its shares computes of works, in eight numbers; the last one is 0 behind them."""
+    config, *_ = ATTN_MLA.candidates(op, HOPPER)
+    launch = ATTN_MLA.lower(op, config, HOPPER).launches[0]
+    source = of(launch.source, name="shares.cu", text=SHARES)
+    found = np.zeros((launch.grid, 64, 8), np.int32)
+    formats, known = render.layout(launch.fields).formats, {**launch.values, "parked": found, "kv_lens": np.array(lens, np.int32)}
+    values = {name: known.get(name, b"" if form.endswith("s") else 0) for name, form in formats.items()}
+    emulator.Kernel(source, launch.fields, folder)(launch.grid, values)
+    return launch, found[:: config.members]
+
+
 LONGEST = {  # (sequences, queries, heads, keys): cuts, and the tiles of the longest share; in pairs of blocks above 64 rows
     (64, 1, 128, 4096): (0, 64),
     (64, 1, 128, 8192): (0, 128),
@@ -315,7 +343,8 @@ LONGEST = {  # (sequences, queries, heads, keys): cuts, and the tiles of the lon
     (64, 1, 16, 4096): (64, 32),
     (128, 1, 16, 8192): (0, 128),
     (16, 1, 128, 32768): (48, 128),
-    (1, 1, 128, 32768): (15, 32),
+    (1, 1, 128, 32768): (31, 16),
+    (64, 1, 128, 32768): (0, 512),
     (1, 1, 16, 8192): (15, 8),
 }
 
@@ -324,12 +353,47 @@ LONGEST = {  # (sequences, queries, heads, keys): cuts, and the tiles of the lon
 def test_shares(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
     """Works are cut where that makes the longest share shorter, and nowhere else."""
     batch, q_len, heads, kv_len = shape
-    op = op_of(q_len, heads, batch=batch, kv_len=kv_len, page=64)
-    config, *_ = ATTN_MLA.candidates(op, HOPPER)
-    launch = ATTN_MLA.lower(op, config, HOPPER).launches[0]
-    source = of(launch.source, name="shares.cu", text=SHARES)
-    found, lens = np.zeros((launch.grid, 64, 2), np.int32), np.full(batch, kv_len, np.int32)
-    formats, known = render.layout(launch.fields).formats, {**launch.values, "parked": found, "kv_lens": lens}
-    values = {name: known.get(name, b"" if form.endswith("s") else 0) for name, form in formats.items()}
-    emulator.Kernel(source, launch.fields, tmp_path)(launch.grid, values)
-    assert ((found[:, :, 1] > 0).sum() // config.members, found[:, :, 0].sum(1).max()) == LONGEST[shape]
+    _, found = shares(op_of(q_len, heads, batch=batch, kv_len=kv_len, page=64), [kv_len] * batch, tmp_path)
+    assert ((found[:, :, 1] > 0).sum(), found[:, :, 0].sum(1).max()) == LONGEST[shape]
+
+
+SOME = np.random.default_rng(7)
+BATCHES = {  # keys of each sequence
+    "one": [32768],
+    "two works and a half": [32768] * 27,
+    "cut in the midst": [32768] * 44,
+    "cut anywhere": [32700] * 70,
+    "one long": [131072, *[4096] * 50],
+    "few long": [131072] * 3 + [40000] * 5,
+    **{f"any, {n}": SOME.integers(0, 70000, n).tolist() for n in (2, 9, 33, 40, 80, 130)},
+}
+
+
+@pytest.mark.parametrize(
+    "q_len, heads, split",
+    [
+        (1, 16, 0),
+        (1, 128, 0),
+        (3, 128, EVEN),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 128, 0), (1, 16, EVEN))),
+    ],
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_states_have_places(name: str, q_len: int, heads: int, split: int, tmp_path: pathlib.Path) -> None:
+    """Every split is computed once, and each state that is left has a place of its own, as attn_decode_fold.cu finds it. Of even
+    splits the parts of a work are numbered, and a state of each is left."""
+    lens = BATCHES[name]
+    op = op_of(q_len, heads, batch=len(lens), kv_len=max(lens), page=64, split_keys=split)
+    launch, found = shares(op, lens, tmp_path)
+    slots, borders, seen, splits = launch.values["slots"], launch.values["borders"], set[float](), dict[int, list[Any]]()
+    for _, split, split_end, begin, end, border, owned, work in (row for row in found.reshape(-1, 8).tolist() if row[7]):
+        splits.setdefault(work, [end - begin]).extend(range(split - begin, split_end - begin))
+        if split > begin:
+            places = [border * slots + end - each for each in range(split, split_end)]
+        else:
+            places = [border * slots] if split_end < end else []
+            assert split_end - begin == owned
+        assert not seen.intersection(places) and all(0 <= place < borders * slots for place in places)
+        seen.update(places)
+    assert all(sorted(own) == list(range(count)) for count, *own in splits.values())
+    assert len(splits) == len(lens) * -(-q_len * heads // (128 if heads > 64 else 64))

@@ -115,6 +115,16 @@ def test_a_late_lane_finds_its_phase(late: int, tmp_path: pathlib.Path, monkeypa
     same(attend(step), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [5, 130, 290])
+def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is parked comes through a stage while others are loaded; each tile is a split."""
+    case = of(SAME, page_size=1, heads=40, lengths=((1, 330), (1, 3), (1, 200)))
+    wanted = run.check(case, ONE, 2, split=64)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(run(case, ONE, 2, split=64), wanted)
+
+
 @pytest.mark.parametrize("wrong", ["number", "count"])
 def test_violations(wrong: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers beyond a sequence are no keys, and said so, and a count is cut; -1 is none without a word."""
@@ -162,11 +172,11 @@ def test_spills(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_who_is_chosen(name: str) -> None:
-    """Others by themselves, where there are any."""
+    """Others by themselves, of pairs of q too."""
     op = OPERATIONS[name]
     chosen, named = select(op, HOPPER).kernel, select(op, HOPPER, "attn_mla")
     assert named.config == (TWO if op.heads > 64 else ONE)
-    assert (chosen is named.kernel) == op.q_rope
+    assert chosen is not named.kernel
 
 
 def test_blocks_are_refused() -> None:

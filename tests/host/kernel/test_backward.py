@@ -147,6 +147,8 @@ HOPPER |= {  # works of a part of the query heads of a key head
     "64, parts": Case((64, 40), {"mask": Causal()}, ((130, 200),) * 2, (4, 1), dlse=True, parts=2),
     "128, later, packed, parts": Case((128, 128), {}, SHORT, (6, 2), varlen=True, order="step_later", grid=3, parts=3),
     "192 and 128, parts": Case((192, 128), {"mask": Causal()}, ((70, 100),) * 2, (2, 1), parts=2),
+    "64, uneven parts": Case((64, 64), {"mask": Causal()}, ((200, 450),) * 2, (10, 2), dlse=True, parts=2, walk="uneven", grid=3),
+    "128, uneven parts": Case((128, 128), {}, ((130, 300),), (7, 1), store="final", parts=3, walk="uneven", grid=3),
 }
 HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, rotated": Case((128, 128), {}, ((450, 700),), (1, 1), grid=6, walk="rotated"),
@@ -155,6 +157,7 @@ HOPPER |= {  # key tiles that begin at query tiles of their own
     "128, final, rotated": Case((128, 128), {"mask": Causal()}, ((300, 500),), (2, 1), store="final", grid=4, walk="rotated"),
     "128, rotated, query parts": Case((128, 128), {}, ((450, 700),) * 2, (2, 1), grid=7, query_parts=3),
     "64, query parts, lens": Case((64, 64), {}, ((200, 300),) * 2, (1, 1), grid=6, query_parts=2, lens=((200, 70), (131, 300))),
+    "64, query parts, sums": Case((64, 64), {}, ((500, 450),) * 2, (2, 2), grid=6, query_parts=2, sums=3, dlse=True),
     "64, query parts": Case((64, 64), {"mask": Causal()}, ((300, 420),), (1, 1), store="final", grid=6, query_parts=2),
     "128, rotated, parts": Case((128, 128), {}, ((130, 600),), (4, 1), parts=2, grid=5, walk="rotated"),
 }
@@ -164,6 +167,21 @@ HOPPER |= {  # several sums of each tile of dq, not all of which every tile has
     "80, rotated, sums": Case((80, 80), {}, ((450, 700),), (1, 1), grid=6, walk="rotated", sums=4),
     "40, packed, sums": Case((40, 24), {"mask": Window(60, 40)}, PACKED, varlen=True, grid=3, sums=2),
 }
+HOPPER |= {  # query tiles in parts along the diagonal, which have sums of dq of their own
+    "64, bands": Case(
+        (64, 64), {"mask": Causal()}, ((450, 450),) * 2, (2, 2), grid=3, walk="bands", query_parts=2, sums=2, dlse=True
+    ),
+    "128, later, bands": Case(
+        (128, 128), {"mask": Causal()}, ((460, 700),), (2, 1), order="step_later", grid=4, walk="bands", query_parts=3, sums=3
+    ),
+    "96, bands": Case(
+        (96, 80), {"mask": Causal("top_left"), "scale": -0.2}, ((700, 300),), grid=3, walk="bands", query_parts=4, sums=8
+    ),
+    "128, bands, lens": Case(
+        (128, 128), {"mask": Causal()}, ((300, 400),) * 3, (1, 1), grid=3, walk="bands", query_parts=2, sums=2,
+        lens=((300, 3, 130), (129, 400, 70)),
+    ),
+}  # fmt: skip
 HOPPER |= {  # packed sequences whose key tiles go round, or side by side
     "40, packed, rotated": Case((40, 24), {}, PACKED, varlen=True, store="final", grid=3, walk="rotated", dlse=True),
     "128, later, packed, rotated": Case(
@@ -444,7 +462,7 @@ CORE = (
     "192 and 128, packed", "256", "256, no keys", "mma, fp32, 64", "mma, 64, window, softcap", "mma, 64, dropout",
     "mma, 128, small tiles", "mma, 512", "mma, 40 and 320, small tiles",
     "simt, packed", "64, parts", "simt, fp64, wide", "simt, no keys, sinks",
-    "simt, dropout", "64, sums", "64, dropout", "128, dropout", "160, one kernel",
+    "simt, dropout", "64, sums", "64, bands", "64, dropout", "128, dropout", "160, one kernel",
 )  # fmt: skip
 
 
@@ -453,9 +471,12 @@ def test_gradients(name: str, tmp_path: pathlib.Path) -> None:
     check(Call(CASES[name]), tmp_path)
 
 
-def test_sums_have_the_same_bits_on_any_grid(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("64, sums", (70, 900)), pytest.param("64, bands", (330, 700), marks=pytest.mark.slow)]
+)
+def test_sums_have_the_same_bits_on_any_grid(name: str, lengths: tuple[int, int], tmp_path: pathlib.Path) -> None:
     """A key tile adds to a sum of a tile of dq that the mask sets, in its order; the blocks that run change neither."""
-    calls = [Call(dataclasses.replace(CASES["64, sums"], lengths=((70, 900),), grid=grid)) for grid in (1, 3)]
+    calls = [Call(dataclasses.replace(CASES[name], lengths=(lengths,), grid=grid)) for grid in (1, 3)]
     for call in calls:
         call.wanted(), call.run(tmp_path / str(call.case.grid))
     assert calls[0].scratch["dq_sum"].tobytes() == calls[1].scratch["dq_sum"].tobytes()  # dq itself is rounded

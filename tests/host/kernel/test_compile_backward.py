@@ -181,6 +181,19 @@ def test_dq_a_step_later() -> None:
             assert not binary.spill_bytes and not binary.advisories, dict(source.headers)["config.cuh"]
 
 
+@pytest.mark.parametrize("element", [BF16, FP16])
+@pytest.mark.parametrize("size", [8, 40, 64, 72, 96, 128])
+def test_parts_of_few_heads(size: int, element: Any) -> None:
+    """Works along the diagonal, and parts that go round with two sums of dq."""
+    one = {"batch": 1, "q_len": 8192, "kv_len": 8192, "heads": 1, "kv_heads": 1, "element": element}
+    three = one | {"heads": 3, "kv_heads": 3}
+    for kinds in ({**one, "mask": Causal()}, {**three, "mask": Causal("top_left")}, {**one, "mask": Full()}):
+        op = backward((size, size), **kinds)
+        for source in lowered(op, select(op, TYPICAL["sm_90a"]).config).values():
+            binary = compiler.compile(source)
+            assert not binary.spill_bytes and not binary.advisories, f"{source.name} for {kinds}"
+
+
 WIDE: list[tuple[tuple[int, int], dict[str, Any], int]] = [  # bytes that may be spilled
     ((160, 160), {}, 24),
     ((64, 192), {}, 24),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rawattn.driver.device import TYPICAL
+from rawattn.driver.device import TYPICAL, Device
 from rawattn.errors import ProblemError
+from rawattn.kernel import attn_bwd_works
 from rawattn.kernel.attn_bwd import ATTN_BWD, AttnBwdConfig
 from rawattn.kernel.program import Buffer
 from rawattn.operation import Backward
@@ -60,10 +61,10 @@ MEASURED: list[tuple[Backward, str | None, str]] = [
 ]
 
 
-def chosen(op: Backward, kernel: str | None = None) -> str:
+def chosen(op: Backward, kernel: str | None = None, device: Device = H200) -> str:
     """Names the launches as the table does: the number of parts, and "t"."""
-    found = select(op, H200, kernel)
-    program = found.kernel.lower(op, found.config, H200)
+    found = select(op, device, kernel)
+    program = found.kernel.lower(op, found.config, device)
     main = next(each for each in program.launches if each.entry in ("attn_bwd", "attn_bwd_dkdv", "attn_bwd_mma"))
     in_step = "variant/walk/q_interval_by_tiles.cuh" in dict(main.source.headers)
     return f"{main.values.get('group_parts', 1)}{'t' * in_step}"
@@ -76,6 +77,11 @@ def test_chosen_is_nearly_the_fastest(op: Backward, kernel: str | None, times: s
     us = dict(zip(pairs[::2], map(float, pairs[1::2]), strict=True))
     found = us[chosen(op, kernel)]
     assert found <= 1.06 * min(us.values()) and found <= 1.01 * us["1"]
+
+
+def test_other_kernels_go_head_by_head_beyond_a_group() -> None:
+    """That L2 holds few heads' tiles was found for attn_bwd on one GPU."""
+    assert chosen(backward(2, 8192, (32, 8), Causal()), device=TYPICAL["sm_80"]) == "1"
 
 
 CHOSEN = {
@@ -154,6 +160,11 @@ RESOLVED = {  # parts, walk, direction
     "packed, parts, no mask": (backward(30, 3500, (16, 2), Full(), **LENGTHS), (4, "by_heads", "")),
     "packed, alike": (backward(30, 1000, (16, 2), Full(), **LENGTHS), (1, "by_heads", "")),
     "packed, many key heads": (backward(30, 1000, (32, 16), Causal(), **LENGTHS), (1, "by_tiles", "")),
+    "one head, causal": (backward(1, 16384, (1, 1), Causal()), (1, "bands", "")),
+    "few heads, shorter": (backward(2, 4096, (2, 2), Causal()), (1, "bands", "")),
+    "seven heads of a group": (backward(2, 8192, (28, 4), Causal()), (2, "uneven", "")),
+    "few key heads, four heads each": (backward(2, 8192, (32, 8), Causal()), (1, "by_tiles", "")),
+    "few key heads, more keys than queries": (backward(1, 4096, (32, 8), Causal(), kv_len=16384), (1, "by_heads", "")),
 }
 
 
@@ -166,6 +177,55 @@ def test_resolved(name: str) -> None:
     asked = dataclasses.replace(config, parts=1, walk="by_heads", direction="ShortestFirst")
     found = ATTN_BWD.resolved(op, asked, H200)
     assert (found.parts, found.walk, found.direction) == (1, "by_heads", "ShortestFirst"), "what is said stays"
+
+
+BANDS = [  # heads, length, head_dim; keys of a tile, parts and sums
+    (1, 16384, 64, (128, 2, 4)), (2, 16384, 64, (128, 1, 2)), (3, 8192, 64, (192, 2, 2)), (4, 5000, 64, (192, 2, 2)),
+    (1, 32768, 64, (192, 2, 2)), (1, 49152, 64, (192, 2, 2)), (1, 65536, 64, (192, 1, 1)), (1, 65536, 128, (128, 1, 1)),
+    (4, 4096, 64, (128, 2, 4)), (1, 4096, 64, (128, 4, 8)),
+    (7, 2304, 64, (128, 1, 2)), (3, 16384, 64, (192, 1, 1)), (1, 32768, 128, (128, 2, 2)), (3, 5000, 96, (128, 2, 2)),
+    (4, 5000, 128, (128, 1, 1)), (1, 2048, 128, (128, 4, 4)), (4, 2048, 128, (128, 2, 1)), (4, 1024, 64, (128, 1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("heads, length, size, wanted", BANDS)
+def test_parts_along_the_diagonal(heads: int, length: int, size: int, wanted: tuple[int, int, int]) -> None:
+    """Scratch has as many sums of dq, and launches know how many parts there are, where they have sums."""
+    op = backward(1, length, (heads, heads), Causal(), size)
+    chosen = select(op, H200).config
+    found = ATTN_BWD.resolved(op, chosen, H200)
+    assert (found.tile_kv, found.query_parts, found.dq_sums) == wanted
+    program, one = (
+        ATTN_BWD.lower(op, dataclasses.replace(chosen, **each), H200) for each in ({}, {"walk": "by_heads", "dq_sums": 1})
+    )
+    sums = [dict(each.scratch)["dq_sum"] for each in (program, one)]
+    assert sums[0] == found.dq_sums * sums[1]
+    of_parts = [x for x in program.launches if gradients.BandSums().fields[1] in x.fields]
+    assert [x.entry for x in of_parts] == ["attn_bwd", "attn_bwd_convert"] * (found.walk == "bands") + ["attn_bwd"] * (
+        wanted == (128, 2, 1)
+    )
+    tiles = -(-length // (64 * found.query_parts))
+    assert all(x.values["part_tiles"] == tiles and x.values["group_parts"] == found.query_parts for x in of_parts)
+
+
+REFUSED_BANDS = [
+    ({}, Full()), ({"query_parts": 1}, Causal()), ({"query_parts": 6}, Causal()), ({"dq_sums": 3}, Causal()),
+    ({"store": "final"}, Causal()), ({"parts": 2}, Causal()), ({"direction": "LongestFirst"}, Causal()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, mask", REFUSED_BANDS, ids=str)
+def test_parts_along_the_diagonal_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
+    with pytest.raises(ProblemError, match=r"walk is 'bands' with query_parts \d and dq_sums \d; it needs a causal mask"):
+        select(backward(1, 300, (8, 4), mask), H200, "attn_bwd", AttnBwdConfig(**{"walk": "bands", **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, mask", [({}, Causal()), ({"parts": 2}, Window(9, 0)), ({"parts": 2, "dq_sums": 2}, Full())], ids=str
+)
+def test_uneven_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> None:
+    with pytest.raises(ProblemError, match=r"walk is 'uneven' with parts [02]; it needs a full or causal mask"):
+        select(backward(1, 300, (10, 2), mask), H200, "attn_bwd", AttnBwdConfig(**{"walk": "uneven", **changes}))
 
 
 @pytest.mark.parametrize("changes, mask", [({"store": "final"}, Full()), ({}, Dilated(3)), ({"dq_sums": -1}, Full())], ids=str)
@@ -283,9 +343,9 @@ MEASURED_PARTS = [
 @pytest.mark.parametrize("length, heads, mask, times", MEASURED_PARTS, ids=str)
 def test_query_parts(length: int, heads: int, mask: Any, times: str) -> None:
     """So many are chosen that the time is within 5 % of the best, and never behind that of one. Works of all heads' parts go
-    round, and a pass adds what they leave."""
+    round, and a pass adds what they leave. One sum of dq was asked for, so that there are no bands."""
     op = backward(1, length, (heads, heads), mask)
-    config = select(op, H200).config
+    config = dataclasses.replace(select(op, H200).config, dq_sums=1)
     parts, us = ATTN_BWD.resolved(op, config, H200).query_parts, [float(x) for x in times.split()]
     assert us[parts - 1] <= min(us[0], 1.05 * min(us))
     program = ATTN_BWD.lower(op, config, H200)
@@ -296,9 +356,54 @@ def test_query_parts(length: int, heads: int, mask: Any, times: str) -> None:
     assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
 
 
+@pytest.mark.parametrize("heads, length, size, wanted", [
+    (1, 8192, 64, (2, 2)), (1, 2048, 64, (2, 2)), (2, 4096, 64, (2, 2)), (2, 8192, 64, (1, 1)), (1, 1024, 64, (1, 1)),
+    (1, 8192, 128, (2, 2)), (2, 5000, 96, (3, 2)), (1, 2048, 128, (2, 1)), (4, 5000, 64, (1, 1)),
+])  # fmt: skip
+def test_query_parts_with_two_sums(heads: int, length: int, size: int, wanted: tuple[int, int]) -> None:
+    """Sums lie side by side, as many tiles of all heads each, where a pass makes dq."""
+    op = backward(1, length, (heads, heads), Full(), size)
+    config = select(op, H200).config
+    found, program = ATTN_BWD.resolved(op, config, H200), ATTN_BWD.lower(op, config, H200)
+    assert (found.query_parts, found.dq_sums) == wanted
+    main = next(each for each in program.launches if each.entry == "attn_bwd")
+    assert main.values.get("sum_tiles", heads * -(-length // 64)) == heads * -(-length // 64)
+    assert main.source.key in {x.source.key for each in ATTN_BWD.programs(op, config, H200) for x in each.launches}
+
+
+def test_groups_of_heads_have_one_sum() -> None:
+    """A second one of dq of all query heads would take seven times what a part of dk and dv does."""
+    op = backward(2, 5000, (28, 4), Full())
+    found = ATTN_BWD.resolved(op, select(op, H200).config, H200)
+    assert (found.query_parts, found.dq_sums) == (3, 1)
+
+
+@pytest.mark.parametrize("heads, size", [((4, 4), 64), ((1, 1), 128), ((28, 4), 96)], ids=str)
+def test_programs_are_those_of_any_length(heads: tuple[int, int], size: int) -> None:
+    """What other lengths ask for is compiled with the first, though that has more keys than queries."""
+    op = backward(1, 2000, heads, Causal(), size, kv_len=4096)
+    there = {x.source.key for program in select(op, H200).programs(op, H200) for x in program.launches}
+    others = [backward(batch, n, heads, Causal(), size) for batch in (1, 2) for n in (1500, 4096, 8192, 16384)]
+    for other in others:
+        assert {x.source.key for x in ATTN_BWD.lower(other, select(other, H200).config, H200).launches} <= there
+
+
+@pytest.mark.parametrize("op, walk", [
+    (backward(1, 2000, (6, 6), Causal()), "bands"), (backward(1, 2000, (28, 4), Causal()), "uneven"),
+    (backward(1, 2000, (7, 7), Causal()), ""), (backward(1, 2000, (1, 1), Causal(), q_lens=True), ""),
+    (backward(1, 2000, (1, 1), Causal(), 160), ""), (backward(1, 2000, (70, 10), Causal()), ""),
+    (backward(1, 2000, (28, 4), Causal(), 160), ""),
+], ids=str)  # fmt: skip
+def test_nothing_is_compiled_that_no_length_takes(op: Backward, walk: str) -> None:
+    config = dataclasses.replace(select(op, H200, "attn_bwd").config, store="ordered")
+    found = {kind.walk for kind in attn_bwd_works.kinds(op, config)}
+    assert found & {"bands", "uneven"} == ({walk} - {""})
+
+
 @pytest.mark.parametrize("op, changes", [
     (backward(1, 2048, (4, 2), Full()), {}),  # parts of a group of heads
-    (backward(1, 2048, (1, 1), Full(), 64), {}),
+    (backward(1, 16384, (1, 1), Full(), 64), {}),
+    (backward(1, 2048, (1, 1), Full(), 64), {"dq_sums": 1}),
     (backward(1, 2048, (1, 1), Causal(), 160), {}),
     (backward(1, 2048, (1, 1), Causal(), dropout=0.1), {}),
     (backward(1, 2048, (1, 1), Window(300, 300)), {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 from typing import Any
 
@@ -16,10 +17,13 @@ from rawattn import FP8_DS_MLA, KVCache, ProblemError, Rotary, Step, Unsupported
 from rawattn.array import reading
 from rawattn.driver.device import TYPICAL
 from rawattn.operation import Append, AttentionKVCache
+from rawattn.operation.keys import KeyLists, ListSizes
+from rawattn.operation.kvcache import EVEN
+from rawattn.operation.operand import Layout
 from rawattn.reference.records import dequantize, quantize
 from rawattn.runtime.select import select
 from rawattn.testing import _move, expect
-from rawattn.variant.element import BF16, E4M3
+from rawattn.variant.element import BF16, E4M3, FP16, FP32
 from tests.caches import Cached
 
 torch = pytest.importorskip("torch")
@@ -169,11 +173,28 @@ def test_operations() -> None:
     attention, append = operations()
     assert attention.bytes - dataclasses.replace(attention, kv_len=0).bytes == 5 * attention.kv_len * 656
     assert append.bytes - dataclasses.replace(append, kv_element=E4M3).bytes == 10 * (656 - 576)
-    with pytest.raises(
-        UnsupportedError, match=r"attn_decode: it takes caches in the format of q, bf16, e4m3 and e5m2, not fp8_ds_mla"
-    ):
-        select(attention, TYPICAL["sm_90a"])
     assert select(append, TYPICAL["sm_90a"]).kernel.name == "append"
+
+
+def test_who_computes_it() -> None:
+    """All that adapters pass on: records and 16 bits, q in one array or two, steps and lists, on each GPU from Ampere on."""
+    step, device = operations()[0], TYPICAL["sm_90a"]
+    plain = {"kv_element": BF16, "latent": True}
+    physical = {"spec": rawattn.Spec(keys=KeyLists(True, 1, 1, True)), "keys": ListSizes(2048, 0, 0, True), "form": "rows"}
+    for arch, gpu in TYPICAL.items():
+        for q, kv, form in itertools.product(({}, {"q_rope": True}, {"element": FP16}), ({}, plain), ({}, physical)):
+            op = dataclasses.replace(step, **{**kv, **form, **q, **({"kv_element": FP16} if kv and "element" in q else {})})
+            if gpu.capability >= 80:
+                assert select(op, gpu).kernel.name in ("attn_fwd_mma", *["attn_mla"] * bool(kv)), (arch, str(op))
+    for change, message in (
+        ({"element": FP32}, "attn_fwd_mma: .*it takes bf16 and fp16, not fp32"),
+        ({"split_keys": EVEN}, "attn_fwd_mma: split is 'even'"),
+        ({"layout": Layout("rows", "k_cache lies apart")}, "attn_fwd_mma: k_cache lies apart"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            select(dataclasses.replace(step, **change), device)
+    with pytest.raises(UnsupportedError, match="it takes caches in the format of q, bf16, e4m3 and e5m2, not fp8_ds_mla"):
+        select(step, device, "attn_decode")
 
 
 PAGES = np.zeros((3, 4, 656), np.uint8)

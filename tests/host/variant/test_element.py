@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from rawattn.kernel import render
-from rawattn.variant.element import FP8, Element
+from rawattn.variant.element import E4M3, E4M3_BITS, FP8, Element
 from tests import emulator
 
 TEXT = """
@@ -29,13 +29,18 @@ extern "C" void pairs(u32 word, u32 (&k)[2], u32 (&v)[2]) {
     TYPE::pairs_of_k(k, word), TYPE::pairs_of_v(v, word);
 }
 """
-FILES = ("variant/element/byte_operands.cuh", "variant/element/e4m3.cuh", "variant/element/e5m2.cuh")
+FOUR = """
+#include "threads.hpp"
+#include "variant/element/FILE.cuh"
+extern "C" void widen(u32 word, float (&x)[4]) { TYPE::widen(x, word); }
+"""
+FILES = tuple(f"variant/element/{name}.cuh" for name in ("byte_operands", "e4m3", "e4m3bits", "e5m2"))
 EVERY = np.arange(256, dtype=np.uint8)
 
 
 @functools.cache
-def library(element: Element) -> ctypes.CDLL:
-    text = TEXT.replace("FILE", element.name).replace("TYPE", element.cuda_type)
+def library(element: Element, text: str = TEXT) -> ctypes.CDLL:
+    text = text.replace("FILE", element.name).replace("TYPE", element.cuda_type)
     files = {path: (render.FOLDER / path).read_text() for path in FILES}
     return emulator.compiled(text, files, pathlib.Path(tempfile.mkdtemp()))
 
@@ -78,6 +83,17 @@ def test_words_become_halves(element: Element) -> None:
         library(element).pairs(ctypes.c_uint32(word), ctypes.c_void_p(k.ctypes.data), ctypes.c_void_p(v.ctypes.data))
         np.testing.assert_array_equal(k.view(np.float16).astype(np.float32), [a, b, c, d])
         np.testing.assert_array_equal(v.view(np.float16).astype(np.float32), [a, c, b, d])
+
+
+@pytest.mark.parametrize("element", [E4M3, E4M3_BITS], ids=str)
+def test_words_become_numbers(element: Element) -> None:
+    """By an instruction and without: every number at each place of a word, beside any others."""
+    x = np.empty(4, np.float32)
+    for four in np.random.default_rng(0).permuted(np.tile(EVERY, (4, 1)), axis=1).T.copy():
+        library(element, FOUR).widen(ctypes.c_uint32(int(four.view(np.uint32)[0])), ctypes.c_void_p(x.ctypes.data))
+        wanted = four.view(element.dtype).astype(np.float32)
+        np.testing.assert_array_equal(x, wanted)
+        assert np.array_equal(np.signbit(x[wanted == 0]), np.signbit(wanted[wanted == 0]))
 
 
 def test_formats_are_those_of_the_reference_types() -> None:
