@@ -354,12 +354,14 @@ class Formula:
         ``origin``."""
         for mask, heads in self.heads(origin[1], q.shape[1]):
             for tile in self.tiles(mask, (origin[0], origin[1] + heads[0]), queries, len(q), len(k)):
-                to = self.xp.asarray(at[tile.rows], **self.device)
+                to, last = self.xp.asarray(at[tile.rows], **self.device), -1
                 for head in heads:
                     kv_head = head // (q.shape[1] // k.shape[1])
-                    rows, keys, values = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
-                    inputs = cast(rows, self.dtype), cast(keys, self.dtype), cast(values, self.dtype)
-                    o[to, head], lse[head, to] = self.attend(*inputs, sinks[head], (origin[0], origin[1] + head), tile)
+                    if kv_head != last:  # heads that share keys come one after another
+                        keys, values = (cast(x[tile.keys, kv_head], self.dtype) for x in (k, v))
+                        last = kv_head
+                    rows = cast(q[:, head][tile.q[:, 0]], self.dtype)
+                    o[to, head], lse[head, to] = self.attend(rows, keys, values, sinks[head], (origin[0], origin[1] + head), tile)
 
     def forward_listed(
         self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
@@ -497,6 +499,8 @@ class Formula:
         """weights @ x, to which a pair that is not kept adds nothing, not even 0 times inf or NaN."""
         xp = self.xp
         infinite = ~xp.all(xp.isfinite(x), axis=1)
+        if not bool(xp.any(infinite)):
+            return weights @ x
         result = weights @ xp.where(infinite[:, None], 0.0, x)
         for j in (j for j, is_infinite in enumerate(infinite.tolist()) if is_infinite):
             result += xp.where(kept[:, j, None], weights[:, j, None] * x[j], 0.0)

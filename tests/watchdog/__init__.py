@@ -33,7 +33,6 @@ TURN = (
     "do count = ptx::load_acquire(args.turns + place);",
     "ptx::Patience patience;\n        do count = ptx::load_acquire(args.turns + place), patience.await_turn(place, count);",
 )
-WAIT_FOR_CLUSTER = (WAIT[0], WAIT[1].replace("this", "&barrier"))
 ASKED_TURN = (
     "while (!turn.has_come(asked))",
     "for (ptx::Patience patience; !turn.has_come(asked); patience.await_turn(place, asked))",
@@ -41,7 +40,6 @@ ASKED_TURN = (
 EDITS: Mapping[str, tuple[tuple[str, str], ...]] = {  # of every file in which a thread waits for another
     "ptx/mbarrier.cuh": (WAIT, INCLUDE),
     "ptx/cp_async_mbarrier.cuh": (WAIT,),
-    "ptx/cluster.cuh": (WAIT_FOR_CLUSTER,),
     "ptx/turn.cuh": (INCLUDE,),
     "variant/dq/ordered.cuh": (TURN,),
     "variant/dq/red_ordered.cuh": (ASKED_TURN,),
