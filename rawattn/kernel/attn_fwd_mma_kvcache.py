@@ -8,14 +8,42 @@ from typing import Any
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
-from ..variant import Option, kv, rows, scheduler
+from ..variant import Option, kv, rows, scheduler, store
 from ..variant.element import FP32
 from ..variant.field import Field, Fields, View
 from ..variant.gradients import Blocks16
-from . import paging, tiling
-from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option
+from ..variant.mask import SplitTilesMask
+from . import combine, few_rows, paging, tiling
+from .attn_decode import MOST_ROWS, ceil_div, most_rows, split_rule
+from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option, strip_warps
 from .paging import LONGEST, OverCache, forward_of, over_tensors
+from .program import Program
 from .render import config_header, source
+
+SPLITS_FEW_ROWS = False  # whether keys of few rows are split unasked: right on an H200, and not timed yet
+MOST_SCRATCH = 1 << 30  # bytes of what splits leave to be folded
+
+
+def count_splits(op: AttentionKVCache) -> int:
+    """The splits of a sequence at most: as many as the bound of lengths may need. Its own length says how many it has."""
+    keys, most = split_rule(op)
+    return min(most, ceil_div(max(1, op.kv_len), keys))
+
+
+def split_reasons(op: AttentionKVCache) -> list[str]:
+    """The reasons why keys are not split."""
+    if strip_warps(over_tensors(op)) == 1 or not few_rows.may_split(over_tensors(op)):
+        where = "functions, masks with holes, packed queries, invariant, and heads of up to 256"
+        return [f"splits of keys are asked for; over caches it does not split those of {where}"]
+    size = 4 * count_splits(op) * op.total_q * op.heads * (op.head_dim_v + 1)
+    return [f"splits would leave {size} bytes; it takes up to {MOST_SCRATCH}"] if size > MOST_SCRATCH else []
+
+
+def is_split(op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
+    """Says whether keys are split: where it is asked for, and of few rows by default once SPLITS_FEW_ROWS says so. Never by the
+    batch."""
+    is_default = SPLITS_FEW_ROWS and most_rows(op) <= MOST_ROWS and not split_reasons(op)
+    return config.split or is_default or (op.split_keys > 0 and strip_warps(over_tensors(op)) > 1)
 
 
 class AttnFwdMmaKVCache(OverCache):
@@ -26,14 +54,16 @@ class AttnFwdMmaKVCache(OverCache):
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = [*super().supports(op, device), *paging.reasons_of_eight_bits(op, device)]
+        reasons += split_reasons(op) if is_split(op, AttnFwdMmaConfig()) else []
         return [*reasons, "it takes bf16 and fp16, not fp32"] if op.element == FP32 else reasons
 
     def legal(self, config: AttnFwdMmaConfig, op: AttentionKVCache, device: Device) -> str | None:
-        if config.split:
-            return "split is True; over caches keys are not split"
+        if config.split and (reasons := split_reasons(op)):
+            return f"split is True: {reasons[0]}"
         if config.pack_gqa and op.heads == op.kv_heads:
             return "pack_gqa is True; it needs several query heads for each key head"
-        return ATTN_FWD_MMA.legal(dataclasses.replace(config, pack_gqa=False), self.tiled(op, config), device)
+        plain = dataclasses.replace(config, pack_gqa=False, split=False)
+        return ATTN_FWD_MMA.legal(plain, self.tiled(op, config), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
         forward = forward_of(op)
@@ -48,7 +78,8 @@ class AttnFwdMmaKVCache(OverCache):
         return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each, paging.widening(op))
 
     def tuning_shapes(self, op: AttentionKVCache) -> tuple[Any, ...]:
-        """The tuning shapes of plain tensors, with as many heads for each key head as the operation has."""
+        """The tuning shapes of plain tensors, with as many heads for each key head as the operation has. Where keys are split it
+        is one, of as many queries: the batch has no say in the tiles, nor have they in the bits."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
         if paging.has_records(op):
@@ -57,10 +88,19 @@ class AttnFwdMmaKVCache(OverCache):
                 dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=-1, ragged=False) for n, q_len in sizes
             )
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
+        if is_split(op, AttnFwdMmaConfig()):
+            shapes = (dataclasses.replace(shapes[0], batch=64, q_len=max(1, op.q_len), kv_len=4096, heads=8, kv_heads=8),)
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
         return config.pack_gqa
+
+    def options(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> dict[str, Option]:
+        if not config.split:
+            return super().options(op, config)
+        options = super().options(dataclasses.replace(op, sinks=False), config)  # which join where the splits are folded
+        order = scheduler.ReportingScheduler(scheduler.LptScheduler(persistent=False, split=True))
+        return options | {"Mask": SplitTilesMask(options["Mask"]), "Scheduler": order, "Store": store.StorePartial()}
 
     def kernel_options(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> dict[str, Option]:
         return {
@@ -83,6 +123,20 @@ class AttnFwdMmaKVCache(OverCache):
 
     def grid(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> int:
         return tiling.most_tiles(self.tiled(op, config), config.tile_q)
+
+    def lower(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> Program:
+        """The launch, or where keys are split two, the second of which folds; also where the bound of lengths allows one
+        split, so that no bit follows from the bound."""
+        split = is_split(op, config)
+        config = dataclasses.replace(config, split=split)
+        whole = super().lower(op, config, device)
+        if not split:
+            return whole
+        tiles = ATTN_FWD_MMA.tiles(self.tiled(op, config), dataclasses.replace(config, pack_gqa=False), device)
+        tiles = tiles._replace(rows_each=op.heads_per_kv if self.packs(op, config) else 1, splits=count_splits(op))
+        rendered = self._keep(("fold", op.kind, device.arch), lambda: combine.source_and_fields(op, device.arch))
+        values = {"split_tiles": ceil_div(split_rule(op)[0], config.tile_kv)}
+        return combine.folded(whole, op, tiles, op.total_q * op.heads, rendered, values)
 
     def values(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> dict[str, float]:
         values = super().values(op, config, device)
