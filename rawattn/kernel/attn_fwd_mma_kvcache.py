@@ -20,9 +20,6 @@ from .paging import LONGEST, OverCache, forward_of, over_tensors
 from .program import Program
 from .render import config_header, source
 
-SPLITS_FEW_ROWS = False  # whether keys of few rows are split unasked: right on an H200, and not timed yet
-MOST_SCRATCH = 1 << 30  # bytes of what splits leave to be folded
-
 
 def count_splits(op: AttentionKVCache) -> int:
     """The splits of a sequence at most: as many as the bound of lengths may need. Its own length says how many it has."""
@@ -30,20 +27,23 @@ def count_splits(op: AttentionKVCache) -> int:
     return min(most, ceil_div(max(1, op.kv_len), keys))
 
 
-def split_reasons(op: AttentionKVCache) -> list[str]:
-    """The reasons why keys are not split."""
+def split_reason(op: AttentionKVCache) -> str | None:
+    """The reason why keys cannot be split."""
     if strip_warps(over_tensors(op)) == 1 or not few_rows.may_split(over_tensors(op)):
-        where = "functions, masks with holes, packed queries, invariant, and heads of up to 256"
-        return [f"splits of keys are asked for; over caches it does not split those of {where}"]
-    size = 4 * count_splits(op) * op.total_q * op.heads * (op.head_dim_v + 1)
-    return [f"splits would leave {size} bytes; it takes up to {MOST_SCRATCH}"] if size > MOST_SCRATCH else []
+        where = "functions, masks with holes, lists of keys, ragged steps, invariant, and heads of up to 256"
+        return f"over caches keys are not split, as they are where heads are wider than 256, with {where}"
+    return None
 
 
-def is_split(op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
-    """Says whether keys are split: where it is asked for, and of few rows by default once SPLITS_FEW_ROWS says so. Never by the
-    batch."""
-    is_default = SPLITS_FEW_ROWS and most_rows(op) <= MOST_ROWS and not split_reasons(op)
-    return config.split or is_default or (op.split_keys > 0 and strip_warps(over_tensors(op)) > 1)
+def is_asked(op: AttentionKVCache) -> bool:
+    """Says whether the call asks for splits of wide heads' keys. Up to 256 columns attn_decode has splits, and this kernel serves
+    what it refuses."""
+    return op.split_keys > 0 and strip_warps(over_tensors(op)) > 1
+
+
+def splits(op: AttentionKVCache) -> bool:
+    """Says whether keys are split by default: where few rows are. Never by the batch."""
+    return split_reason(op) is None and (is_asked(op) or most_rows(op) <= MOST_ROWS)
 
 
 class AttnFwdMmaKVCache(OverCache):
@@ -54,12 +54,15 @@ class AttnFwdMmaKVCache(OverCache):
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = [*super().supports(op, device), *paging.reasons_of_eight_bits(op, device)]
-        reasons += split_reasons(op) if is_split(op, AttnFwdMmaConfig()) else []
+        if is_asked(op) and (reason := split_reason(op)):
+            reasons.append(f"splits of keys are asked for; {reason}")
         return [*reasons, "it takes bf16 and fp16, not fp32"] if op.element == FP32 else reasons
 
     def legal(self, config: AttnFwdMmaConfig, op: AttentionKVCache, device: Device) -> str | None:
-        if config.split and (reasons := split_reasons(op)):
-            return f"split is True: {reasons[0]}"
+        if config.split and (reason := split_reason(op)):
+            return f"split is True; {reason}"
+        if is_asked(op) and not config.split:
+            return "split is False; the call asks for splits of keys"
         if config.pack_gqa and op.heads == op.kv_heads:
             return "pack_gqa is True; it needs several query heads for each key head"
         plain = dataclasses.replace(config, pack_gqa=False, split=False)
@@ -68,11 +71,11 @@ class AttnFwdMmaKVCache(OverCache):
     def candidates(self, op: Any, device: Device) -> list[AttnFwdMmaConfig]:
         forward = forward_of(op)
         packs = forward.heads_per_kv > 1 and max(forward.q_len, forward.total_q) * forward.heads_per_kv < LONGEST
-        configs = ATTN_FWD_MMA.candidates(forward, device)
-        return list(dict.fromkeys(dataclasses.replace(config, pack_gqa=packs, split=False) for config in configs))
+        configs, split = ATTN_FWD_MMA.candidates(forward, device), not isinstance(op, Forward) and splits(op)
+        return list(dict.fromkeys(dataclasses.replace(config, pack_gqa=packs, split=split) for config in configs))
 
     def cost(self, config: AttnFwdMmaConfig, op: Any, device: Device) -> float:
-        plain, rows_each = dataclasses.replace(config, pack_gqa=False), op.heads_per_kv if config.pack_gqa else 1
+        plain, rows_each = dataclasses.replace(config, pack_gqa=False, split=False), op.heads_per_kv if config.pack_gqa else 1
         if isinstance(op, Forward):
             return ATTN_FWD_MMA.cost(plain, op, device)
         return ATTN_FWD_MMA.seconds(plain, over_tensors(op), device, rows_each, paging.widening(op))
@@ -82,14 +85,14 @@ class AttnFwdMmaKVCache(OverCache):
         is one, of as many queries: the batch has no say in the tiles, nor have they in the bits."""
         if paging.has_functions(op):
             return (paging.tried_shape(op),)
+        if splits(op):
+            return (dataclasses.replace(op, batch=64, q_len=max(1, op.q_len), kv_len=4096, total_q=-1),)
         if paging.has_records(op):
             sizes = ((64, 1), (1, 1), (4, 512))
             return tuple(
                 dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=-1, ragged=False) for n, q_len in sizes
             )
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
-        if is_split(op, AttnFwdMmaConfig()):
-            shapes = (dataclasses.replace(shapes[0], batch=64, q_len=max(1, op.q_len), kv_len=4096, heads=8, kv_heads=8),)
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)
 
     def packs(self, op: AttentionKVCache, config: AttnFwdMmaConfig) -> bool:
@@ -127,10 +130,8 @@ class AttnFwdMmaKVCache(OverCache):
     def lower(self, op: AttentionKVCache, config: AttnFwdMmaConfig, device: Device) -> Program:
         """The launch, or where keys are split two, the second of which folds; also where the bound of lengths allows one
         split, so that no bit follows from the bound."""
-        split = is_split(op, config)
-        config = dataclasses.replace(config, split=split)
         whole = super().lower(op, config, device)
-        if not split:
+        if not config.split:
             return whole
         tiles = ATTN_FWD_MMA.tiles(self.tiled(op, config), dataclasses.replace(config, pack_gqa=False), device)
         tiles = tiles._replace(rows_each=op.heads_per_kv if self.packs(op, config) else 1, splits=count_splits(op))

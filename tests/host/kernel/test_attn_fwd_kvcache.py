@@ -154,30 +154,38 @@ def test_bits_of_splits_follow_from_the_sequence(tmp_path: pathlib.Path, monkeyp
 
 
 def test_who_has_splits_of_wide_heads() -> None:
-    """Who asks, by a configuration or by the keys of a split; the batch has no say in how many there are."""
+    """Steps of few rows, unless a configuration says no, and who asks for keys of a split; the batch has no say in it."""
     step = dataclasses.replace(Decode(1, 1, 32, 4, 512, 512, page=64, kv_len=32768).operation, pages=1 << 20)
     hopper, kernel = TYPICAL["sm_90a"], ATTN_FWD_MMA_KVCACHE
     chosen = select(step, hopper)
-    assert chosen.kernel is kernel and not chosen.config.split and len(kernel.lower(step, chosen.config, hopper).launches) == 1
-    asked = dataclasses.replace(chosen.config, split=True)
-    for changes, config, splits, keys in (
-        ({}, asked, 32, 512), ({"batch": 64}, asked, 32, 512), ({"split_keys": 1024}, chosen.config, 32, 1024),
-        ({"heads": 16, "kv_heads": 1}, asked, 64, 512), ({"kv_len": 300}, asked, 1, 512),
+    assert chosen.kernel is kernel and chosen.config.split
+    whole = dataclasses.replace(chosen.config, split=False)
+    assert len(kernel.lower(step, whole, hopper).launches) == 1
+    for changes, count, keys in (
+        ({}, 32, 512), ({"batch": 64}, 32, 512), ({"split_keys": 1024}, 32, 1024), ({"heads": 16, "kv_heads": 1}, 64, 512),
+        ({"kv_len": 300}, 1, 512),
     ):  # fmt: skip
         op = dataclasses.replace(step, **{"total_q": changes.get("batch", 1), **changes})
-        main, fold = kernel.lower(op, config, hopper).launches
-        assert (main.values["splits"], main.values["split_tiles"] * config.tile_kv, fold.entry) == (splits, keys, "combine")
-        assert main.grid == op.batch * op.kv_heads * splits
+        main, fold = kernel.lower(op, chosen.config, hopper).launches
+        assert (main.values["splits"], main.values["split_tiles"] * chosen.config.tile_kv, fold.entry) == (count, keys, "combine")
+        assert main.grid == op.batch * op.kv_heads * count
         if changes and op.split_keys + op.batch > 1:
             continue
         binaries = [compiler.compile(launch.source) for launch in (main, fold)]
         assert not any(each.spill_bytes or each.advisories for each in binaries)
-    alone = dataclasses.replace(step, split_keys=512)
-    assert select(alone, hopper).config == select(dataclasses.replace(alone, batch=64, total_q=64), hopper).config
-    for changes in ({"ragged": True}, {"head_dim": 256, "head_dim_v": 256}, {"batch": 1024, "total_q": 1024}):
-        assert "split is True: " in (kernel.legal(asked, dataclasses.replace(step, **changes), hopper) or "")
-    with pytest.raises(UnsupportedError, match="attn_fwd_mma: splits of keys are asked for; over caches it does not split"):
+    for keys in (0, 512):
+        alone = dataclasses.replace(step, split_keys=keys)
+        for batch in (64, 4096):
+            assert select(alone, hopper).config == select(dataclasses.replace(alone, batch=batch, total_q=batch), hopper).config
+    for changes in ({"ragged": True}, {"head_dim": 256, "head_dim_v": 256}):
+        assert "split is True; over caches keys are not split" in (
+            kernel.legal(chosen.config, dataclasses.replace(step, **changes), hopper) or ""
+        )
+    with pytest.raises(ProblemError, match="split is False; the call asks for splits of keys"):
+        select(dataclasses.replace(step, split_keys=512), hopper, "attn_fwd_mma", whole)
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: splits of keys are asked for; over caches keys are not split"):
         select(dataclasses.replace(step, ragged=True, split_keys=512), hopper)
+    assert not select(dataclasses.replace(step, q_len=512, total_q=512), hopper).config.split
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -398,7 +406,7 @@ def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
     assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
     binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
     assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
-    with pytest.raises(ProblemError, match="over caches keys are not split"):
+    with pytest.raises(ProblemError, match="split is True; over caches keys are not split"):
         select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
 
 
