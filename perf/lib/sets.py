@@ -251,6 +251,10 @@ SETS["mla-decode-splits"] = [latent(*shape, split=keys) for shape in LATENT[:4] 
 SETS["mla-sparse"] = [latent(1, 4096, heads, 65536, topk=2048) for heads in (128, 64)]  # prefill of chosen keys, and steps
 SETS["mla-sparse"] += [latent(batch, q_len, 128, 65536, topk=2048) for batch, q_len in ((1, 128), (1, 1))]
 SETS["mla-pages"] = [latent(*shape, page=page) for shape in PAGED for page in (1, 64)]
+SETS["wide-decode"] = [  # heads of 512 over caches, of Gemma 4 and DeepSeek-V4
+    step((kv_len,) * n, 64, 1, heads, kv_heads, 512, split=split)
+    for heads, kv_heads in ((32, 4), (16, 1)) for kv_len in (8192, 32768) for n in (1, 8, 64) for split in ("auto", 512)
+]  # fmt: skip
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
     "masks": of_functions(functions.MASKS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),

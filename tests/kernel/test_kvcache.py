@@ -344,6 +344,33 @@ def test_chunks_by_mma(name: str) -> None:
     assert rawattn.violations() == ()
 
 
+GEMMA = of(STEP, heads=32, kv_heads=4, head_dim=512, head_dim_v=512)
+SPLIT = {
+    "512, small": of(GEMMA, lengths=((1, 65),), heads=2, kv_heads=1),
+    "512": GEMMA,
+    "512, sinks": of(GEMMA, heads=64, kv_heads=1, pool="shared", sinks=True),
+    "512, window": of(GEMMA, lengths=DRAFT.lengths, window=(500, None), page_size=64),
+    "512, begins": of(GEMMA, lengths=DRAFT.lengths, begins=BEGINS, whole=False, softcap=5.0),
+    "512, dense, fp16": of(GEMMA, form="dense", page_size=5000, dtype="fp16"),
+    "512, e4m3": of(GEMMA, kv_dtype="e4m3", scales=("number", "number")),
+    "512, long": of(GEMMA, lengths=((1, 33000), (1, 9000)), heads=16, kv_heads=1),
+    "512, latent": of(GEMMA, pool="shared", heads=16, kv_heads=1, head_dim=576),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_splits_of_wide_heads(name: str) -> None:
+    """By attn_fwd_mma and the fold; the bits of a sequence are the same for any pages."""
+    case = SPLIT[name]
+    found = attend(case, kernel="attn_fwd_mma", split=64)
+    check(case, found)
+    check(case, attend(case, kernel="attn_fwd_mma", split=512))
+    for page in () if case.form == "dense" else (1, 64):
+        other = attend(of(case, page_size=page), kernel="attn_fwd_mma", split=64)
+        assert all(rows_of(case, other, i) == rows_of(case, found, i) for i in range(len(case.lengths))), page
+    assert rawattn.violations() == ()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ["table", "dense, same", "window", "columns 256"])

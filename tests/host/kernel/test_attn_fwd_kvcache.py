@@ -74,6 +74,16 @@ WIDE = {
     "wide": of(CHUNKS, head_dim=512, head_dim_v=512, sinks=True, window=(100, 0)),
     "latent": of(CHUNKS, pool="shared", kv_heads=1, head_dim=576, head_dim_v=512, lengths=((70, 200), (3, 65))),
 }
+STEPS = of(CHUNKS, lengths=((2, 300), (2, 0), (2, 65), (2, 1), (2, 777)), ragged=False, head_dim=512, head_dim_v=512)
+SPLIT = {
+    "table": of(STEPS, sinks=True),
+    "window, 18 rows": of(STEPS, lengths=((9, 300), (9, 0), (9, 65), (9, 577)), window=(150, None), softcap=5.0, page_size=64),
+    "begins, dense": of(STEPS, begins=(131, 0, 64, 0, 500), whole=False, form="dense", page_size=800, heads=3, kv_heads=1),
+    "latent": of(STEPS, pool="shared", kv_heads=1, head_dim=576, form="indptr"),
+    "columns 320 and 264": of(STEPS, head_dim=320, head_dim_v=264, layout="HND", heads=2, causal=False, dtype="fp16"),
+    "e4m3": of(STEPS, kv_dtype="e4m3", scales=("number", "number"), sinks=True),
+    "alone": of(STEPS, lengths=((1, 700),), heads=4, kv_heads=1, sinks=True, pool="shared"),
+}
 
 
 def attend(case: Cached, edit: Any = None, **options: Any) -> tuple[Any, Any, rawattn.KVCache, rawattn.Step]:
@@ -110,6 +120,72 @@ def test_public_call_of_mma(name: str, tmp_path: pathlib.Path, monkeypatch: pyte
     o, lse = attend(case, kernel="attn_fwd_mma", config=config)[:2]
     check(case, o, lse)
     assert word[0] == 0
+
+
+SPLIT_CONFIG = attn_fwd_mma.AttnFwdMmaConfig(16, 32, 2, 1, 1, 1, pack_gqa=True, split=True)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_splits_of_wide_heads(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By attn_fwd_mma, each sequence cut by its own length, and folded."""
+    word = stand_in(monkeypatch, tmp_path)
+    own = dataclasses.replace(SPLIT_CONFIG, pack_gqa=SPLIT[name].heads > SPLIT[name].kv_heads)
+    o, lse = attend(SPLIT[name], kernel="attn_fwd_mma", config=own, split=64)[:2]
+    check(SPLIT[name], o, lse)
+    assert word[0] == 0
+
+
+def test_bits_of_splits_follow_from_the_sequence(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is beside it, for any pages, and with more room for keys; also of a sequence that has one split."""
+    stand_in(monkeypatch, tmp_path)
+    case = of(SPLIT["table"], lengths=((1, 300), (1, 50), (1, 777)), heads=2, kv_heads=1)
+    given = {"kernel": "attn_fwd_mma", "config": SPLIT_CONFIG, "split": 64}
+    found = [
+        attend(of(case, page_size=page, form=form), **given)[:2] for page, form in ((16, "table"), (1, "indptr"), (800, "dense"))
+    ]
+    assert all(o.equal(found[0][0]) and lse.equal(found[0][1]) for o, lse in found[1:])
+    _, _, cache, step = attend(case, **given)
+    q, sinks = _move(case.rows(2, 512, 1), "torch", "cpu"), _move(case.sink_logits(), "torch", "cpu")
+    for i, (_, kv_len) in enumerate(case.lengths):
+        pages = -(-kv_len // 16)
+        alone = rawattn.Step(step.kv_lens[i : i + 1], step.page_table[i : i + 1, :pages].contiguous())
+        o, lse = rawattn.attention_kvcache(q[i : i + 1], cache, alone, sinks=sinks, return_lse=True, **given)
+        assert o.equal(found[0][0][i : i + 1]) and lse.equal(found[0][1][i : i + 1]), i
+
+
+def test_who_has_splits_of_wide_heads() -> None:
+    """Steps of few rows, unless a configuration says no, and who asks for keys of a split; the batch has no say in it."""
+    step = dataclasses.replace(Decode(1, 1, 32, 4, 512, 512, page=64, kv_len=32768).operation, pages=1 << 20)
+    hopper, kernel = TYPICAL["sm_90a"], ATTN_FWD_MMA_KVCACHE
+    chosen = select(step, hopper)
+    assert chosen.kernel is kernel and chosen.config.split
+    whole = dataclasses.replace(chosen.config, split=False)
+    assert len(kernel.lower(step, whole, hopper).launches) == 1
+    for changes, count, keys in (
+        ({}, 32, 512), ({"batch": 64}, 32, 512), ({"split_keys": 1024}, 32, 1024), ({"heads": 16, "kv_heads": 1}, 64, 512),
+        ({"kv_len": 300}, 1, 512),
+    ):  # fmt: skip
+        op = dataclasses.replace(step, **{"total_q": changes.get("batch", 1), **changes})
+        main, fold = kernel.lower(op, chosen.config, hopper).launches
+        assert (main.values["splits"], main.values["split_tiles"] * chosen.config.tile_kv, fold.entry) == (count, keys, "combine")
+        assert main.grid == op.batch * op.kv_heads * count
+        if changes and op.split_keys + op.batch > 1:
+            continue
+        binaries = [compiler.compile(launch.source) for launch in (main, fold)]
+        assert not any(each.spill_bytes or each.advisories for each in binaries)
+    for keys in (0, 512):
+        alone = dataclasses.replace(step, split_keys=keys)
+        for batch in (64, 4096):
+            assert select(alone, hopper).config == select(dataclasses.replace(alone, batch=batch, total_q=batch), hopper).config
+    for changes in ({"ragged": True}, {"head_dim": 256, "head_dim_v": 256}):
+        assert "split is True; over caches keys are not split" in (
+            kernel.legal(chosen.config, dataclasses.replace(step, **changes), hopper) or ""
+        )
+    with pytest.raises(ProblemError, match="split is False; the call asks for splits of keys"):
+        select(dataclasses.replace(step, split_keys=512), hopper, "attn_fwd_mma", whole)
+    with pytest.raises(UnsupportedError, match="attn_fwd_mma: splits of keys are asked for; over caches keys are not split"):
+        select(dataclasses.replace(step, ragged=True, split_keys=512), hopper)
+    assert not select(dataclasses.replace(step, q_len=512, total_q=512), hopper).config.split
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -330,7 +406,7 @@ def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
     assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
     binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
     assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
-    with pytest.raises(ProblemError, match="over caches keys are not split"):
+    with pytest.raises(ProblemError, match="split is True; over caches keys are not split"):
         select(op, TYPICAL[arch], "attn_fwd_mma", dataclasses.replace(found.config, split=True))
 
 
