@@ -88,9 +88,10 @@ class AttnFwdMmaKVCache(OverCache):
         if splits(op):
             return (dataclasses.replace(op, batch=64, q_len=max(1, op.q_len), kv_len=4096, total_q=-1),)
         if paging.has_records(op):
-            sizes = ((64, 1), (1, 1), (4, 512))
+            ragged = op.keys is None  # so that these are not split, nor is what they stand for
             return tuple(
-                dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=-1, ragged=False) for n, q_len in sizes
+                dataclasses.replace(op, batch=n, q_len=q_len, kv_len=4096, total_q=n * q_len if ragged else -1, ragged=ragged)
+                for n, q_len in ((64, 1), (1, 1), (4, 512))
             )
         shapes = ATTN_FWD_MMA.tuning_shapes(over_tensors(op))
         return tuple(dataclasses.replace(shape, heads=shape.kv_heads * op.heads_per_kv) for shape in shapes)

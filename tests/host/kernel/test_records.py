@@ -65,6 +65,14 @@ def test_steps(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert word[0] == 0
 
 
+@pytest.mark.parametrize("changes", [{}, {"ragged": False, "lengths": ((1, 1100), (1, 30))}], ids=["chunks", "steps"])
+def test_what_is_chosen(changes: dict[str, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged steps are not split, others are."""
+    word, case = stand_in(monkeypatch, tmp_path), of(CHUNKS, heads=16, **changes)
+    check(case, *attend(case, kernel="attn_fwd_mma", config=None)[:2])
+    assert word[0] == 0
+
+
 def test_q_as_a_pair(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a kernel of its own, and the bits of one array, which was asked for before."""
     stand_in(monkeypatch, tmp_path)
@@ -117,7 +125,7 @@ def test_nothing_spills(arch: str, name: str) -> None:
     op, device = COMPILED[name], TYPICAL[arch]
     found = select(op, device)
     binary = compiler.compile(found.kernel.render(op, found.config, arch))
-    assert binary.spill_bytes == 0, found.config
+    assert binary.spill_bytes == 0 and found.kernel.legal(found.config, op, device) is None, found.config
     names = instructions(binary.cubin)
     wanted = {"LDGSTS", "LDSM", "HMMA", *["F2FP"] * (arch != "sm_80")}
     assert names is None or wanted <= {x.split(".")[0] for x in names}
