@@ -119,9 +119,9 @@ class StepCase(Case):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that are read."""
+        """Bytes of the keys and values that are read, those that are listed often once."""
         if self.topk:
-            return self.key_bytes * sum(self.q_lens) * self.topk
+            return min(self.pool_bytes, self.key_bytes * sum(self.q_lens) * self.topk)
         left = self.kv_len if self.window is None else self.window[0] or 0
         return self.key_bytes * sum(min(kv, left + q) for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
 

@@ -176,6 +176,8 @@ def test_sets() -> None:
         cases = sets.load(name, None)
         assert cases and len({sets.label(case) for case in cases}) == len(cases)
         assert [sets.from_json(json.loads(json.dumps(sets.to_json(case)))) for case in cases] == cases
+    steps = [case for cases in sets.SETS.values() for case in cases if isinstance(case, sets.StepCase)]
+    assert all(0 < case.bytes <= case.pool_bytes for case in steps)  # more cannot be read
     assert all(sum(q for q, _ in case.lengths or ()) == 16384 for case in sets.SETS["varlen"])
     assert len({length for length, _ in sets.packed(64, 128).lengths or ()}) > 30
 
