@@ -22,14 +22,6 @@ __device__ inline void cluster_sync() {
 __device__ inline void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
     asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cta.shared::cluster.b64 _, [there], %2; }" ::"r"(smem_address(&barrier)), "r"(rank), "r"(count) : "memory");
 }
-// Writes four numbers to this place in the block of another rank, where their bytes count on the barrier at this place:
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
-__device__ inline void store_async(float4& to, u32 rank, Mbarrier& full, const float* x) {
-    asm volatile(
-        "{ .reg .b32 there, barrier; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 barrier, %1, %2; "
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [barrier]; }"
-        : : "r"(smem_address(&to)), "r"(smem_address(&full)), "r"(rank), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
 // A box goes to this place in each block of `ranks`, a bit for each, and its bytes count on the barrier at this place there.
 __device__ inline void tma_load_multicast(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, i32 c0, i32 c1, i32 c2, i32 c3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;"

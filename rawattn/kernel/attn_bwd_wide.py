@@ -1,5 +1,4 @@
-"""attn_bwd_wide.cu and attn_bwd_wide_pair.cu: the gradients of attention on Hopper for heads above 256, in a pass for each of dv,
-dk and dq, or with dk and dv by pairs of blocks."""
+"""attn_bwd_wide.cu: the gradients of attention on Hopper for heads above 256, in a pass for each of dv, dk and dq."""
 
 from __future__ import annotations
 
@@ -37,30 +36,17 @@ class AttnBwdWideConfig:
     tile_q: int = 128  # rows of a cluster that stay, 64 of each block: of dq's pass queries, of the others keys
     tile_kv: int = 32  # rows that move in a step
     stages: int = 3  # of the ring of what is summed; the other ring has the rest of shared memory
-    pairs: int = 0  # pairs of blocks in a cluster that makes dk and dv at once; 0 for a pass of each
     weigh_registers: int = 184
     sum_registers: int = 160
     parts: int = 0  # works into which the query heads of a key head are split; 0 for what sizes suggest
 
     @property
     def cluster(self) -> int:
-        """The blocks that read what moves together in a pass of one gradient."""
+        """The blocks that read what moves together."""
         return self.tile_q // STAYS
 
-    @property
-    def kv_rows(self) -> int:
-        """The keys of a cluster of dk's and dv's."""
-        return self.pairs * STAYS or self.tile_q
 
-    @property
-    def kv_cluster(self) -> int:
-        """The blocks of such a cluster."""
-        return 2 * self.pairs or self.cluster
-
-
-def kept_panels(op: Forward) -> int:
-    """Panels of 64 columns of K or Q at most, which a warpgroup keeps in registers, found by compiling."""
-    return 7
+KEPT_PANELS = 7  # of 64 columns of K or Q at most, which a warpgroup keeps in registers, found by compiling
 
 
 def sizes(op: Forward, which: str) -> tuple[int, int, int, int]:
@@ -69,7 +55,7 @@ def sizes(op: Forward, which: str) -> tuple[int, int, int, int]:
     summed, other = (dv, d) if which == "dv" else (d, dv)
     pieces = min(2, other)
     stays = 0 if which == "dv" else max(d, dv)
-    rest = STAYS * 128 * (stays + max(1, d - kept_panels(op)) + 1) + 1024
+    rest = STAYS * 128 * (stays + max(1, d - KEPT_PANELS) + 1) + 1024
     return rest, MOVES * 128 * (summed + summed % 2), MOVES * 128 * -(-other // pieces), pieces
 
 
@@ -78,13 +64,6 @@ def count_pieces(config: AttnBwdWideConfig, op: Forward, which: str, most: int) 
     rest, summed, piece, each = sizes(op, which)
     pieces = min(3 * each, (most - rest - config.stages * summed) // piece)
     return pieces if pieces >= 2 * each - (which != "dv") else 0
-
-
-def count_stages(op: Forward, most: int) -> int:
-    """The steps that both rings of a pair's blocks have room for in ``most`` bytes."""
-    d, dv = (-(-columns // 64) for columns in (op.head_dim, op.head_dim_v))
-    rest = STAYS * 128 * (max(1, max(d, dv) - kept_panels(op)) + 1) + 2 * STAYS * MOVES * 4 + 1024
-    return min(6, (most - rest) // (MOVES * 128 * (d + d % 2 + dv + dv % 2)))
 
 
 class AttnBwdWide(BackwardKernel):
@@ -138,8 +117,6 @@ class AttnBwdWide(BackwardKernel):
         short = [which for which in PASSES if not count_pieces(config, op.forward, which, device.smem_bytes)]
         if short:
             return f"stages is {config.stages}; the pass of {short[0]} has no shared memory for what else it needs"
-        if config.pairs not in (0, 1, 2) or (config.pairs and count_stages(op.forward, device.smem_bytes) < 3):
-            return f"pairs is {config.pairs}; it must be up to 2, and blocks have room for three steps"
         if config.weigh_registers + 2 * config.sum_registers > 504 or config.weigh_registers < 168 or config.sum_registers > 168:
             values = f"weigh_registers is {config.weigh_registers} and sum_registers {config.sum_registers}"
             return f"{values}; they must be from 168 on, up to 168, and 504 with the latter twice"
@@ -150,23 +127,20 @@ class AttnBwdWide(BackwardKernel):
         return [config for config in (AttnBwdWideConfig(),) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnBwdWideConfig, op: Backward, device: Device) -> float:
-        """The time of the products at 0.55 of the full rate of the tensor cores; S is computed three times or twice, dP twice."""
+        """The time of the products at 0.58 of the full rate of the tensor cores; S is computed three times, dP twice."""
         forward = op.forward
-        columns = (4 if config.pairs else 5) * forward.head_dim + 3 * forward.head_dim_v
-        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.55
+        columns = 5 * forward.head_dim + 3 * forward.head_dim_v
+        return tiling.least_seconds(op.flops * columns // (3 * forward.head_dim + 2 * forward.head_dim_v), device) / 0.58
 
     def lower(self, op: Backward, config: AttnBwdWideConfig, device: Device) -> Program:
-        forward, rows, blocks = op.forward, config.tile_q, device.sm_count // config.kv_cluster
-        works = backward.kv_tiles(forward, config.kv_rows)
-        config = group.resolved(forward, config, works, config.kv_rows, blocks)
-        shared = backward.values(forward, rows, config.kv_rows)
-        kv_values, kv_source = shared | backward.kv_order(forward, config.kv_rows, blocks, config.parts), group.source_of(config)
-        kv_grid = works * config.parts * config.kv_cluster if forward.total_kv else 0
+        forward, rows, blocks = op.forward, config.tile_q, device.sm_count // config.cluster
+        works = backward.kv_tiles(forward, rows)
+        config = group.resolved(forward, config, works, rows, blocks)
+        shared = backward.values(forward, rows, rows)
+        kv_values, kv_source = shared | backward.kv_order(forward, rows, blocks, config.parts), group.source_of(config)
+        kv_grid = works * config.parts * config.cluster if forward.total_kv else 0
         launches = []
-        if config.pairs:
-            asked = kv_source, count_stages(forward, device.smem_bytes)
-            launches.append(self.launch(op, asked, device, f"{self.name}_pair", kv_values, kv_grid, _render_pair))
-        for which in ("dq",) if config.pairs else PASSES:
+        for which in PASSES:
             source = dataclasses.replace(kv_source, parts=1) if which == "dq" else kv_source
             grid = forward.heads * backward.q_blocks(forward, rows) * config.cluster if forward.total_q else 0
             asked_of = which, source, count_pieces(config, forward, which, device.smem_bytes)
@@ -179,7 +153,7 @@ class AttnBwdWide(BackwardKernel):
 
 def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig, int], arch: str) -> tuple[Source, Fields]:
     """The source of one pass."""
-    (which, config, pieces), columns = asked, op.head_dim_v if asked[0] == "dv" else op.head_dim
+    which, config, pieces = asked
     made, stays, summed, other = PASSES[which]
     tensors = [Field(*name, TensorMap(operand, STAYS)) for name, operand in zip(STAY_FIELDS, stays, strict=True)]
     moves = ("summed", summed), ("other", other)
@@ -192,46 +166,22 @@ def _render(op: Forward, asked: tuple[str, AttnBwdWideConfig, int], arch: str) -
     else:
         constants = {"tile_q": MOVES, "tile_kv": config.tile_q}
         rows = backward.group_options(config.parts)["Group"].fields
-        own |= _kv_options(op, config)
-    constants |= _constants(op, config) | {"cluster": config.cluster, "sharing": 1, "stages": config.stages, "pieces": pieces}
-    products = _products(op, (("SMma", True), ("SLastMma", False), ("DpMma", False)), {"SumMma": columns})
+        own |= {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
+    constants |= {"stays": STAYS, "moves": MOVES, "q_block": config.tile_q, "kept_panels": KEPT_PANELS}
+    constants |= {"head_dim": op.head_dim, "head_dim_v": op.head_dim_v, "cluster": config.cluster, "stages": config.stages}
+    constants |= {"pieces": pieces, "weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
     fields = (*tensors, *rows, *backward.STATISTICS, *backward.HEADS)
+    products = _products(op, op.head_dim_v if which == "dv" else op.head_dim)
     return backward.rendered("attn_bwd_wide.cu", constants, fields, products, backward.options(op, **own, Pass=made), arch)
 
 
-def _render_pair(op: Forward, asked: tuple[AttnBwdWideConfig, int], arch: str) -> tuple[Source, Fields]:
-    """The source of pairs."""
-    config, stages = asked
-    tensors = [Field(name, "TmaTensor", TensorMap(name, STAYS)) for name in ("k", "v")]
-    tensors += [Field(name, "TmaClusterTensor", TensorMap(operand, MOVES)) for name, operand in (("q", "q"), ("d_o", "do"))]
-    constants = {"tile_q": MOVES, "tile_kv": config.kv_rows, "cluster": config.kv_cluster, "sharing": 2, "stages": stages}
-    registers = ("SMma", True), ("SLastMma", False), ("DpMma", True), ("DpLastMma", False)
-    products = _products(op, registers, {"DkMma": op.head_dim, "DvMma": op.head_dim_v})
-    every = backward.options(op, Score=backward.exact_score(op), **_kv_options(op, config))
-    fields = (*tensors, *every["Group"].fields, *backward.STATISTICS, *backward.HEADS)
-    return backward.rendered("attn_bwd_wide_pair.cu", constants | _constants(op, config), fields, products, every, arch)
-
-
-def _kv_options(op: Forward, config: AttnBwdWideConfig) -> dict[str, Option]:
-    """The options of a launch whose keys stay."""
-    return {**backward.dkv_rows(config.parts), "Scheduler": backward.kv_scheduler(op, "Ascending", "ClusterTile")}
-
-
-def _constants(op: Forward, config: AttnBwdWideConfig) -> dict[str, int]:
-    """The constants of all launches."""
-    sizes = {"q_block": config.tile_q, "kept_panels": kept_panels(op), "head_dim": op.head_dim, "head_dim_v": op.head_dim_v}
-    registers = {"weigh_registers": config.weigh_registers, "sum_registers": config.sum_registers}
-    return {"stays": STAYS, "moves": MOVES, **sizes, **registers}
-
-
-def _products(op: Forward, weights: tuple[tuple[str, bool], ...], sums: dict[str, int]) -> list[str]:
-    """The products of dot products, with their left operand in registers or not, and those of sums of so many columns."""
+def _products(op: Forward, columns: int) -> list[str]:
+    """The products of dot products, with their left operand in registers or not, and that of sums of so many columns."""
     made = [
-        wgmma(name, op.element, MOVES, a_in_registers=kept, b_by_rows=False, negate=name.startswith("S") and op.scale < 0)
-        for name, kept in weights
+        wgmma(name, op.element, MOVES, a_in_registers=kept, b_by_rows=False, negate=name != "DpMma" and op.scale < 0)
+        for name, kept in (("SMma", True), ("SLastMma", False), ("DpMma", False))
     ]
-    wide = {name: -(-columns // 128) * 64 for name, columns in sums.items()}
-    return made + [wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in wide.items()]
+    return [*made, wgmma("SumMma", op.element, -(-columns // 128) * 64, a_in_registers=False, b_by_rows=True)]
 
 
 ATTN_BWD_WIDE = AttnBwdWide()

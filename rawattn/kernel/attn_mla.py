@@ -119,16 +119,12 @@ class AttnMla(Kernel[AttentionKVCache]):
     name = "attn_mla"
     needs = "a Hopper GPU (compute capability 9.0)"
     config_type = AttnMlaConfig
-    places_back = 9.5  # behind all others
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return False
-
-    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        return not self.gathers(op)  # no GPU has measured what threads copy or ask for as it is now
 
     def gathers(self, op: AttentionKVCache) -> bool:
         """Says whether threads ask for keys row by row, wherever they lie."""

@@ -14,7 +14,6 @@ import numpy as np
 from rawattn.compile.compiler import Source
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import render
-from rawattn.kernel.attn_bwd_wide import AttnBwdWideConfig
 from rawattn.operation import Append, Backward, Combine
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
@@ -31,7 +30,7 @@ ORDER = np.zeros(300, np.int32)
 
 def operations() -> Iterator[tuple[Any, ...]]:
     """Operations that have every kernel among their launches, each behind its architecture. Behind it may stand the name of a
-    kernel that is not chosen by itself, and a configuration."""
+    kernel that is not chosen by itself."""
     plain = forward(BF16, 2, 2048, 2048, 4, 4, 128, 128, scale=0.1, mask=Causal(), return_lse=True)
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
@@ -41,8 +40,7 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch in ("sm_90a", "sm_80"):
         yield from ((arch, op) for op in (plain, narrow, replace(plain, batch=1, q_len=1, kv_len=65536)))
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
-    for config in (AttnBwdWideConfig(), AttnBwdWideConfig(pairs=1)):
-        yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512)), "attn_bwd_wide", config
+    yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512))
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
@@ -78,7 +76,6 @@ def said(path: pathlib.Path) -> set[str]:
         "PvMma",
         "SMma",
         "DpMma",
-        "DpLastMma",
         "DvMma",
         "DkMma",
         "DqMma",

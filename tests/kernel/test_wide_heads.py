@@ -61,38 +61,30 @@ GRADIENTS = [
 ]
 
 
-BACKWARD = [
-    pytest.param(ATTN_BWD_WIDE, None, marks=pytest.mark.gpu, id="attn_bwd_wide"),
-    *(pytest.param(ATTN_BWD_WIDE, AttnBwdWideConfig(pairs=n), marks=pytest.mark.gpu, id=f"pairs{n}") for n in (1, 2)),
-    pytest.param(ATTN_BWD_MMA, None, id="attn_bwd_mma"),
-]
-
-
-@pytest.mark.parametrize("kernel, config", BACKWARD)
+@pytest.mark.parametrize("kernel", [pytest.param(ATTN_BWD_WIDE, marks=pytest.mark.gpu), ATTN_BWD_MMA], ids=str)
 @pytest.mark.parametrize("case", GRADIENTS, ids=label)
-def test_gradients(case: Case, kernel: Any, config: Any) -> None:
-    """By attn_bwd_mma, whose warps divide the columns, and by attn_bwd_wide, in passes or with pairs; the same bits twice."""
+def test_gradients(case: Case, kernel: Any) -> None:
+    """By attn_bwd_mma, whose warps divide the columns, and by the passes of attn_bwd_wide; the same bits twice."""
     if kernel is ATTN_BWD_WIDE and case.dropout:
         assert ATTN_BWD_WIDE.supports(Backward(case.op, True), TYPICAL["sm_90a"]) == ["it drops no weights"]
         return
-    call, chosen = Call(case), {"config": config} if config else {}
-    found = call.run(kernel, **chosen)
+    call = Call(case)
+    found = call.run(kernel)
     call.check(found)
-    assert all(torch.equal(x, y) for x, y in zip(call.run(kernel, **chosen), found, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(call.run(kernel), found, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_clusters_change_no_bit_of_gradients(causal: bool) -> None:
-    """Nor do the rings' depth and the number of pairs; many steps, so that stages go round; more clusters than run at once."""
+    """Nor does the rings' depth; many steps, so that stages go round; more clusters than run at once."""
     for size, stages in ((512, 3), (512, 2), (384, 4)):
         call = Call(Case("bf16", 2, 1500, 1500, 8, 2, size, size, causal=causal), dlse=False)
-        passes = [AttnBwdWideConfig(64 * n, stages=stages, parts=1) for n in (1, 2, 4)]
-        for configs in (passes, [AttnBwdWideConfig(pairs=n, parts=1) for n in (1, 2)]):
-            wanted = call.run(ATTN_BWD_WIDE, config=configs[0])
-            for _, config in itertools.product(range(3), configs):
-                found = call.run(ATTN_BWD_WIDE, config=config)
-                assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        configs = [AttnBwdWideConfig(64 * n, stages=stages, parts=1) for n in (1, 2, 4)]
+        wanted = call.run(ATTN_BWD_WIDE, config=configs[0])
+        for _, config in itertools.product(range(3), configs):
+            found = call.run(ATTN_BWD_WIDE, config=config)
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 #pragma once
-// Passes of attn_bwd_wide whose keys stay: a cluster has cfg::tile_kv of them, cfg::sharing blocks the same, and a step has cfg::tile_q queries of one query head. Of each
+// Passes of attn_bwd_wide whose keys stay: a cluster has cfg::tile_kv of them, and a step has cfg::tile_q queries of one query head. Of each
 // head of the group the last queries come first, where the blocks of a head are together, whatever their keys see of a causal mask.
 #include "ptx/cluster.cuh"
 #include "tile/fragment.cuh"
@@ -30,7 +30,7 @@ struct KeysStay {
     __device__ i32 count() const { return tiles_each() * args.heads_per_kv; }
     // Rows that stay, the block's first of them, and those that move.
     __device__ auto stay() const { return rows.kv; }
-    __device__ i32 begin() const { return work.kv_tile * cfg::tile_kv + i32(ptx::cluster_rank()) / cfg::sharing * cfg::stays; }
+    __device__ i32 begin() const { return work.kv_tile * cfg::tile_kv + i32(ptx::cluster_rank()) * cfg::stays; }
     __device__ i32 stay_head() const { return Group::kv_head(args, work); }
     __device__ auto move() const { return rows.q; }
     __device__ MovePlace first() const { return {work.kv_head * args.heads_per_kv, tiles.end - 1}; }

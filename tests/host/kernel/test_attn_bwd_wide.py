@@ -1,5 +1,5 @@
-"""attn_bwd_wide.cu and attn_bwd_wide_pair.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in
-any order. What is computed is compared with autograd in float64, so that a stage that is read too early or too late shows."""
+"""attn_bwd_wide.cu, whose blocks form clusters, thread by thread on the CPU: threads and copies come in any order. What is
+computed is compared with autograd in float64, so that a stage that is read too early or too late shows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from tests.operations import backward
 
 H200 = TYPICAL["sm_90a"]
 ONE, TWO, FOUR = (AttnBwdWideConfig(64 * n) for n in (1, 2, 4))
-PAIR, PAIRS = (AttnBwdWideConfig(pairs=n) for n in (1, 2))
 SMALL = (272, 16)
-ENTRIES = ("attn_bwd_wide", "attn_bwd_wide_pair")
 
 
 class Call(test_backward.Call):
@@ -47,13 +45,13 @@ class Call(test_backward.Call):
         return ATTN_BWD_WIDE.lower(self.op, self.config, H200)
 
     def run(self, folder: pathlib.Path) -> Program:
-        program, clusters = self.program(), {"attn_bwd_wide": self.config.cluster, "attn_bwd_wide_pair": self.config.kv_cluster}
+        program, cluster = self.program(), self.config.cluster
         buffers = {each.name: scratch(each.bytes // 4, np.float32, np.nan) for each in program.scratch}
         self.arrays |= {"counter": scratch(2, np.int32, 0), "violations": scratch(1, np.uint32, 0)}
         for launch in program.launches:
             args = host_threads.arguments(launch, self.arrays | buffers, self.op.number)
-            if launch.entry in clusters:
-                host_threads.run(launch, folder, args, clusters[launch.entry], clusters[launch.entry], self.seed)
+            if launch.entry == "attn_bwd_wide":
+                host_threads.run(launch, folder, args, cluster, cluster, self.seed)
             else:
                 own = folder / launch.source.key[:16]
                 emulator.Kernel(launch.source, launch.fields, own, self.op.number).launch(launch.grid, args)
@@ -87,19 +85,10 @@ def test_gradients(name: str, seed: int, tmp_path: pathlib.Path) -> None:
     test_backward.check(Call(*CASES[name], seed), tmp_path)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in CORE[1:] else pytest.mark.slow) for name in CASES])
-def test_pairs(name: str, seed: int, tmp_path: pathlib.Path) -> None:
-    """dk and dv by pairs of blocks, two of them in a cluster where the mask is causal."""
-    case = CASES[name][0]
-    test_backward.check(Call(case, PAIRS if "mask" in case.kinds else PAIR, seed), tmp_path)
-
-
-@pytest.mark.parametrize("configs", [(ONE, TWO, AttnBwdWideConfig(256, stages=4)), (PAIR, PAIRS)], ids=["passes", "pairs"])
-def test_any_order_gives_the_same_bits(configs: tuple[AttnBwdWideConfig, ...], tmp_path: pathlib.Path) -> None:
+def test_any_order_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
     """Of threads and of copies, and any number of blocks that read together."""
     case, found = Case(SMALL, {"mask": Causal()}, ((100, 260),), (1, 1)), []
-    for seed, config in enumerate(configs):
+    for seed, config in enumerate((ONE, TWO, AttnBwdWideConfig(256, stages=4))):
         call = Call(case, config, seed)
         test_backward.check(call, tmp_path)
         found.append([call.arrays[name].tobytes() for name in ("dq", "dk", "dv")])
@@ -120,15 +109,14 @@ COMPILED += [(size, "window", 2) for size in ((320, 320), (448, 384), (512, 64),
 def test_nothing_spills_and_products_follow_each_other(size: tuple[int, int], kind: str, cluster: int) -> None:
     shape = {"batch": 2, "q_len": 4096, "kv_len": 4096, "heads": 16, "kv_heads": 16, "score": Scale(), "scale": 0.1}
     op = backward(size, **shape | {"element": BF16} | KINDS[kind])
-    parts = 2 * (kind == "parts")
-    for config in {AttnBwdWideConfig(64 * cluster, parts=parts), AttnBwdWideConfig(pairs=max(1, cluster // 2), parts=parts)}:
-        assert ATTN_BWD_WIDE.legal(config, op, H200) is None
-        sources = [launch.source for launch in ATTN_BWD_WIDE.lower(op, config, H200).launches if launch.entry in ENTRIES]
-        for binary in map(compiler.compile, sources):
-            assert not faults(binary), (config, faults(binary))
-            smem_bytes, _, threads, *_ = words(binary.cubin, "facts")
-            assert threads == 384 and smem_bytes <= H200.smem_bytes
-        assert len(sources) == (2 if config.pairs else 3)
+    config = AttnBwdWideConfig(64 * cluster, parts=2 * (kind == "parts"))
+    assert ATTN_BWD_WIDE.legal(config, op, H200) is None
+    sources = [launch.source for launch in ATTN_BWD_WIDE.lower(op, config, H200).launches if launch.entry == "attn_bwd_wide"]
+    for binary in map(compiler.compile, sources):
+        assert not faults(binary), (config, faults(binary))
+        smem_bytes, _, threads, *_ = words(binary.cubin, "facts")
+        assert threads == 384 and smem_bytes <= H200.smem_bytes
+    assert len(sources) == 3
 
 
 def test_reasons() -> None:
