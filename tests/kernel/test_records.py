@@ -51,22 +51,23 @@ STEPS = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps(name: str) -> None:
-    """By the chosen kernel. Rows that do not count, and memory that nobody wrote, are NaN."""
-    check(CASES[name], attend(CASES[name]))
+    """Rows that do not count, and memory that nobody wrote, are NaN."""
+    check(CASES[name], attend(CASES[name], kernel="attn_fwd_mma"))
     assert rawattn.violations() == ()
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_lists(name: str) -> None:
     step = STEPS[name]
-    step.check(*map(to_numpy, attend_listed(step)), 2e-2)
+    step.check(*map(to_numpy, attend_listed(step, kernel="attn_fwd_mma")), 2e-2)
     assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (step.lists.wrong > 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_steps_by_attn_mla(name: str) -> None:
-    check(CASES[name], attend(CASES[name], kernel="attn_mla"))
+    """Which is chosen."""
+    check(CASES[name], attend(CASES[name]))
     assert rawattn.violations() == ()
 
 
@@ -74,7 +75,7 @@ def test_steps_by_attn_mla(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "blocks"])
 def test_lists_by_attn_mla(name: str) -> None:
     step = STEPS[name]
-    step.check(*map(to_numpy, attend_listed(step, kernel="attn_mla")), 2e-2)
+    step.check(*map(to_numpy, attend_listed(step)), 2e-2)
     assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (step.lists.wrong > 0)
 
 

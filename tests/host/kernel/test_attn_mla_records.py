@@ -158,11 +158,9 @@ def test_spills(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_who_is_chosen(name: str) -> None:
-    """attn_fwd_mma by itself, as no GPU has run this form."""
     op = COMPILED[name]
-    if op.split_keys == 0:
-        assert select(op, HOPPER).kernel.name == "attn_fwd_mma"
-    assert select(op, HOPPER, "attn_mla").config == (TWO if op.heads * op.q_len > 64 else ONE)
+    chosen = select(op, HOPPER)
+    assert chosen.kernel.name == "attn_mla" and chosen.config == (TWO if op.heads * op.q_len > 64 else ONE)
 
 
 def test_refusals() -> None:

@@ -172,11 +172,10 @@ def test_spills(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_who_is_chosen(name: str) -> None:
-    """Others by themselves, of pairs of q too."""
     op = OPERATIONS[name]
-    chosen, named = select(op, HOPPER).kernel, select(op, HOPPER, "attn_mla")
-    assert named.config == (TWO if op.heads > 64 else ONE)
-    assert chosen is not named.kernel
+    chosen = select(op, HOPPER)
+    assert chosen.kernel is (ATTN_MLA if op.keys is None else ATTN_MLA_LISTED)
+    assert chosen.config == (TWO if op.heads > 64 else ONE) and chosen.slow is None
 
 
 def test_blocks_are_refused() -> None:
