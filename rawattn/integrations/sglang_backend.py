@@ -153,7 +153,7 @@ class RawattnBackend(AttentionBackend):
             columns = layer.v_head_dim
             ropes[0] = ropes[0].reshape(-1, heads, layer.qk_head_dim - columns)
         rows = q.reshape(-1, heads, columns)
-        rows = rows if ropes[0] is None else torch.cat((rows, ropes[0]), -1)  # on Hopper alone a GPU takes a pair
+        rows = rows if ropes[0] is None else (rows, ropes[0])
         in_window_pool = self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1]
         step = metadata.window_step if in_window_pool else metadata.step
         return attention_kvcache(rows, self._find_cache(layer), step, **options).flatten(1)

@@ -1,5 +1,5 @@
 """The classes that vLLM asks for MLA, written to the contract of version 0.33: ``RAWATTN_MLA`` for all keys of a sequence, and
-``RAWATTN_MLA_SPARSE`` for those that an indexer chose.
+``RAWATTN_MLA_SPARSE`` for those that an indexer chose. Latent rows have 16 bits, or are records of 656 bytes (``fp8_ds_mla``).
 
 vLLM writes its cache, projects queries and values, and computes long prompts by its own backends; decoding, drafts and short
 prompts come here, by ``attention_kvcache`` over the latent cache, with queries as a pair of arrays and of any numbers for each
@@ -33,8 +33,9 @@ from .. import serving
 from ..errors import UnsupportedError
 from ..operation.keys import TopK
 from ..serving.attention import attention_kvcache
+from ..variant.element import FP8_DS_MLA
 
-SIXTEEN_BITS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16, FP8_DS_MLA.name: torch.bfloat16}  # with the model's dtype
 COLUMNS, VALUES = 576, 512  # of a latent row
 
 
@@ -42,7 +43,7 @@ class LatentBackend:
     """This is what both backends answer where vLLM asks before it chooses one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *SIXTEEN_BITS]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -71,17 +72,13 @@ class LatentBackend:
     ) -> str | None:  # fmt: skip
         if has_sink:
             return "sinks beside MLA are not served"
-        if kv_cache_dtype in SIXTEEN_BITS and SIXTEEN_BITS[kv_cache_dtype] != dtype:
-            return f"a cache of {kv_cache_dtype} needs a model of {kv_cache_dtype}, and this one computes in {dtype}"
+        if CACHES.get(kv_cache_dtype, dtype) != dtype:
+            return f"a cache of {kv_cache_dtype} needs a model of {CACHES[kv_cache_dtype]}, and this one computes in {dtype}"
         return None
 
 
 class RawattnMLABackend(LatentBackend, MLACommonBackend):
-    """A backend of vLLM for MLA over all keys. vLLM gives q as a pair, which attn_mla alone takes on a GPU."""
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool((capability.major, capability.minor) == (9, 0))
+    """A backend of vLLM for MLA over all keys."""
 
     @staticmethod
     def get_name() -> str:
@@ -183,7 +180,7 @@ def _check_layer(alibi_slopes: Any, attn_type: str) -> None:
 
 
 class RawattnMLASparseBackend(LatentBackend, AttentionBackend):
-    """A backend of vLLM for MLA over the keys that an indexer chose, in 16 bits."""
+    """A backend of vLLM for MLA over the keys that an indexer chose."""
 
     @staticmethod
     def get_name() -> str:
@@ -237,11 +234,10 @@ class RawattnMLASparseImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         self, q: Any, kv_cache: Any, topk_indices: Any, valid_counts: Any, *, layer: Any, block_size: int, is_decode: bool
     ) -> tuple[Any, Any]:
         """Computes o, (tokens, heads, 512), over the rows of the cache that topk_indices, (tokens, k), names for each token, the
-        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts. The two parts of q are
-        joined: no kernel of a GPU takes them apart beside lists."""
+        first valid_counts of them; and lse, (tokens, heads), where vLLM merges parts of contexts."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         step = serving.Step(None, None, causal=False, keys=TopK(topk_indices, valid_counts, physical=True))
-        each = (torch.cat(q, -1) if isinstance(q, tuple) else q)[:, None]
+        each = tuple(x[:, None] for x in q) if isinstance(q, tuple) else q[:, None]
         returns_lse = self.need_to_return_lse_for_decode
         found = attention_kvcache(each, make_cache(rows[None]), step, return_lse=returns_lse, **self.options)
         return (found[0][:, 0], found[1][..., 0]) if returns_lse else (found[:, 0], None)

@@ -41,7 +41,7 @@ def attention_kvcache(
     Args:
         q: (batch, q_len, heads, head_dim), or (total_q, heads, head_dim) where the step has cu_seqlens_q; in the cache's dtype,
             library and device. heads is a multiple of the cache's kv_heads, query head h reads head h // (heads / kv_heads).
-            Over a latent cache, on CPUs and by attn_mla, it may be a pair, (q_nope, q_rope), of head_dim_v columns and the rest.
+            Over a latent cache it may be a pair, (q_nope, q_rope), of head_dim_v columns and the rest; on GPUs from Ampere on.
         cache: a ``rawattn.KVCache``; its pages are read where they lie.
         step: a ``rawattn.Step``: how long the sequences are, which pages they have, and whether they are causal. The last query
             of a sequence stands at its last key.

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from rawattn.integrations import flash_mla  # noqa: E402
 from rawattn.reference.records import dequantize, quantize  # noqa: E402
 from tests.caches import NONSENSE  # noqa: E402
+from tests.integrations import asked  # noqa: E402
 
 HEADS = [(h_q, h_kv) for h_q in (1, 3, 9, 63, 64, 126, 128) for h_kv in (1, 2, 3, 8) if h_q % h_kv == 0]
 DENSE = [(1, 1, 20, False, True), (2, 2, 140, True, True), (6, 4, 20, True, False), (2, 1, 140, False, False)]
@@ -140,6 +141,46 @@ def test_decode_with_indices(s_k: int, topk: int, block_size: int, is_fp8: bool)
                 wanted = wanted * torch.sigmoid(wanted_lse - attn_sink)[..., None].nan_to_num(0)
             check("out", out.flatten(0, 1), wanted.bfloat16(), 1e-3, 2.01 / 128, 2e-5)
             check("lse", lse.transpose(1, 2).flatten(0, 1), wanted_lse, 1e-6, 8.01 / 65536)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_records_without_indices(block_size: int) -> None:
+    torch.manual_seed(0)
+    lens = torch.tensor([0, 70, 3]).int()
+    blocks, table = pages_of(lens, block_size, 1, torch.bfloat16)
+    stored = quantize(FP8_DS_MLA, blocks.float().numpy())
+    latent = torch.from_numpy(dequantize(FP8_DS_MLA, stored))
+    q = (torch.randn(3, 2, 16, 576) / 10).bfloat16()
+    given = torch.from_numpy(stored).view(torch.float8_e4m3fn)
+    more = {"causal": True, "is_fp8_kvcache": True}
+    out, lse = flash_mla.flash_mla_with_kvcache(q, given, table, lens, 512, *flash_mla.get_mla_metadata(), **more)
+    for i, n in enumerate(lens.tolist()):
+        kv = latent[table[i, : -(-n // block_size)].long()].flatten(0, 1)[:n]
+        keep = torch.arange(n) <= torch.arange(2)[:, None] + n - 2
+        wanted, wanted_lse, _ = attend(q[i], kv.expand(2, *kv.shape), 576**-0.5, keep)
+        check("out", out[i], wanted.bfloat16(), 1e-3, 2.01 / 128, 2e-5)
+        check("lse", lse[i].T, wanted_lse, 1e-6, 8.01 / 65536)
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("block_size", [1, 61, 64])
+def test_what_gpus_have(block_size: int, is_fp8: bool, is_listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels with tensor cores, from Ampere on, for records and for 16 bits."""
+    ops = asked.watch(monkeypatch, flash_mla)
+    kind, columns = (torch.uint8, 656) if is_fp8 else (torch.bfloat16, 576)
+    cache, q = torch.zeros(6, block_size, 1, columns, dtype=kind), torch.zeros(2, 1, 4, 576).bfloat16()
+    if is_listed:
+        more, places = {"indices": INDICES}, (None, None)
+    elif block_size == 61:
+        with pytest.raises(ProblemError, match="page_size 61; it must be a power of two"):
+            flash_mla.flash_mla_with_kvcache(q, cache, TABLE, LENS, 512, None, is_fp8_kvcache=is_fp8)
+        return
+    else:
+        more, places = {}, (TABLE, LENS)
+    flash_mla.flash_mla_with_kvcache(q, cache, *places, 512, None, is_fp8_kvcache=is_fp8, **more)
+    assert [asked.kernels(op) for op in ops] == [["attn_fwd_mma", "attn_mla", "attn_fwd_mma"]]
+    assert (ops[0].kv_element is FP8_DS_MLA) == is_fp8
 
 
 @pytest.mark.parametrize(("s_kv", "topk"), [(128, 128), (592, 128), (1521, 512), (95, 128), (114, 384), (32, 1024)])

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import rawattn_plugins  # noqa: E402
 from rawattn.errors import UnsupportedError  # noqa: E402
+from tests.integrations import asked  # noqa: E402
 from tests.integrations import sglang_like as like  # noqa: E402
 from tests.versions import since  # noqa: E402
 
@@ -115,13 +116,13 @@ def batch(run: Any, new: list[int], lens: list[int], mode: Any) -> Any:
     )  # fmt: skip
 
 
-def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 99) -> Any:
+def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 99, scale: float = 0.25) -> Any:
     found, first = [], 0
     for rows, keys, values in zip(new, k, v, strict=True):
         distance = torch.arange(len(keys) - rows, len(keys))[:, None] - torch.arange(len(keys))
         given = [x.float().cpu().transpose(0, 1) for x in (q[first : first + rows], keys, values)]
         kept = (distance >= 0) & (distance <= window)
-        found.append(F.scaled_dot_product_attention(*given, attn_mask=kept, scale=0.25, enable_gqa=True).transpose(0, 1))
+        found.append(F.scaled_dot_product_attention(*given, attn_mask=kept, scale=scale, enable_gqa=True).transpose(0, 1))
         first += rows
     return torch.cat(found).flatten(1)
 
@@ -204,7 +205,7 @@ def test_a_pool_for_windows(page_size: int, make: Any, device: str) -> None:
             torch.testing.assert_close(o.float().cpu(), expected(q, *history, new, kept), rtol=tolerance, atol=tolerance)
 
 
-RANK, ROPE = 32, 16  # columns of a latent row
+RANK, ROPE, SCALE = 512, 64, 576**-0.5  # columns of a latent row
 
 
 def latent_runner(device: str, page_size: int) -> Any:
@@ -219,12 +220,11 @@ def latent_runner(device: str, page_size: int) -> Any:
 @pytest.mark.parametrize("parts", [False, True])
 def test_latent_steps(parts: bool, page_size: int, make: Any, device: str) -> None:
     """MLA: queries and rows whole, or their columns apart; prompts from projected keys; steps eagerly and in graphs."""
-    if device == "cuda":
-        pytest.skip("its kernels take rows of 576 columns")
     run = latent_runner(device, page_size)
-    backend, random = make(run), torch.Generator().manual_seed(0)
-    one = layer(tp_k_head_num=1, qk_head_dim=RANK + ROPE, v_head_dim=RANK)
-    keys: list[Any] = [torch.empty(0, 1, RANK + ROPE)] * 3
+    backend, random, dtype = make(run), torch.Generator().manual_seed(0), run.kv_cache_dtype
+    one = layer(tp_k_head_num=1, qk_head_dim=RANK + ROPE, v_head_dim=RANK, scaling=SCALE)
+    keys: list[Any] = [torch.empty(0, 1, RANK + ROPE, dtype=dtype)] * 3
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     backend.init_cuda_graph_state(4, 4)
     lens, extend, decode = [0, 0, 0], modes().EXTEND, modes().DECODE
     for new, mode, way in (
@@ -232,7 +232,7 @@ def test_latent_steps(parts: bool, page_size: int, make: Any, device: str) -> No
         ([1, 1, 1], decode, "capture"), ([1, 1, 1], decode, "replay"),
     ):  # fmt: skip
         lens = [a + b for a, b in zip(lens, new, strict=True)]
-        q, k = (torch.randn(sum(new), n, RANK + ROPE, generator=random) for n in (HEADS, 1))
+        q, k = (torch.randn(sum(new), n, RANK + ROPE, generator=random).to(dtype) for n in (HEADS, 1))
         keys = [torch.cat(x) for x in zip(keys, k.split(new), strict=True)]
         given = batch(run, new, lens, mode)
         if way == "eager":
@@ -240,14 +240,20 @@ def test_latent_steps(parts: bool, page_size: int, make: Any, device: str) -> No
         else:
             backend.init_forward_metadata_out_graph(given, in_capture=way == "capture")
         f = backend.forward_decode if mode is decode else backend.forward_extend
-        wanted = expected(q, keys, [x[..., :RANK] for x in keys], new)
+        wanted = expected(q, keys, [x[..., :RANK] for x in keys], new, scale=SCALE)
+        q, k = q.to(device), k.to(device)
         if parts:
             (q, q_rope), (k, k_rope) = (x.split((RANK, ROPE), -1) for x in (q, k))
             o = f(q, k, k, one, given, q_rope=q_rope, k_rope=k_rope)
         else:
             o = f(q.flatten(1), k, k[..., :RANK], one, given)
-        torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
-    # whole prompts, projected, which are not read from the pool
+        torch.testing.assert_close(o.float().cpu(), wanted, **tolerance)
+
+
+def test_whole_prompts_of_mla(make: Any) -> None:
+    """Their keys are projected, and not read from the pool."""
+    run = latent_runner("cpu", 1)
+    backend, extend = make(run), modes().EXTEND
     given = batch(run, [5, 3], [5, 3], extend)
     given.extend_prefix_lens_cpu = [0, 0]
     backend.init_forward_metadata(given)
@@ -260,6 +266,27 @@ def test_latent_steps(parts: bool, page_size: int, make: Any, device: str) -> No
     given.extend_prefix_lens_cpu = [0, 2]
     with pytest.raises(UnsupportedError, match="extend_prefix_lens are not 0 beside projected keys"):
         backend.forward_extend(q, k, v, prompts, given, save_kv_cache=False)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_latent_queries_in_two_parts_stay_so(page_size: int, parts: bool, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not joined, and GPUs have kernels for them."""
+    run = latent_runner("cpu", page_size)
+    run.token_to_kv_pool.kv = run.token_to_kv_pool.kv.bfloat16()
+    backend, ops = make(run), asked.watch(monkeypatch, importlib.import_module(ADAPTER))
+    one = layer(tp_k_head_num=1, qk_head_dim=RANK + ROPE, v_head_dim=RANK, scaling=SCALE)
+    q = torch.randn(3, HEADS, RANK + ROPE).bfloat16()
+    for f, new, mode in (
+        (backend.forward_decode, [1, 1, 1], modes().DECODE), (backend.forward_extend, [1, 2], modes().EXTEND)
+    ):  # fmt: skip
+        given = batch(run, new, [5, 7, 9][: len(new)], mode)
+        backend.init_forward_metadata(given)
+        rope = {"q_rope": q[..., RANK:]} if parts else {}
+        o = f(q[..., :RANK] if parts else q, None, None, one, given, **rope)
+        assert o.shape == (3, HEADS * RANK)
+    assert [op.q_rope for op in ops] == [parts, parts]
+    assert [asked.kernels(op) for op in ops] == [["attn_fwd_mma", "attn_mla", "attn_fwd_mma"]] * 2
 
 
 def test_latent_pools_that_are_refused(make: Any) -> None:
@@ -284,20 +311,20 @@ def test_the_latent_pool_is_of_sglangs_form() -> None:
 
 
 def test_deterministic_inference(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = runner("cpu"), []
+    run, found = runner("cpu"), []
     given = batch(run, [1], [3], modes().DECODE)
 
     def attend(q: Any, *rest: Any, **options: Any) -> Any:
-        asked.append(options["invariant"])
+        found.append(options["invariant"])
         return q
 
     monkeypatch.setattr(importlib.import_module(ADAPTER), "attention_kvcache", attend)
-    for found in (False, True):
-        run.server_args.enable_deterministic_inference = found
+    for wanted in (False, True):
+        run.server_args.enable_deterministic_inference = wanted
         backend = make(run)
         backend.init_forward_metadata(given)
         backend.forward_decode(torch.randn(1, HEADS * DIM), None, None, layer(), given)
-    assert asked == [False, True]
+    assert found == [False, True]
 
 
 def test_no_more_of_the_table_is_gathered_than_is_used(make: Any) -> None:

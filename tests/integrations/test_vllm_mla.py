@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import rawattn_plugins  # noqa: E402
 from rawattn import FP8_DS_MLA, UnsupportedError  # noqa: E402
 from rawattn.reference.records import dequantize, quantize  # noqa: E402
-from tests.integrations import vllm_like, vllm_mla_like  # noqa: E402
+from tests.integrations import asked, vllm_like, vllm_mla_like  # noqa: E402
 from tests.integrations.test_flash_mla import attend, check, check_out  # noqa: E402
 
 ADAPTER = "rawattn.integrations.vllm_mla_backend"
@@ -72,11 +72,22 @@ def decode_arguments() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def stored_as_records(blocks: Any) -> tuple[Any, Any]:
+    """The bytes that say these blocks, and what they say."""
+    stored = quantize(FP8_DS_MLA, blocks.float().numpy())
+    return torch.from_numpy(stored), torch.from_numpy(dequantize(FP8_DS_MLA, stored))
+
+
+@pytest.mark.parametrize("is_fp8", [True, False])
 @pytest.mark.parametrize("is_pair", [True, False])
 @pytest.mark.parametrize("returns_lse", [True, False])
-def test_decode(is_pair: bool, returns_lse: bool, adapter: Any) -> None:
-    """Sequences with other numbers of queries; rows of padding behind them belong to none."""
+def test_decode(is_pair: bool, is_fp8: bool, returns_lse: bool, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences with other numbers of queries; rows of padding behind them belong to none. A pair stays one, and GPUs have
+    kernels for it."""
     q, blocks, rows = filled()
+    if is_fp8:
+        blocks, rows = stored_as_records(blocks)[0], [stored_as_records(x)[1] for x in rows]
+    ops = asked.watch(monkeypatch, adapter)
     builder = object.__new__(adapter.RawattnMLAMetadataBuilder)
     metadata = builder._build_decode(**decode_arguments())
     assert (metadata.step.max_q_len, metadata.step.max_kv_len, metadata.step.is_causal) == (3, 64, True)
@@ -96,17 +107,20 @@ def test_decode(is_pair: bool, returns_lse: bool, adapter: Any) -> None:
                 check("lse", lse[places], wanted_lse, 1e-5, 8.01 / 65536)
             first += n
         assert (lse is not None) == returns_lse and o.shape == (len(q), HEADS, 512)
+    for op in ops:
+        assert (op.q_rope, op.kv_element is FP8_DS_MLA) == (is_pair, is_fp8)
+        assert asked.kernels(op) == ["attn_fwd_mma", "attn_mla", "attn_fwd_mma"]
 
 
 @pytest.mark.parametrize("is_fp8", [True, False])
 @pytest.mark.parametrize("returns_lse", [True, False])
-def test_listed_rows(is_fp8: bool, returns_lse: bool, adapter: Any) -> None:
-    """Each token has rows of the cache, some fewer; blocks have rows of another layer between them."""
+def test_listed_rows(is_fp8: bool, returns_lse: bool, adapter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token has rows of the cache, some fewer; blocks have rows of another layer between them. q stays a pair, and GPUs have
+    kernels for it."""
     q, blocks, _ = filled()
     latent = blocks = blocks.nan_to_num(0.5)
     if is_fp8:
-        stored = quantize(FP8_DS_MLA, latent.float().numpy())
-        latent, blocks = torch.from_numpy(dequantize(FP8_DS_MLA, stored)), torch.from_numpy(stored)
+        blocks, latent = stored_as_records(latent)
     wide = blocks.new_zeros(6, 2 * SIZE, blocks.shape[2])
     wide[:, :SIZE] = blocks
     random = torch.Generator().manual_seed(1)
@@ -116,10 +130,14 @@ def test_listed_rows(is_fp8: bool, returns_lse: bool, adapter: Any) -> None:
     impl = impl_of(adapter.RawattnMLASparseImpl, need_to_return_lse_for_decode=returns_lse)
     pair = q[..., :512], q[..., 512:]
     more = {"layer": None, "block_size": SIZE, "is_decode": True}
+    ops = asked.watch(monkeypatch, adapter)
     o, lse = impl._forward_mqa_kernel(pair, wide[:, :SIZE], physical, counts, **more)
     keep = torch.arange(20) < counts[:, None]
     wanted, wanted_lse, _ = attend(q, latent.flatten(0, 1)[places][:, :, None], 0.05, keep)
     check_out(o * 0.1, wanted * 0.1)
+    (op,) = ops
+    assert (op.q_rope, op.kv_element is FP8_DS_MLA) == (True, is_fp8)
+    assert asked.kernels(op) == ["attn_fwd_mma", "attn_mla", "attn_fwd_mma"]
     assert (lse is not None) == returns_lse
     if returns_lse:
         check("lse", lse, wanted_lse.masked_fill(counts[:, None] == 0, -torch.inf), 1e-5, 8.01 / 65536)
@@ -128,13 +146,16 @@ def test_listed_rows(is_fp8: bool, returns_lse: bool, adapter: Any) -> None:
 def test_what_vllm_asks(adapter: Any) -> None:
     for cls, sparse in ((adapter.RawattnMLABackend, False), (adapter.RawattnMLASparseBackend, True)):
         assert cls.is_mla() and cls.get_supported_head_sizes() == [576] and 64 in cls.get_supported_kernel_block_sizes()
-        asked = (576, torch.bfloat16, "auto", 64, True, False, sparse, False, None)
-        assert cls.supports_combination(*asked) is None
-        assert "needs a model of float16" in cls.supports_combination(576, torch.bfloat16, "float16", *asked[3:])
-        assert "sinks" in cls.supports_combination(*asked[:5], True, *asked[6:])
-        assert "fp8_ds_mla" not in cls.supported_kv_cache_dtypes
-        for major, minor, wanted in ((7, 5, False), (8, 0, sparse), (9, 0, True), (12, 0, sparse)):
-            assert cls.supports_compute_capability(types.SimpleNamespace(major=major, minor=minor)) == wanted
+        given = (576, torch.bfloat16, "auto", 64, True, False, sparse, False, None)
+        for kind, dtype in (("float16", torch.bfloat16), ("bfloat16", torch.float16), ("fp8_ds_mla", torch.float16)):
+            other = "bfloat16" if dtype == torch.float16 else "float16"
+            assert f"needs a model of torch.{other}" in cls.supports_combination(576, dtype, kind, *given[3:])
+        for kind in ("auto", "bfloat16", "fp8_ds_mla", None):
+            assert cls.supports_combination(576, torch.bfloat16, kind, *given[3:]) is None
+        assert "sinks" in cls.supports_combination(*given[:5], True, *given[6:])
+        assert cls.supported_kv_cache_dtypes == ["auto", "float16", "bfloat16", "fp8_ds_mla"]
+        for major in (7, 8, 9, 10, 12):
+            assert cls.supports_compute_capability(types.SimpleNamespace(major=major, minor=0)) == (major >= 8)
         assert not getattr(cls.get_impl_cls(), "__abstractmethods__", None)
         assert not getattr(cls.get_builder_cls(), "__abstractmethods__", None)
         assert cls.get_impl_cls().can_return_lse_for_decode
