@@ -85,7 +85,7 @@ struct LoadedByWarp {
 
 // All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
 // tile is multiplied. Then the first of them writes the next position, which each warp reads when all have given that stage back. Where
-// the rows of a tile lie is found a tile earlier, and their numbers two.
+// the rows of a tile lie is found a tile earlier, and their numbers two tiles.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
@@ -95,8 +95,8 @@ struct LoadedByAll {
         unsigned char split[2];
         signed char count[2];  // works before, modulo 4
     };
-    typename Kv::Row row, next;  // of the tile that comes next, or has begun to come, and of the one behind it
-    typename Kv::Number number;  // what is known of the one behind that
+    typename Kv::Row row;        // of the tile that comes next, or has begun to come
+    typename Kv::Number number;  // what is known of the one behind it
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
@@ -186,25 +186,15 @@ struct LoadedByAll {
     };
     template <class Work>
     __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
-    // Of the tile that comes next, and two more. Here lanes part: nothing that they share follows, or the compiler no longer knows that
-    // they agree. Numbers of a list are read two tiles before their rows are copied, and the rows come to L2 in between.
+    // Of the tile that comes next, and the number of the one behind it. Here lanes part: nothing that they share follows, or the compiler
+    // no longer knows that they agree.
     template <class Work>
     __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
         Position behind = at;
         behind.advance(work);
-        Position last = behind;
-        if (behind.tile >= 0) last.advance(work);
         const Kv source = kv(args, work);
-        if (is_first) {
-            const typename Kv::Number first = source.find(at.tile);
-            if (behind.tile >= 0) number = source.find(behind.tile);
-            next = source.row(at.tile, first);
-            Kv::prefetch_row(next);
-        }
-        row = next;
-        if (behind.tile < 0) return;
-        next = source.row(behind.tile, number);
-        if (last.tile >= 0) number = source.find(last.tile);
-        Kv::prefetch_row(next);
+        const typename Kv::Number own = is_first ? source.find(at.tile) : number;
+        if (behind.tile >= 0) number = source.find(behind.tile);
+        row = source.row(at.tile, own);
     }
 };

@@ -403,9 +403,6 @@ static void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
 }
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
-static void bulk_prefetch_to_l2(const void* p, u32 bytes) {
-    for (u32 i = 0; i < bytes; i += 16) (void)*(static_cast<const volatile char*>(p) + i);
-}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
 template <bool transposed>

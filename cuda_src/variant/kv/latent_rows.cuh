@@ -2,7 +2,6 @@
 // A cache whose values are the first columns of its keys, whose rows threads copy, wherever they lie: 16 bytes at a time, so that eight
 // lanes have a row of a panel, and a warp eight rows of a tile. Lanes look these up, one each, and tell the others. Rows that are not
 // there become zeros.
-#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "tile/tile.cuh"
 #include "variant/latent_loads.cuh"
@@ -33,11 +32,6 @@ struct LatentRowsKv {
     __device__ Number find(i32 tile) const { return source.find(args, key(tile)); }
     __device__ Row row(i32 tile, Number number) const { return source.row(args, key(tile), number); }
 
-    // To L2, as few copies can be on their way, and memory takes long. Blocks that share keys have a part of the rows each.
-    __device__ static void prefetch_row(Row row) {
-        const u32 lane = ptx::lane_id();
-        if (row && lane < at_once * turns && lane % cfg::members == blockIdx.x % cfg::members) ptx::bulk_prefetch_to_l2(row, cfg::head_dim * sizeof(u16));
-    }
     // Starts copying some panels.
     template <int begin, int end, class Tile>
     __device__ static void copy(const Args& args, Tile& tile, Row row) {
