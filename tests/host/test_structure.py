@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35630,
-    "perf": 5900,
-    "cuda_src": 16710,
-    "tests": 48340,
+    "rawattn": 35940,
+    "perf": 6060,
+    "cuda_src": 17420,
+    "tests": 49350,
 }
 FUNCTION_LINES = 60
 
