@@ -401,6 +401,15 @@ static void bulk_load(void* to, const void* from, u32 bytes, Mbarrier& full) {
     if ((smem_address(to) | u64(from) | bytes) % 16 != 0) __builtin_trap();
     copies.push_back([=, &full] { memcpy(to, from, bytes), full.complete(bytes); });
 }
+static void bulk_store(float* to, const void* from, u32 bytes) { memcpy(to, from, bytes); }
+static void bulk_add(float* to, const void* from, u32 bytes) {
+    for (u32 i = 0; i < bytes / 4; ++i) to[i] += static_cast<const float*>(from)[i];
+}
+static void bulk_commit() {}
+static void bulk_wait_read() {}
+static void bulk_wait() {}
+static void fence_async_gmem() {}
+static void fence_async_smem() {}
 static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}

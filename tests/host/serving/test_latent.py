@@ -111,8 +111,9 @@ def test_a_pair_in_words_and_on_a_gpu() -> None:
         op.q_rope and [x.shape[-1] for x in op.inputs[:2]] == [512, 64] and op.kind != dataclasses.replace(op, q_rope=False).kind
     )
     assert AttentionKVCache.from_json(op.to_json()) == op
+    assert {select(op, TYPICAL[arch]).kernel.name for arch in ("sm_90a", "sm_80")} == {"attn_fwd_mma"}
     with pytest.raises(UnsupportedError, match=r"q is a pair, \(q_nope, q_rope\); it takes one array of all columns"):
-        select(op, TYPICAL["sm_90a"])
+        select(op, TYPICAL["sm_90a"], "attn_decode")
 
 
 NEW = Cached(((3, 9), (0, 5), (4, 0), (1, 1), (2, 30)), pool="shared", heads=4, head_dim=576, head_dim_v=512, dtype="bf16")
