@@ -121,8 +121,9 @@ def expected(q: Any, k: list[Any], v: list[Any], new: list[int], window: int = 9
     for rows, keys, values in zip(new, k, v, strict=True):
         distance = torch.arange(len(keys) - rows, len(keys))[:, None] - torch.arange(len(keys))
         given = [x.float().cpu().transpose(0, 1) for x in (q[first : first + rows], keys, values)]
+        given[1:] = [x.repeat_interleave(len(given[0]) // len(x), 0) for x in given[1:]]  # torch 2.4 has no enable_gqa
         kept = (distance >= 0) & (distance <= window)
-        found.append(F.scaled_dot_product_attention(*given, attn_mask=kept, scale=scale, enable_gqa=True).transpose(0, 1))
+        found.append(F.scaled_dot_product_attention(*given, attn_mask=kept, scale=scale).transpose(0, 1))
         first += rows
     return torch.cat(found).flatten(1)
 
