@@ -34,7 +34,7 @@
 // result: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Members, Store, Launch
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
@@ -104,6 +104,7 @@ template struct SoftmaxOption<Softmax, Score>;
 template struct QColumnsOption<QColumns>;
 template struct WorkWalkOption<Walk>;
 template struct SharesOption<Scheduler>;
+template struct MembersOption<Members>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -118,7 +119,7 @@ __device__ inline float4* parked_at(const Args& args, u32 warp) {
     return reinterpret_cast<float4*>(args.parked) + (i64(blockIdx.x) * 4 + warp) * (blocks * 32 + 8);
 }
 
-// The next work in which the block has rows, by the first warp.
+// The next work in which the block has rows, or one of its cluster, by the first warp.
 __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 count) {
     const u32 place = count % 2;
     while (true) {
@@ -127,12 +128,14 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
         Work work{-1};
         Cut cut{};
         if (!run.is_last()) {
-            if (left <= 0) continue;
+            if (!Members::together && left <= 0) continue;
             const WorkTile own{run.batch, run.head, q_begin, run.split};
-            cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
+            const TileRange tiles = Members::together ? Walk::span(args, rows, run, min(run.q_begin + cfg::tile_q, rows.q_len))
+                                                      : Walk::span(args, rows, own, q_begin + min(left, tile_rows));
+            cut = scheduler.cut(run, tiles, share());
             using Byte = unsigned char;
             work = {run.batch, q_begin, Walk::Place(args, rows, own, cut.tiles), short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
-                    Byte(min(left, tile_rows)), Byte(cut.shift)};
+                    Byte(max(0, min(left, tile_rows))), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
         __syncwarp();
@@ -233,8 +236,8 @@ struct Weigher {  // warpgroup 0
     // S = Q K^T of the tile at hand. `look` is called when all of it is issued, `begun` when most of it is done.
     template <class Look, class Begun>
     __device__ void multiply(const Look& look, const Begun& begun) {
-        const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
-        const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
+        const auto k = SmemDescriptor<Stage>::of_columns(Members::address(smem.ring)).stage(ring.stage);
+        const auto last = SmemDescriptor<QPart>::of_columns(Members::address(&smem.q_last));
         smem.full[ring.stage][0].wait(ring.parity);
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
@@ -246,7 +249,7 @@ struct Weigher {  // warpgroup 0
                 ptx::wgmma_fence();
             }
             if (i < q_steps) QkMma::multiply(s, q[i], k.columns(i), i > 0);
-            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(), k.columns(i), true);
+            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(Members::address(&smem.q_slice)), k.columns(i), true);
             else QkLastMma::multiply(s, last.columns(i - 4 * v_panels), k.columns(i), true);
             if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
         }
@@ -426,11 +429,16 @@ struct Summer {  // warpgroups 1 and 2
         __syncwarp();
         if (ptx::lane_id() == 0) barrier.arrive();
     }
+    __device__ void give_back() const {
+        __syncwarp();
+        Members::give_back(smem.empty[ring.stage]);
+    }
 
     // O = P V, or O += P V. Where the next tile lies is looked up meanwhile, and more of it is loaded.
     __device__ void multiply(bool add) {
-        const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
-        const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
+        const u32 first = Members::address(smem.ring);
+        const auto tile = SmemDescriptor<Stage>::of_columns(first).stage(ring.stage);
+        const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(first).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
@@ -525,7 +533,7 @@ struct Summer {  // warpgroups 1 and 2
             if (has_rows) fold(factor[0], factor[8], told & what::parks);
         }
         if (!(told & what::releases)) {
-            say(smem.empty[ring.stage]);
+            give_back();
             go_on();
         }
         if (has_rows) {
@@ -536,7 +544,7 @@ struct Summer {  // warpgroups 1 and 2
             else store(work, factor, 8);
         }
         if (told & what::releases) {
-            say(smem.empty[ring.stage]), say(smem.work_empty[told >> what::work & 1]);
+            give_back(), say(smem.work_empty[told >> what::work & 1]);
             go_on();
         }
     }
@@ -552,7 +560,7 @@ struct Summer {  // warpgroups 1 and 2
         while (true) {
             if (await() & what::is_end) return;
             loads.load_rest(args, smem, ring);
-            say(smem.empty[ring.stage]);
+            give_back();
             loads.work(args, smem, ring, 1);
             go_on();
             // Of no use to the first product, which clears O. But if O were undefined here, it would be kept twice, and if it were
@@ -564,7 +572,7 @@ struct Summer {  // warpgroups 1 and 2
                 told = await();
 #pragma unroll 1
                 for (add_tile(told); !(told & what::ends); add_tile(told)) {
-                    say(smem.empty[ring.stage]);
+                    give_back();
                     go_on();
                     told = await();
                 }
@@ -588,14 +596,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
         Kv::prefetch(args);
         for (int i = 0; i < stages; ++i) {
             smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::arrivals);
-            smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8);
+            smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8 * Members::readers);
         }
         for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8);
         Kv::Loads::init(smem.loader);
         ptx::fence_mbarrier_init();
     }
     if (threadIdx.x < 32) Rows::prefetch(args);
-    __syncthreads();
+    Members::begin();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
     const bool early = Launch::uses_pdl && warp == 0 && args.batches <= most_early;
     if (!early) {
@@ -605,4 +613,5 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
     if (warp == 0) begin(args, smem, early);
     if (warp < 4) weigh(args, smem);
     else sum_values(args, smem);
+    Members::end();
 }
