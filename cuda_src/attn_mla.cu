@@ -1,8 +1,9 @@
 // Attention over latent caches on Hopper, whose values are the first columns of their keys (MLA): o = softmax(mask(score(q k^T))) k[:, :512].
 //
 // Rows are the queries of all heads, 64 of them in a block; of more, pairs of blocks with numbers on end compute 128 at the same time,
-// so that keys come from memory once. Each block, or pair, takes an equal share of all key tiles, cut at the borders of splits, which it
-// finds from the lengths on the device (variant/scheduler/stream_k.cuh).
+// so that keys come from memory once; from L2, too, where a pair is a cluster, of which each block brings half of a tile to both
+// (variant/members/). Each block, or pair, takes an equal share of all key tiles, cut at the borders of splits, which it finds from the
+// lengths on the device (variant/scheduler/stream_k.cuh).
 //
 // Warpgroup 0 computes S = Q K^T and weights. All but the last 80 columns of Q lie in its registers, so that a product reads shared
 // memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys,
@@ -11,16 +12,19 @@
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes) or who copied,     warpgroup 0             a stage; its last panels by themselves
+//   full[s][part]     TMA (bytes, of both blocks of  warpgroup 0             a stage; its last panels by themselves
+//                     a cluster) or who copied,
 //                     who gives a stage for Q
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, told[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
-//   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//   empty[s]          warps of 1 and 2, of both      the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//                     blocks of a cluster
 //                     Where threads copy rows (variant/latent_loads.cuh), or ask for records (variant/latent_record_loads.cuh), all of 1 and 2
 //                     are the loader. Threads that copy arrive at full[s][part]. Of records part 1 tells warpgroups 1 and 2 that they came, and
 //                     warps arrive at part 0 when they have made numbers of them
 //   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
 //   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
+//   cluster           all threads of both blocks     they                    barriers until made; at the end a block until nobody reaches it
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
 //   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
 //                                                                           the position of the first loads, where all load
@@ -130,12 +134,12 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
         if (!run.is_last()) {
             if (!Members::together && left <= 0) continue;
             const WorkTile own{run.batch, run.head, q_begin, run.split};
-            const TileRange tiles = Members::together ? Walk::span(args, rows, run, min(run.q_begin + cfg::tile_q, rows.q_len))
-                                                      : Walk::span(args, rows, own, q_begin + min(left, tile_rows));
-            cut = scheduler.cut(run, tiles, share());
+            const WorkTile& all = Members::together ? run : own;  // whose tiles the block visits
+            constexpr i32 all_rows = Members::together ? cfg::tile_q : tile_rows;
+            cut = scheduler.cut(run, Walk::span(args, rows, all, all.q_begin + min(rows.q_len - all.q_begin, all_rows)), share());
             using Byte = unsigned char;
             work = {run.batch, q_begin, Walk::Place(args, rows, own, cut.tiles), short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
-                    Byte(max(0, min(left, tile_rows))), Byte(cut.shift)};
+                    Byte(Members::together ? max(0, min(left, tile_rows)) : min(left, tile_rows)), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
         __syncwarp();

@@ -232,7 +232,8 @@ static u32 atomicInc(u32* at, u32 last) {
 }
 
 // Runs clusters of blocks [first, end) of a grid one after the other, and the threads of every second block from the last to the first; 1 where all
-// threads wait and none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen.
+// threads wait and none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen. A cluster's first block
+// begins before the others do.
 static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel, i32 together = 1) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
     if (first % together || end % together) __builtin_trap();
@@ -241,10 +242,12 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
         for (i32 rank = 0; rank < together; ++rank) cluster.push_back(std::make_unique<Block>(rank, threads, !uses_pdl));
         fibers.resize(threads * together);
         for (Fiber& fiber : fibers) fiber.begin(start);
+        bool all = together == 1;  // have begun
         for (i32 left = threads * together; left > 0;) {
             static long woken;
             const long before = progress;
             for (auto& block : cluster) {
+                if (block->rank > 0 && !all) continue;
                 blockIdx.x = first + block->rank;
                 for (i32 n = 0; n < threads; ++n) {
                     const i32 i = blockIdx.x % 2 ? threads - 1 - n : n;
@@ -263,13 +266,17 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
                 enter(*block), block->arriving.pop_back(), ptx::finish_copies(0, thread), arrived = true;
             }
             if (arrived) continue;
+            if (copies.empty() && !all) {
+                all = true;
+                continue;
+            }
             if (copies.empty()) {
                 if (late_thread < 0 || woken == progress) return 1;
                 woken = progress, ++idle;
                 continue;
             }
             const auto copy = std::move(copies.back());
-            copies.pop_back(), copy();
+            copies.pop_back(), copy(), all = true;
         }
         if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
