@@ -250,6 +250,11 @@ template <class S> struct SharesOption : Given {
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
 };
+// members: how blocks that have rows of the same works read keys; by a warp, all of whose lanes have come.
+template <class M> struct MembersOption : Given {
+    static ptx::Mbarrier& empty;
+    static_assert(requires { bool(M::together), u32(M::readers), M::begin(), M::end(), M::give_back(empty), u32(M::address(&empty)); }, "Members: together, readers, begin(), end(), give_back(empty), address(pointer)");
+};
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {
     static const S s;

@@ -39,6 +39,7 @@ class AttnMlaConfig:
 
     members: int = 1  # blocks that share keys, 64 rows each
     go_after: int = 7  # panels of Q K^T, of nine, after which P V of the tile before may begin
+    cluster: bool = False  # whether they are a cluster, each of which brings a part of a tile to all
 
     @property
     def tile_q(self) -> int:
@@ -100,8 +101,10 @@ def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
     return min(config.tile_q, 16 * ceil_div(max(1, most_rows(op)), 16)) // 16
 
 
-def kv_option(pages: Option, rows: int) -> Option:
+def kv_option(pages: Option, rows: int, cluster: bool) -> Option:
     """The option for pages of which TMA reads so many rows at once."""
+    if cluster:
+        return kv.LatentSharedPanelsKv(pages, rows)
     return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
 
 
@@ -160,6 +163,8 @@ class AttnMla(Kernel[AttentionKVCache]):
             return (
                 f"members is {config.members} and go_after {config.go_after}; they must be 1 or 2, and from 5 to {HEAD_DIM // 64}"
             )
+        if config.cluster and (config.members == 1 or self.gathers(op) or page_rows(op, config) < TILE_KV):
+            return f"cluster is True; that takes members=2, and pages of {TILE_KV} rows or a multiple that TMA reads"
         return tiling.too_large_block(SMEM_BYTES, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
@@ -179,6 +184,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The option on each axis."""
         sums: Option = softmax.ConstantTime()
         pages = kv.PAGES[op.form]
+        by_rows = self.gathers(op)
         return {
             "Element": op.element,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
@@ -186,7 +192,10 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": gathered_option(op, kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
+            "Kv": gathered_option(op, kv.PagedKeys(pages))
+            if by_rows
+            else kv_option(pages, page_rows(op, config), config.cluster),
+            "Members": kv.ClusterMembers() if config.cluster else kv.ApartMembers(),
             "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
@@ -196,7 +205,9 @@ class AttnMla(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool: Fields = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
-        if self.gathers(op):
+        if config.cluster:
+            pool = (Field("k", "TmaClusterPageRows", PageRows("k_cache", TILE_KV // config.members)),)
+        elif self.gathers(op):
             pool = (Field("k", "StridedPages", PagePool("k_cache", 0)),)
         elif page_rows(op, config) < TILE_KV:
             pool = (
@@ -215,7 +226,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The compile-time numbers."""
         sizes = {"tile_q": config.tile_q, "tile_kv": TILE_KV, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM_V}
         of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS}
-        return {**dataclasses.asdict(config), **sizes, **REGISTERS, **of_fold}
+        return {"members": config.members, "go_after": config.go_after, **sizes, **REGISTERS, **of_fold}
 
     def render(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Source:
         """The source of operations of one kind."""

@@ -1,0 +1,80 @@
+"""Pairs of blocks of attn_mla.cu that are clusters, thread by thread on the CPU: they give the bits of those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from rawattn import ProblemError
+from rawattn.compile import compiler
+from rawattn.kernel.attn_mla import ATTN_MLA, AttnMlaConfig
+from rawattn.runtime.select import select
+from tests import emulator
+from tests.host.kernel.test_attn_decode_wide import same
+from tests.host.kernel.test_attn_mla import HOPPER, MOST_SPILLED, OPTIONS, RAGGED, SAME, TWO, MlaRunner, drawn, of, op_of, run
+
+__all__ = ["run"]
+CLUSTER = dataclasses.replace(TWO, cluster=True)
+LENGTHS = tuple((1, n) for n in (70, 0, 1, 64, 200, 129))
+WIDE = of(SAME, heads=126, lengths=LENGTHS)
+CASES: dict[str, tuple[Any, ...]] = {  # a case, the grid, and options
+    "126 heads": (WIDE, 4, {}),
+    "one pair": (of(WIDE, sinks=True, softcap=5.0), 2, {}),
+    "65 heads": (of(WIDE, heads=65, lengths=LENGTHS[:3]), 4, {}),
+    "pages of 128": (of(WIDE, page_size=128, lengths=((1, 300), (1, 97))), 2, {}),
+    "dense": (of(WIDE, form="dense", page_size=301, lengths=((1, 70), (1, 300))), 4, {}),
+    "states parked": (of(WIDE, heads=128, lengths=((1, 700), (1, 7), (1, 390))), 2, {"split": 128}),
+    "works cut": (of(WIDE, heads=128, lengths=((1, 700), (1, 7), (1, 390))), 6, {"split": 128}),
+    "even": (of(WIDE, lengths=((1, 300), (1, 70), (1, 0))), 6, {"split": "even"}),
+    "one block has no rows": (of(SAME, heads=40, lengths=((4, 200), (4, 70))), 4, {"split": 64}),
+    "rows see other tiles": (of(SAME, heads=64, lengths=((2, 129), (2, 149), (2, 65)), window=(20, 0)), 2, {"split": 64}),
+    "ragged": (of(RAGGED, sinks=True), 4, {}),
+    "begins": (of(RAGGED, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)), 2, {}),
+}
+FEW = ("126 heads", "65 heads", "states parked", "works cut", "rows see other tiles")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in CASES])
+def test_same_bits(name: str, run: MlaRunner) -> None:
+    case, grid, options = CASES[name]
+    same(run.check(case, CLUSTER, grid, **options), run(case, TWO, grid, **options))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn())
+def test_drawn(run: MlaRunner, given: tuple[Any, ...]) -> None:
+    case, _, grid, split = given
+    case = case if case.page_size >= 64 else of(case, page_size=64)
+    same(run.check(case, CLUSTER, grid, split=split), run(case, TWO, grid, split=split))
+
+
+@pytest.mark.parametrize("late", [5, 130, 290, 389, 514, 674])
+def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of either block."""
+    case = of(SAME, heads=70, lengths=((1, 390), (1, 3), (1, 70)))
+    wanted = run(case, CLUSTER, 2, split=128)
+    monkeypatch.setattr(emulator, "late_thread", late)
+    same(run(case, CLUSTER, 2, split=128), wanted)
+
+
+LARGE = [name for name in OPTIONS if name != "small pages"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "table" else pytest.mark.slow) for name in LARGE])
+def test_machine_code(name: str) -> None:
+    """Nothing waits for memory at each tile: the barriers of the cluster at the beginning and the end are all that does."""
+    op = op_of(**OPTIONS[name])
+    binary = compiler.compile(ATTN_MLA.render(op, CLUSTER, "sm_90a"))
+    assert binary.spill_bytes <= MOST_SPILLED and not binary.advisories
+    text = compiler.disassemble(binary.cubin, "-c")
+    assert text.count("MEMBAR.ALL.GPU") == text.count("UCGABAR_ARV") == 2 and "UTMALDG.5D.MULTICAST" in text
+
+
+def test_refusals() -> None:
+    for op, config in ((op_of(page=32), CLUSTER), (op_of(page=1), CLUSTER), (op_of(), AttnMlaConfig(1, cluster=True))):
+        with pytest.raises(ProblemError, match="attn_mla cannot run here: cluster is True"):
+            select(op, HOPPER, "attn_mla", config)
