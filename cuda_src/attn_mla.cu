@@ -123,8 +123,10 @@ __device__ inline float4* parked_at(const Args& args, u32 warp) {
     return reinterpret_cast<float4*>(args.parked) + (i64(blockIdx.x) * 4 + warp) * (blocks * 32 + 8);
 }
 
-// The next work in which the block has rows, or one of its cluster, by the first warp.
+// The next work in which the block has rows, by the first warp; of a cluster by that of its first block, for all: lengths may change, and blocks
+// that computed other works would wait for each other for ever.
 __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 count) {
+    using Byte = unsigned char;
     const u32 place = count % 2;
     while (true) {
         const auto [run, rows] = scheduler.next(args);
@@ -137,7 +139,6 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             const WorkTile& all = Members::together ? run : own;  // whose tiles the block visits
             constexpr i32 all_rows = Members::together ? cfg::tile_q : tile_rows;
             cut = scheduler.cut(run, Walk::span(args, rows, all, all.q_begin + min(rows.q_len - all.q_begin, all_rows)), share());
-            using Byte = unsigned char;
             work = {run.batch, q_begin, Walk::Place(args, rows, own, cut.tiles), short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
                     Byte(Members::together ? max(0, min(left, tile_rows)) : min(left, tile_rows)), Byte(cut.shift)};
         }
@@ -147,6 +148,10 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             smem.work[place] = work;
             smem.work_full[place].arrive();
             Left& to = args.left[share()];
+            for (u32 other = 1; other < Members::readers; ++other) {
+                work.q_begin += tile_rows, work.rows = Byte(max(0, min(left - i32(other) * tile_rows, tile_rows)));
+                Members::send(smem.work[place], other, smem.work_full[place], work);
+            }
             if (!run.is_last() && member() == 0 && run.split == run.splits.begin && !run.is_whole())
                 to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = cut.owned, to.splits = cut.splits;
         }
@@ -154,8 +159,14 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
     }
     __syncwarp();
 }
+// A work comes from the cluster's first block.
+__device__ void expect_work(Smem& smem, u32 count) {
+    if (threadIdx.x == 0) smem.work_full[count % 2].arrive_expect(sizeof(Work));
+    __syncwarp();
+}
 // The block's share and its first work. `early`: the launch before may still run.
 __device__ void begin(const Args& args, Smem& smem, bool early) {
+    if (!Members::finds()) return expect_work(smem, 0);
     SeenLengths& seen = reinterpret_cast<SeenLengths&>(smem.factor);
     while (true) {
         Scheduler scheduler(args, early ? seen : nullptr);
@@ -176,6 +187,7 @@ __device__ void begin(const Args& args, Smem& smem, bool early) {
     }
 }
 __device__ void find_next(const Args& args, Smem& smem, u32 count) {
+    if (!Members::finds()) return expect_work(smem, count);
     Scheduler* const kept = reinterpret_cast<Scheduler*>(args.shares) + blockIdx.x;
     Scheduler scheduler = *kept;
     __syncwarp();
@@ -243,6 +255,7 @@ struct Weigher {  // warpgroup 0
         const auto k = SmemDescriptor<Stage>::of_columns(Members::address(smem.ring)).stage(ring.stage);
         const auto last = SmemDescriptor<QPart>::of_columns(Members::address(&smem.q_last));
         smem.full[ring.stage][0].wait(ring.parity);
+        Kv::Loads::fence_first();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
@@ -548,7 +561,7 @@ struct Summer {  // warpgroups 1 and 2
             else store(work, factor, 8);
         }
         if (told & what::releases) {
-            give_back(), say(smem.work_empty[told >> what::work & 1]);
+            give_back(), __syncwarp(), Members::release(smem.work_empty[told >> what::work & 1]);
             go_on();
         }
     }
@@ -602,14 +615,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
             smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::arrivals);
             smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8 * Members::readers);
         }
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8 * Members::readers);
         Kv::Loads::init(smem.loader);
         ptx::fence_mbarrier_init();
     }
     if (threadIdx.x < 32) Rows::prefetch(args);
     Members::begin();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
-    const bool early = Launch::uses_pdl && warp == 0 && args.batches <= most_early;
+    const bool early = Launch::uses_pdl && Members::finds() && warp == 0 && args.batches <= most_early;
     if (!early) {
         Launch::wait();
         Launch::launch_dependents();

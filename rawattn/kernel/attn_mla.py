@@ -108,8 +108,10 @@ def kv_option(pages: Option, rows: int, cluster: bool) -> Option:
     return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
 
 
-def gathered_option(op: AttentionKVCache, source: Option) -> Option:
+def gathered_option(op: AttentionKVCache, source: Option, cluster: bool) -> Option:
     """The option for keys that threads ask for row by row; ``source`` says where they lie."""
+    if cluster:
+        return kv.LatentSharedRecordsKv(source)
     return (kv.LatentRecordsKv if paging.has_records(op) else kv.LatentRowsKv)(source)
 
 
@@ -163,8 +165,9 @@ class AttnMla(Kernel[AttentionKVCache]):
             return (
                 f"members is {config.members} and go_after {config.go_after}; they must be 1 or 2, and from 5 to {HEAD_DIM // 64}"
             )
-        if config.cluster and (config.members == 1 or self.gathers(op) or page_rows(op, config) < TILE_KV):
-            return f"cluster is True; that takes members=2, and pages of {TILE_KV} rows or a multiple that TMA reads"
+        by_rows = not paging.has_records(op) if self.gathers(op) else page_rows(op, config) < TILE_KV
+        if config.cluster and (config.members == 1 or by_rows):
+            return f"cluster is True; that takes members=2, and pages of {TILE_KV} rows or a multiple that TMA reads, or records"
         return tiling.too_large_block(SMEM_BYTES, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
@@ -192,7 +195,7 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": gathered_option(op, kv.PagedKeys(pages))
+            "Kv": gathered_option(op, kv.PagedKeys(pages), config.cluster)
             if by_rows
             else kv_option(pages, page_rows(op, config), config.cluster),
             "Members": kv.ClusterMembers() if config.cluster else kv.ApartMembers(),
@@ -205,10 +208,10 @@ class AttnMla(Kernel[AttentionKVCache]):
     def fields(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Fields:
         """The fields of struct Args, in order."""
         pool: Fields = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
-        if config.cluster:
-            pool = (Field("k", "TmaClusterPageRows", PageRows("k_cache", TILE_KV // config.members)),)
-        elif self.gathers(op):
+        if self.gathers(op):
             pool = (Field("k", "StridedPages", PagePool("k_cache", 0)),)
+        elif config.cluster:
+            pool = (Field("k", "TmaClusterPageRows", PageRows("k_cache", TILE_KV // config.members)),)
         elif page_rows(op, config) < TILE_KV:
             pool = (
                 Field("k", "TmaPageBoxes", PageBoxes("k_cache")),

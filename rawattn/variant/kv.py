@@ -150,6 +150,12 @@ class LatentRecordsKv(LatentRowsKv):
     source: ClassVar[str] = "variant/kv/latent_records.cuh"
 
 
+class LatentSharedRecordsKv(LatentRecordsKv):
+    """The same for clusters of blocks, each of which makes numbers of a part of a tile's rows for all."""
+
+    source: ClassVar[str] = "variant/kv/latent_shared_records.cuh"
+
+
 class PagedRowsKv(Wrapper):
     """Pools of pages of any size, which all threads of a block copy; the base says which of them a sequence has."""
 

@@ -31,6 +31,7 @@ from rawattn.kernel import render
 from rawattn.variant.field import Fields
 
 HERE = pathlib.Path(__file__).parent
+torn_after = -1  # reads of lengths after which these are others; -1: never
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
     "atomic", "barrier", "base", "bulk", "cluster", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load",
@@ -112,6 +113,7 @@ extern "C" int run(const Args* args, int blocks, int first, int end) {
     return emulate(blocks, first, end, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); }, TOGETHER);
 }
 extern "C" void be_late(int thread) { late_thread = thread; }
+extern "C" void tear(int after) { ptx::torn_after = after, ptx::reads = 0; }
 extern "C" u32 args_bytes() { return sizeof(Args); }
 """
 
@@ -146,6 +148,7 @@ class Kernel:
         memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
         self._library.be_late(late_thread)
+        self._library.tear(torn_after)
         some = range(blocks) if some is None else some
         assert self._library.run(given, blocks, some.start, some.stop) == 0, "every thread waits"
 

@@ -12,6 +12,10 @@ struct ApartMembers {
     __device__ static void give_back(ptx::Mbarrier& empty) {
         if (ptx::lane_id() == 0) empty.arrive();
     }
+    // Each finds its works.
+    __device__ static constexpr bool finds() { return true; }
+    template <class Work> __device__ static void send(Work&, u32, ptx::Mbarrier&, const Work&) {}
+    __device__ static void release(ptx::Mbarrier& work_empty) { give_back(work_empty); }
     // Where something lies, as descriptors of wgmma say it.
     __device__ static u32 address(const void* p) { return ptx::smem_address(p); }
 };

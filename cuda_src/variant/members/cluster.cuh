@@ -16,5 +16,18 @@ struct ClusterMembers {
     __device__ static void give_back(ptx::Mbarrier& empty) {
         if (ptx::lane_id() < readers) ptx::arrive_at(empty, ptx::lane_id(), 1);
     }
+    // The first one finds works, and sends them to the others.
+    __device__ static bool finds() { return blockIdx.x % cfg::members == 0; }
+    template <class Work>
+    __device__ static void send(Work& to, u32 rank, ptx::Mbarrier& work_full, const Work& work) {
+        struct Words { u32 word[sizeof(Work) / 4]; };
+        const u32 there = ptx::at_rank(ptx::smem_address(&to), rank), full = ptx::at_rank(ptx::smem_address(&work_full), rank);
+        const Words words = __builtin_bit_cast(Words, work);
+#pragma unroll
+        for (u32 i = 0; i < sizeof(Work) / 4; ++i) ptx::store_async(there + i * 4, full, words.word[i]);
+    }
+    __device__ static void release(ptx::Mbarrier& work_empty) {
+        if (ptx::lane_id() == 0) ptx::arrive_at(work_empty, 0, 1);
+    }
     __device__ static u32 address(const void* p) { return ptx::own_address(p); }
 };

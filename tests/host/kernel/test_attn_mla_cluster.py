@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from rawattn.compile import compiler
 from rawattn.kernel.attn_mla import ATTN_MLA, AttnMlaConfig
 from rawattn.runtime.select import select
 from tests import emulator
+from tests.caches import Recorded
+from tests.emulator.gpu import stand_in
 from tests.host.kernel.test_attn_decode_wide import same
 from tests.host.kernel.test_attn_mla import HOPPER, MOST_SPILLED, OPTIONS, RAGGED, SAME, TWO, MlaRunner, drawn, of, op_of, run
+from tests.host.kernel.test_attn_mla_rows import attend
+from tests.host.kernel.test_attn_mla_records import COMPILED, STEPS
 
 __all__ = ["run"]
 CLUSTER = dataclasses.replace(TWO, cluster=True)
@@ -34,13 +39,33 @@ CASES: dict[str, tuple[Any, ...]] = {  # a case, the grid, and options
     "ragged": (of(RAGGED, sinks=True), 4, {}),
     "begins": (of(RAGGED, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)), 2, {}),
 }
-FEW = ("126 heads", "65 heads", "states parked", "works cut", "rows see other tiles")
+RECORDS = Recorded(LENGTHS, False, page_size=64, heads=126, whole=True)
+CASES |= {
+    "records": (RECORDS, 4, {}),
+    "records, one pair": (of(RECORDS, page_size=1, sinks=True, softcap=5.0, lengths=((1, 64), (1, 130), (1, 63))), 2, {}),
+    "records, states": (of(RECORDS, heads=128, page_size=8, lengths=((1, 450), (1, 7), (1, 200))), 2, {"split": 128}),
+    "records, works cut": (of(RECORDS, heads=128, form="indptr", lengths=((1, 700), (1, 7), (1, 390))), 6, {"split": 128}),
+    "records, even": (of(RECORDS, form="dense", page_size=301, lengths=((1, 300), (1, 70), (1, 0))), 6, {"split": "even"}),
+    "records, window": (of(RECORDS, heads=64, dtype="fp16", lengths=((2, 129), (2, 149)), window=(20, 0)), 2, {"split": 64}),
+    "records, begins": (
+        of(RECORDS, heads=9, ragged=True, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)), 2, {},
+    ),
+}  # fmt: skip
+FEW = ("records", "records, states", "126 heads", "65 heads", "states parked", "works cut", "rows see other tiles")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in CASES])
 def test_same_bits(name: str, run: MlaRunner) -> None:
     case, grid, options = CASES[name]
     same(run.check(case, CLUSTER, grid, **options), run(case, TWO, grid, **options))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "rows" else pytest.mark.slow) for name in STEPS])
+def test_lists_of_records(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word, step = stand_in(monkeypatch, tmp_path, sm_count=4), STEPS[name]
+    step = of(step, case=of(step.case, heads=max(40, step.case.heads)))
+    same(attend(step, CLUSTER), attend(step, TWO))
+    assert word[0] == 0
 
 
 @pytest.mark.slow
@@ -59,6 +84,18 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
     wanted = run(case, CLUSTER, 2, split=128)
     monkeypatch.setattr(emulator, "late_thread", late)
     same(run(case, CLUSTER, 2, split=128), wanted)
+
+
+@pytest.mark.parametrize("name", ["states parked", "works cut", "ragged"])
+def test_lengths_that_change_while_blocks_look(name: str, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both blocks of a cluster end, write nowhere else, and find what they find where nothing changes."""
+    case, grid, options = CASES[name]
+    wanted = run(case, CLUSTER, grid, **options)
+    for after in (*range(12), *range(12, 400, 31)):
+        with monkeypatch.context() as patch:
+            patch.setattr(emulator, "torn_after", after)
+            run(case, CLUSTER, grid, **options)
+        same(run(case, CLUSTER, grid, **options), wanted)
 
 
 LARGE = [name for name in OPTIONS if name != "small pages"]
