@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from rawattn import ProblemError
 from rawattn.compile import compiler
 from rawattn.kernel.attn_mla import ATTN_MLA, AttnMlaConfig
+from rawattn.kernel.attn_mla_listed import ATTN_MLA_LISTED
 from rawattn.runtime.select import select
 from tests import emulator
 from tests.caches import Recorded
 from tests.emulator.gpu import stand_in
 from tests.host.kernel.test_attn_decode_wide import same
 from tests.host.kernel.test_attn_mla import HOPPER, MOST_SPILLED, OPTIONS, RAGGED, SAME, TWO, MlaRunner, drawn, of, op_of, run
-from tests.host.kernel.test_attn_mla_rows import attend
 from tests.host.kernel.test_attn_mla_records import COMPILED, STEPS
+from tests.host.kernel.test_attn_mla_rows import attend
 
 __all__ = ["run"]
 CLUSTER = dataclasses.replace(TWO, cluster=True)
@@ -48,7 +49,8 @@ CASES |= {
     "records, even": (of(RECORDS, form="dense", page_size=301, lengths=((1, 300), (1, 70), (1, 0))), 6, {"split": "even"}),
     "records, window": (of(RECORDS, heads=64, dtype="fp16", lengths=((2, 129), (2, 149)), window=(20, 0)), 2, {"split": 64}),
     "records, begins": (
-        of(RECORDS, heads=9, ragged=True, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)), 2, {},
+        of(RECORDS, heads=9, ragged=True, whole=False, lengths=((9, 70), (3, 200), (1, 5), (2, 130)), begins=(33, 129, 0, 70)),
+        2, {},
     ),
 }  # fmt: skip
 FEW = ("records", "records, states", "126 heads", "65 heads", "states parked", "works cut", "rows see other tiles")
@@ -77,38 +79,44 @@ def test_drawn(run: MlaRunner, given: tuple[Any, ...]) -> None:
     same(run.check(case, CLUSTER, grid, split=split), run(case, TWO, grid, split=split))
 
 
+@pytest.mark.parametrize("kind", [SAME, RECORDS], ids=["pages", "records"])
 @pytest.mark.parametrize("late", [5, 130, 290, 389, 514, 674])
-def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_lane_finds_its_phase(late: int, kind: Any, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of either block."""
-    case = of(SAME, heads=70, lengths=((1, 390), (1, 3), (1, 70)))
+    case = of(kind, heads=70, lengths=((1, 390), (1, 3), (1, 70)))
     wanted = run(case, CLUSTER, 2, split=128)
     monkeypatch.setattr(emulator, "late_thread", late)
     same(run(case, CLUSTER, 2, split=128), wanted)
 
 
-@pytest.mark.parametrize("name", ["states parked", "works cut", "ragged"])
+@pytest.mark.parametrize("name", ["states parked", "ragged", "records, works cut"])
 def test_lengths_that_change_while_blocks_look(name: str, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both blocks of a cluster end, write nowhere else, and find what they find where nothing changes."""
     case, grid, options = CASES[name]
     wanted = run(case, CLUSTER, grid, **options)
-    for after in (*range(12), *range(12, 400, 31)):
+    for after in (0, 1, 2, 5, 9, 14, 40, 90, 150):
         with monkeypatch.context() as patch:
             patch.setattr(emulator, "torn_after", after)
             run(case, CLUSTER, grid, **options)
-        same(run(case, CLUSTER, grid, **options), wanted)
+    same(run(case, CLUSTER, grid, **options), wanted)
 
 
-LARGE = [name for name in OPTIONS if name != "small pages"]
+FORMS = {name: op_of(**options) for name, options in OPTIONS.items() if name != "small pages"}
+FORMS |= {f"records, {name}": op for name, op in COMPILED.items() if op.heads > 64}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "table" else pytest.mark.slow) for name in LARGE])
+@pytest.mark.parametrize(
+    "name", [x if x in ("table", "records, rows") else pytest.param(x, marks=pytest.mark.slow) for x in FORMS]
+)
 def test_machine_code(name: str) -> None:
     """Nothing waits for memory at each tile: the barriers of the cluster at the beginning and the end are all that does."""
-    op = op_of(**OPTIONS[name])
-    binary = compiler.compile(ATTN_MLA.render(op, CLUSTER, "sm_90a"))
+    op = FORMS[name]
+    kernel = ATTN_MLA if op.keys is None else ATTN_MLA_LISTED
+    binary = compiler.compile(kernel.render(op, CLUSTER, "sm_90a"))
     assert binary.spill_bytes <= MOST_SPILLED and not binary.advisories
     text = compiler.disassemble(binary.cubin, "-c")
-    assert text.count("MEMBAR.ALL.GPU") == text.count("UCGABAR_ARV") == 2 and "UTMALDG.5D.MULTICAST" in text
+    assert text.count("MEMBAR.ALL.GPU") == text.count("UCGABAR_ARV") == 2
+    assert ("STAS.128" if "records" in name else "UTMALDG.5D.MULTICAST") in text
 
 
 def test_refusals() -> None:
