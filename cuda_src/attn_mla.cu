@@ -148,10 +148,12 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             smem.work[place] = work;
             smem.work_full[place].arrive();
             Left& to = args.left[share()];
-            for (u32 other = 1; other < Members::readers; ++other) {
-                work.q_begin += tile_rows, work.rows = Byte(max(0, min(left - i32(other) * tile_rows, tile_rows)));
-                Members::send(smem.work[place], other, smem.work_full[place], work);
-            }
+            if constexpr (Members::together)
+                for (i32 other = 1; other < cfg::members; ++other) {
+                    Work theirs = work;
+                    theirs.q_begin += other * tile_rows, theirs.rows = Byte(max(0, min(left - other * tile_rows, tile_rows)));
+                    Members::send(smem.work[place], other, smem.work_full[place], theirs);
+                }
             if (!run.is_last() && member() == 0 && run.split == run.splits.begin && !run.is_whole())
                 to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = cut.owned, to.splits = cut.splits;
         }
