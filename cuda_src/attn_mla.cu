@@ -21,9 +21,12 @@
 //                     blocks of a cluster
 //                     Where threads copy rows (variant/latent_loads.cuh), or ask for records (variant/latent_record_loads.cuh), all of 1 and 2
 //                     are the loader. Threads that copy arrive at full[s][part]. Of records part 1 tells warpgroups 1 and 2 that they came, and
-//                     warps arrive at part 0 when they have made numbers of them
-//   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
-//   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
+//                     warps arrive at part 0 when they have made numbers of them; in a cluster each block makes half of a tile's for both, and
+//                     part 0 awaits the bytes of the other's, too (variant/kv/latent_shared_records.cuh)
+//   work_full[i]      a lane of warp 0; in a cluster the loader, warpgroup 0 work[i]
+//                     bytes, from the first block's
+//   work_empty[i]     warps of 1 and 2, of both      warp 0, of the first    work[i] until the next but one is found
+//                     blocks of a cluster            block
 //   cluster           all threads of both blocks     they                    barriers until made; at the end a block until nobody reaches it
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
 //   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
