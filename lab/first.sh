@@ -14,4 +14,3 @@ one 120 tests/kernel/test_wide_heads.py -n 8 -k "gradients"
 one 60 tests/kernel/test_attn_bwd.py -x --watchdog 2 -k "along_the_diagonal or works_that_are_chosen"
 one 60 tests/kernel/test_attn_bwd.py -n 8 -k "parts_of_a_group or orders_and_parts"
 [ -f tests/kernel/test_records.py ] && one 120 tests/kernel/test_records.py -n 8
-for k in "bits and attn_fwd_mma" "by_attn_mla and small" "by_attn_mla and 128" "bits and attn_mla"; do one 60 tests/kernel/test_records.py -x --watchdog 2 -k "$k"; done
