@@ -427,7 +427,7 @@ struct Summer {  // warpgroups 1 and 2
         if (ptx::lane_id() == 0) barrier.arrive();
     }
 
-    // O = P V, or O += P V. Where the next tile lies is looked up meanwhile, and more of it is loaded.
+    // O = P V, or O += P V. The rest of what comes next is loaded meanwhile, where all load.
     __device__ void multiply(bool add) {
         const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};

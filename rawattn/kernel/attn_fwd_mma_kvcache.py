@@ -30,8 +30,8 @@ def count_splits(op: AttentionKVCache) -> int:
 def split_reason(op: AttentionKVCache) -> str | None:
     """The reason why keys cannot be split."""
     if strip_warps(over_tensors(op)) == 1 or not few_rows.may_split(over_tensors(op)):
-        where = "functions, masks with holes, lists of keys, ragged steps, invariant, and heads of up to 256"
-        return f"over caches keys are not split, as they are where heads are wider than 256, with {where}"
+        others = "functions, masks with holes, lists of keys, ragged steps, and invariant"
+        return f"over caches keys are not split of heads up to 256, nor with {others}"
     return None
 
 

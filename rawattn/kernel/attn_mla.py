@@ -66,8 +66,8 @@ def rows_that_matter(op: AttentionKVCache) -> int:
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:
     """The fewest keys of a split and the most splits, powers of two, by the model and the most rows: never by the batch. Up to 64
-    rows a block waits for memory, and has time to fold; of more, each border costs 3.3 us, so sequences up to ``long_keys`` have
-    few, and longer ones as many as one alone needs (perf/notes/attn_mla.md)."""
+    rows a block waits for memory, and has time to fold; of more, each border costs 5 us and more, so sequences up to
+    ``long_keys`` have few, and longer ones as many as one alone needs (perf/notes/attn_mla.md)."""
     if is_even(op):
         return TILE_KV, 1 << 30
     rows = rows_that_matter(op)

@@ -1,4 +1,4 @@
-"""What adapters ask for over caches, and which kernels GPUs have for it."""
+"""This says what adapters ask for over caches, and which kernels GPUs have for it."""
 
 from __future__ import annotations
 

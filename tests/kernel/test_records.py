@@ -66,7 +66,7 @@ def test_lists(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_steps_by_attn_mla(name: str) -> None:
-    """Which is chosen."""
+    """A Hopper GPU chooses it."""
     check(CASES[name], attend(CASES[name]))
     assert rawattn.violations() == ()
 

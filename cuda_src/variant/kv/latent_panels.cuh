@@ -7,15 +7,14 @@
 #include "tile/keys.cuh"
 #include "tile/page_rows.cuh"
 #include "tile/tile.cuh"
-#include "variant/latent_ahead.cuh"
+#include "variant/latent_loads.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct LatentPanelsKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
     template <class Kv, class Tile> using Contract = LatentKvOption<Kv, Tile>;
-    using Loads = LoadedAhead<LatentPanelsKv>;
-    struct Found { i32 page, row, rows; };  // where a tile lies, the same in all lanes
+    using Loads = LoadedByWarp<LatentPanelsKv>;
     static_assert(cfg::page_rows == cfg::tile_kv);
 
     const Args& args;
@@ -25,24 +24,20 @@ struct LatentPanelsKv {
     __device__ LatentPanelsKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map); }
-    __device__ Found find(i32 index) const {
+    // Starts the copies of a tile, the same in all lanes of a warp, of whose panels the first `first_panels` complete on `full[0]`.
+    template <int first_panels, class Tile>
+    __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {
         const i32 key = index * cfg::tile_kv;
         const i32 found = keys.has_any(key, cfg::page_rows) ? pages.page(args, key, args.k.count) : args.k.count;
         const i32 page = ptx::from_lane(found < args.k.count ? found : 0, 0);
         const i32 rows = ptx::from_lane(found < args.k.count ? min(keys.end - key, cfg::page_rows) : 0, 0);
-        return {page, ptx::from_lane(pages.row(key), 0), rows};
-    }
-    template <int first_panels, class Tile>
-    __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const { issue<first_panels>(args, tile, full, find(index)); }
-    // Starts the copies of a tile, of whose panels the first `first_panels` complete on `full[0]`.
-    template <int first_panels, class Tile>
-    __device__ static void issue(const Args& args, Tile& tile, ptx::Mbarrier (&full)[2], const Found& found) {
+        const i32 row = ptx::from_lane(pages.row(key), 0);
         if (ptx::elect()) {
             full[0].arrive_expect(first_panels * Tile::panel_bytes);
             full[1].arrive_expect((Tile::panels - first_panels) * Tile::panel_bytes);
 #pragma unroll
             for (int panel = 0; panel < Tile::panels; ++panel)
-                args.k.load_once(tile.data[panel], full[panel >= first_panels], found.page, found.row, found.rows, panel * 64);
+                args.k.load_once(tile.data[panel], full[panel >= first_panels], page, row, rows, panel * 64);
         }
         __syncwarp();
     }

@@ -87,7 +87,7 @@ def test_a_late_lane_finds_its_phase(late: int, run: MlaRunner, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [5, 130, 290])
 def test_a_late_lane_folds(late: int, run: MlaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is parked comes through a stage while others are loaded; each tile is a split."""
+    """Parked states come through a stage while others are loaded; each tile is a split."""
     case = of(SAME, heads=40, lengths=((1, 330), (1, 3), (1, 200)))
     wanted = run.check(case, ONE, 2, split=64)
     monkeypatch.setattr(emulator, "late_thread", late)

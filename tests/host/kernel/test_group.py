@@ -380,7 +380,7 @@ def test_groups_of_heads_have_one_sum() -> None:
 
 @pytest.mark.parametrize("heads, size", [((4, 4), 64), ((1, 1), 128), ((28, 4), 96)], ids=str)
 def test_programs_are_those_of_any_length(heads: tuple[int, int], size: int) -> None:
-    """What other lengths ask for is compiled with the first, though that has more keys than queries."""
+    """The first length compiles what other lengths ask for, though it has more keys than queries."""
     op = backward(1, 2000, heads, Causal(), size, kv_len=4096)
     there = {x.source.key for program in select(op, H200).programs(op, H200) for x in program.launches}
     others = [backward(batch, n, heads, Causal(), size) for batch in (1, 2) for n in (1500, 4096, 8192, 16384)]
