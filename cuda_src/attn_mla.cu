@@ -1,8 +1,9 @@
 // Attention over latent caches on Hopper, whose values are the first columns of their keys (MLA): o = softmax(mask(score(q k^T))) k[:, :512].
 //
 // Rows are the queries of all heads, 64 of them in a block; of more, pairs of blocks with numbers on end compute 128 at the same time,
-// so that keys come from memory once. Each block, or pair, takes an equal share of all key tiles, cut at the borders of splits, which it
-// finds from the lengths on the device (variant/scheduler/stream_k.cuh).
+// so that keys come from memory once; from L2, too, where a pair is a cluster, of which each block brings half of a tile to both
+// (variant/members/). Each block, or pair, takes an equal share of all key tiles, cut at the borders of splits, which it finds from the
+// lengths on the device (variant/scheduler/stream_k.cuh).
 //
 // Warpgroup 0 computes S = Q K^T and weights. All but the last 80 columns of Q lie in its registers, so that a product reads shared
 // memory for K alone. Warpgroups 1 and 2 compute the left and the right 256 columns of O += P V; a warp of the former loads tiles of keys,
@@ -11,16 +12,22 @@
 // done, and so runs under that one's softmax. Q comes through the ring as tiles do: warpgroup 0 copies it to the stage that it is given.
 //
 //   barrier           arrives                        waits                   protects
-//   full[s][part]     TMA (bytes) or who copied,     warpgroup 0             a stage; its last panels by themselves
+//   full[s][part]     TMA (bytes, of both blocks of  warpgroup 0             a stage; its last panels by themselves
+//                     a cluster) or who copied,
 //                     who gives a stage for Q
 //   p_full[s]         warps of warpgroup 0           warpgroups 1, 2         P, told[s] and factor[s]; at a split's end factor[s + 1], too
 //   go[s]             warps of warpgroup 0           warpgroups 1, 2         nothing: says when P V may take the tensor cores
-//   empty[s]          warps of 1 and 2               the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//   empty[s]          warps of 1 and 2, of both      the loader, warpgroup 0 a stage until refilled, factor[s] until written again
+//                     blocks of a cluster
 //                     Where threads copy rows (variant/latent_loads.cuh), or ask for records (variant/latent_record_loads.cuh), all of 1 and 2
 //                     are the loader. Threads that copy arrive at full[s][part]. Of records part 1 tells warpgroups 1 and 2 that they came, and
-//                     warps arrive at part 0 when they have made numbers of them
-//   work_full[i]      a lane of warp 0               the loader, warpgroup 0 work[i]
-//   work_empty[i]     warps of 1 and 2               warp 0                  work[i] until the next but one is found
+//                     warps arrive at part 0 when they have made numbers of them; in a cluster each block makes half of a tile's for both, and
+//                     part 0 awaits the bytes of the other's, too (variant/kv/latent_shared_records.cuh)
+//   work_full[i]      a lane of warp 0; in a cluster the loader, warpgroup 0 work[i]
+//                     bytes, from the first block's
+//   work_empty[i]     warps of 1 and 2, of both      warp 0, of the first    work[i] until the next but one is found
+//                     blocks of a cluster            block
+//   cluster           all threads of both blocks     they                    barriers until made; at the end a block until nobody reaches it
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
 //   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
 //                                                                           the position of the first loads, where all load
@@ -34,7 +41,7 @@
 // result: rows do not see each other.
 
 #include "config.cuh"  // rendered: cfg, Args, QkMma, QkLastMma, PvMma, and the options
-                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Store, Launch
+                       // Element, Rows, Mask, Score, Softmax, QColumns, Kv, Walk, Scheduler, Members, Store, Launch
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/elect.cuh"
@@ -104,6 +111,7 @@ template struct SoftmaxOption<Softmax, Score>;
 template struct QColumnsOption<QColumns>;
 template struct WorkWalkOption<Walk>;
 template struct SharesOption<Scheduler>;
+template struct MembersOption<Members>;
 template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
@@ -118,8 +126,10 @@ __device__ inline float4* parked_at(const Args& args, u32 warp) {
     return reinterpret_cast<float4*>(args.parked) + (i64(blockIdx.x) * 4 + warp) * (blocks * 32 + 8);
 }
 
-// The next work in which the block has rows, by the first warp.
+// The next work in which the block has rows, by the first warp; of a cluster by that of its first block, for all: lengths may change, and blocks
+// that computed other works would wait for each other for ever.
 __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 count) {
+    using Byte = unsigned char;
     const u32 place = count % 2;
     while (true) {
         const auto [run, rows] = scheduler.next(args);
@@ -127,12 +137,13 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
         Work work{-1};
         Cut cut{};
         if (!run.is_last()) {
-            if (left <= 0) continue;
+            if (!Members::together && left <= 0) continue;
             const WorkTile own{run.batch, run.head, q_begin, run.split};
-            cut = scheduler.cut(run, Walk::span(args, rows, own, q_begin + min(left, tile_rows)), share());
-            using Byte = unsigned char;
+            const WorkTile& all = Members::together ? run : own;  // whose tiles the block visits
+            constexpr i32 all_rows = Members::together ? cfg::tile_q : tile_rows;
+            cut = scheduler.cut(run, Walk::span(args, rows, all, all.q_begin + min(rows.q_len - all.q_begin, all_rows)), share());
             work = {run.batch, q_begin, Walk::Place(args, rows, own, cut.tiles), short(cut.begin), Byte(cut.split), Byte(cut.split_end), Byte(cut.end), Byte(cut.border),
-                    Byte(min(left, tile_rows)), Byte(cut.shift)};
+                    Byte(Members::together ? max(0, min(left, tile_rows)) : min(left, tile_rows)), Byte(cut.shift)};
         }
         smem.work_empty[place].wait((count / 2 & 1) ^ 1);
         __syncwarp();
@@ -140,6 +151,12 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
             smem.work[place] = work;
             smem.work_full[place].arrive();
             Left& to = args.left[share()];
+            if constexpr (Members::together)
+                for (i32 other = 1; other < cfg::members; ++other) {
+                    Work theirs = work;
+                    theirs.q_begin += other * tile_rows, theirs.rows = Byte(max(0, min(left - other * tile_rows, tile_rows)));
+                    Members::send(smem.work[place], other, smem.work_full[place], theirs);
+                }
             if (!run.is_last() && member() == 0 && run.split == run.splits.begin && !run.is_whole())
                 to.batch = run.batch, to.head = run.head, to.q_begin = q_begin, to.rows = left, to.owned = cut.owned, to.splits = cut.splits;
         }
@@ -147,8 +164,14 @@ __device__ void find(const Args& args, Smem& smem, Scheduler& scheduler, u32 cou
     }
     __syncwarp();
 }
+// A work comes from the cluster's first block.
+__device__ void expect_work(Smem& smem, u32 count) {
+    if (threadIdx.x == 0) smem.work_full[count % 2].arrive_expect(sizeof(Work));
+    __syncwarp();
+}
 // The block's share and its first work. `early`: the launch before may still run.
 __device__ void begin(const Args& args, Smem& smem, bool early) {
+    if (!Members::finds()) return expect_work(smem, 0);
     SeenLengths& seen = reinterpret_cast<SeenLengths&>(smem.factor);
     while (true) {
         Scheduler scheduler(args, early ? seen : nullptr);
@@ -169,6 +192,7 @@ __device__ void begin(const Args& args, Smem& smem, bool early) {
     }
 }
 __device__ void find_next(const Args& args, Smem& smem, u32 count) {
+    if (!Members::finds()) return expect_work(smem, count);
     Scheduler* const kept = reinterpret_cast<Scheduler*>(args.shares) + blockIdx.x;
     Scheduler scheduler = *kept;
     __syncwarp();
@@ -233,9 +257,10 @@ struct Weigher {  // warpgroup 0
     // S = Q K^T of the tile at hand. `look` is called when all of it is issued, `begun` when most of it is done.
     template <class Look, class Begun>
     __device__ void multiply(const Look& look, const Begun& begun) {
-        const auto k = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
-        const auto last = SmemDescriptor<QPart>::of_columns(&smem.q_last);
+        const auto k = SmemDescriptor<Stage>::of_columns(Members::address(smem.ring)).stage(ring.stage);
+        const auto last = SmemDescriptor<QPart>::of_columns(Members::address(&smem.q_last));
         smem.full[ring.stage][0].wait(ring.parity);
+        Kv::Loads::fence_first();
         ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
@@ -246,7 +271,7 @@ struct Weigher {  // warpgroup 0
                 ptx::wgmma_fence();
             }
             if (i < q_steps) QkMma::multiply(s, q[i], k.columns(i), i > 0);
-            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(), k.columns(i), true);
+            else if (i < 4 * v_panels) QkLastMma::multiply(s, smem.q_slice.columns(Members::address(&smem.q_slice)), k.columns(i), true);
             else QkLastMma::multiply(s, last.columns(i - 4 * v_panels), k.columns(i), true);
             if (i + 1 == 4 * cfg::go_after && cfg::go_after < panels) ptx::wgmma_commit();
         }
@@ -426,11 +451,16 @@ struct Summer {  // warpgroups 1 and 2
         __syncwarp();
         if (ptx::lane_id() == 0) barrier.arrive();
     }
+    __device__ void give_back() const {
+        __syncwarp();
+        Members::give_back(smem.empty[ring.stage]);
+    }
 
     // O = P V, or O += P V. The rest of what comes next is loaded meanwhile, where all load.
     __device__ void multiply(bool add) {
-        const auto tile = SmemDescriptor<Stage>::of_columns(smem.ring).stage(ring.stage);
-        const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(smem.ring).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
+        const u32 first = Members::address(smem.ring);
+        const auto tile = SmemDescriptor<Stage>::of_columns(first).stage(ring.stage);
+        const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(first).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
@@ -525,7 +555,7 @@ struct Summer {  // warpgroups 1 and 2
             if (has_rows) fold(factor[0], factor[8], told & what::parks);
         }
         if (!(told & what::releases)) {
-            say(smem.empty[ring.stage]);
+            give_back();
             go_on();
         }
         if (has_rows) {
@@ -536,7 +566,7 @@ struct Summer {  // warpgroups 1 and 2
             else store(work, factor, 8);
         }
         if (told & what::releases) {
-            say(smem.empty[ring.stage]), say(smem.work_empty[told >> what::work & 1]);
+            give_back(), __syncwarp(), Members::release(smem.work_empty[told >> what::work & 1]);
             go_on();
         }
     }
@@ -552,7 +582,7 @@ struct Summer {  // warpgroups 1 and 2
         while (true) {
             if (await() & what::is_end) return;
             loads.load_rest(args, smem, ring);
-            say(smem.empty[ring.stage]);
+            give_back();
             loads.work(args, smem, ring, 1);
             go_on();
             // Of no use to the first product, which clears O. But if O were undefined here, it would be kept twice, and if it were
@@ -564,7 +594,7 @@ struct Summer {  // warpgroups 1 and 2
                 told = await();
 #pragma unroll 1
                 for (add_tile(told); !(told & what::ends); add_tile(told)) {
-                    say(smem.empty[ring.stage]);
+                    give_back();
                     go_on();
                     told = await();
                 }
@@ -588,16 +618,16 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
         Kv::prefetch(args);
         for (int i = 0; i < stages; ++i) {
             smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::arrivals);
-            smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8);
+            smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8 * Members::readers);
         }
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8 * Members::readers);
         Kv::Loads::init(smem.loader);
         ptx::fence_mbarrier_init();
     }
     if (threadIdx.x < 32) Rows::prefetch(args);
-    __syncthreads();
+    Members::begin();
     const u32 warp = ptx::uniform(threadIdx.x / 32);
-    const bool early = Launch::uses_pdl && warp == 0 && args.batches <= most_early;
+    const bool early = Launch::uses_pdl && Members::finds() && warp == 0 && args.batches <= most_early;
     if (!early) {
         Launch::wait();
         Launch::launch_dependents();
@@ -605,4 +635,5 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
     if (warp == 0) begin(args, smem, early);
     if (warp < 4) weigh(args, smem);
     else sum_values(args, smem);
+    Members::end();
 }

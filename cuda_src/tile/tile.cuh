@@ -24,9 +24,11 @@ struct SmemDescriptor {
     u32 low;
 
     // Contraction along the columns (Q and K in Q K^T).
-    __device__ static SmemDescriptor of_columns(const T* tile) { return {ptx::smem_address(tile) >> 4 | 1u << 16}; }
+    __device__ static SmemDescriptor of_columns(const T* tile) { return of_columns(ptx::smem_address(tile)); }
+    __device__ static SmemDescriptor of_columns(u32 address) { return {address >> 4 | 1u << 16}; }
     // Contraction along the rows (V in P V): the next panel is a panel's bytes away.
-    __device__ static SmemDescriptor of_rows(const T* tile) { return {ptx::smem_address(tile) >> 4 | u32(T::panel_bytes / 16) << 16}; }
+    __device__ static SmemDescriptor of_rows(const T* tile) { return of_rows(ptx::smem_address(tile)); }
+    __device__ static SmemDescriptor of_rows(u32 address) { return {address >> 4 | u32(T::panel_bytes / 16) << 16}; }
 
     __device__ SmemDescriptor stage(u32 index) const { return {low + index * (T::bytes / 16)}; }
     __device__ SmemDescriptor rows_from(u32 row) const {
@@ -51,8 +53,8 @@ struct alignas(256) NarrowTile {
 
     __device__ static constexpr u32 offset(u32 row, u32 chunk) { return row * 32 + (chunk ^ row / 4 % 2) * 16; }
     // As an operand that is contracted along its columns.
-    __device__ u64 columns() const {
-        const u32 low_word = ptx::smem_address(this) >> 4 | 1u << 16;
+    __device__ static u64 columns(u32 address) {
+        const u32 low_word = address >> 4 | 1u << 16;
         u64 d;
         asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low_word), "r"(0xc0000000 | 256 / 16));
         return d;

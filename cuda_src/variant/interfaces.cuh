@@ -170,7 +170,7 @@ template <class K, class Tile> struct LatentRecordsOption : Given {
     static typename K::Loads::Barrier& come;
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { K::prefetch(kv.row(i, kv.find(i))), K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile); }, "Kv: prefetch(row(index, find(index))), load(tile, come, row), widen(tile)");
+    static_assert(requires { K::prefetch(kv.row(i, kv.find(i))), K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile, come), K::fence(); }, "Kv: prefetch(row(index, find(index))), load(tile, come, row), widen(tile, full), fence()");
 };
 // ... or, where all threads load, starts this thread's copies, as the slots of the ring want them.
 template <class S, class K> struct SlotsOption : Given {
@@ -249,6 +249,12 @@ template <class S> struct SharesOption : Given {
     static_assert(requires { S(args, nullptr), bool(S::holds(args, nullptr)); }, "Scheduler(args, seen), and holds(args, seen): whether the lengths are as seen");
     static_assert(requires { static_cast<const WorkTile&>(s.next(args).run), static_cast<const Rows&>(s.next(args).rows); }, "Scheduler: next(args): run, a SplitRun, and rows");
     static_assert(requires { i64(s.line.length); }, "Scheduler: line: first_split and owner of every split");
+};
+// members: how blocks that have rows of the same works read keys; by a warp, all of whose lanes have come.
+template <class M> struct MembersOption : Given {
+    static ptx::Mbarrier& empty;
+    static i32& place;
+    static_assert(requires { bool(M::together), u32(M::readers), M::begin(), M::end(), M::give_back(empty), bool(M::finds()), M::send(place, 1u, empty, i), M::release(empty), u32(M::address(&empty)); }, "Members: together, readers, begin(), end(), give_back(empty), finds(), send(work, rank, full, work), release(empty), address(pointer)");
 };
 // store: what leaves a block, row by row.
 template <class S> struct StoreOption : Given {

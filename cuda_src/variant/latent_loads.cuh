@@ -29,7 +29,8 @@ struct LoadedByWarp {
     const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
 
     __device__ static void init(Board& board) { board = {0, 0, -1}; }
-    // What products must see of the last panels, which have come.
+    // What products must see of the first panels, which have come, and of the last.
+    __device__ static void fence_first() {}
     __device__ static void fence() {}
     // What is done to the tiles from so many behind a stage on, while its products run.
     template <class Smem>
@@ -101,6 +102,7 @@ struct LoadedByAll {
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
     // whose products follow those of the first, when they are waited for.
+    __device__ static void fence_first() {}
     __device__ static void fence() { ptx::fence_proxy_async(); }
     template <class Smem>
     __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}

@@ -26,7 +26,8 @@ struct RecordsLoadedByAll {
     u32 raw = 0;           // stages that hold records, in bits
 
     __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
-    // Those who wrote numbers have seen to it.
+    // Those who wrote numbers have seen to it, in the own block.
+    __device__ static void fence_first() { Kv::fence(); }
     __device__ static void fence() {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
@@ -58,9 +59,7 @@ struct RecordsLoadedByAll {
             if (!(ptx::uniform(raw) >> ptx::uniform(ring.stage) & 1)) continue;
             raw ^= 1u << ring.stage;
             smem.full[ring.stage][1].wait(ring.parity);
-            Kv::widen(smem.ring[ring.stage]);
-            ptx::fence_proxy_async();
-            arrive(smem.full[ring.stage][0]);
+            Kv::widen(smem.ring[ring.stage], smem.full[ring.stage][0]);
         }
     }
     // Where the records are that come next.

@@ -39,6 +39,7 @@ class AttnMlaConfig:
 
     members: int = 1  # blocks that share keys, 64 rows each
     go_after: int = 7  # panels of Q K^T, of nine, after which P V of the tile before may begin
+    cluster: bool = False  # whether they are a cluster, each of which brings a part of a tile to all
 
     @property
     def tile_q(self) -> int:
@@ -100,13 +101,17 @@ def strips(op: AttentionKVCache, config: AttnMlaConfig) -> int:
     return min(config.tile_q, 16 * ceil_div(max(1, most_rows(op)), 16)) // 16
 
 
-def kv_option(pages: Option, rows: int) -> Option:
+def kv_option(pages: Option, rows: int, cluster: bool) -> Option:
     """The option for pages of which TMA reads so many rows at once."""
+    if cluster:
+        return kv.LatentSharedPanelsKv(pages, rows)
     return kv.LatentPanelsKv(pages, rows) if rows == TILE_KV else kv.LatentBoxesKv(pages, rows)
 
 
-def gathered_option(op: AttentionKVCache, source: Option) -> Option:
+def gathered_option(op: AttentionKVCache, source: Option, cluster: bool) -> Option:
     """The option for keys that threads ask for row by row; ``source`` says where they lie."""
+    if cluster:
+        return kv.LatentSharedRecordsKv(source)
     return (kv.LatentRecordsKv if paging.has_records(op) else kv.LatentRowsKv)(source)
 
 
@@ -160,12 +165,16 @@ class AttnMla(Kernel[AttentionKVCache]):
             return (
                 f"members is {config.members} and go_after {config.go_after}; they must be 1 or 2, and from 5 to {HEAD_DIM // 64}"
             )
+        by_rows = not paging.has_records(op) if self.gathers(op) else page_rows(op, config) < TILE_KV
+        if config.cluster and (config.members == 1 or by_rows):
+            return f"cluster is True; that takes members=2, and pages of {TILE_KV} rows or a multiple that TMA reads, or records"
         return tiling.too_large_block(SMEM_BYTES, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
-        """The configuration with pairs of blocks where rows fill more than one."""
-        config = AttnMlaConfig(members=2 if most_rows(self.step(op)) > TILE_ROWS and device.sm_count > 1 else 1)
-        return [config] if self.legal(config, op, device) is None else []
+        """The configuration with pairs of blocks where rows fill more than one: a cluster where each can bring its part of a tile."""
+        pairs = AttnMlaConfig(members=2, cluster=True), AttnMlaConfig(members=2)
+        configs = pairs if most_rows(self.step(op)) > TILE_ROWS and device.sm_count > 1 else (AttnMlaConfig(),)
+        return [config for config in configs if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnMlaConfig, op: AttentionKVCache, device: Device) -> float:
         """Counts how often the keys are read, once for each tile of rows, besides the start and the fold."""
@@ -179,6 +188,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The option on each axis."""
         sums: Option = softmax.ConstantTime()
         pages = kv.PAGES[op.form]
+        by_rows = self.gathers(op)
         return {
             "Element": op.element,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
@@ -186,7 +196,10 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
-            "Kv": gathered_option(op, kv.PagedKeys(pages)) if self.gathers(op) else kv_option(pages, page_rows(op, config)),
+            "Kv": gathered_option(op, kv.PagedKeys(pages), config.cluster)
+            if by_rows
+            else kv_option(pages, page_rows(op, config), config.cluster),
+            "Members": kv.ClusterMembers() if config.cluster else kv.ApartMembers(),
             "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),
@@ -198,6 +211,8 @@ class AttnMla(Kernel[AttentionKVCache]):
         pool: Fields = (Field("k", "TmaPageRows", PageRows("k_cache", TILE_KV)),)
         if self.gathers(op):
             pool = (Field("k", "StridedPages", PagePool("k_cache", 0)),)
+        elif config.cluster:
+            pool = (Field("k", "TmaClusterPageRows", PageRows("k_cache", TILE_KV // config.members)),)
         elif page_rows(op, config) < TILE_KV:
             pool = (
                 Field("k", "TmaPageBoxes", PageBoxes("k_cache")),
@@ -215,7 +230,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The compile-time numbers."""
         sizes = {"tile_q": config.tile_q, "tile_kv": TILE_KV, "head_dim": HEAD_DIM, "head_dim_v": HEAD_DIM_V}
         of_fold = {"m_tiles_per_warp": 1, "most_blocks": MOST_BLOCKS}
-        return {**dataclasses.asdict(config), **sizes, **REGISTERS, **of_fold}
+        return {"members": config.members, "go_after": config.go_after, **sizes, **REGISTERS, **of_fold}
 
     def render(self, op: AttentionKVCache, config: AttnMlaConfig, arch: str) -> Source:
         """The source of operations of one kind."""

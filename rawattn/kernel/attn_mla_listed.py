@@ -41,7 +41,7 @@ class AttnMlaListed(AttnMla):
         pages: Option = PhysicalPages(op.page_size) if op.spec.keys.physical else kv.PAGES[op.form]
         own = listed.list_options(op, of_rows, paging.mask_option(op), op.score.constant_time)
         own |= {
-            "Kv": gathered_option(op, NumberedKeys(pages, listed.numbers_of(op))),
+            "Kv": gathered_option(op, NumberedKeys(pages, listed.numbers_of(op)), config.cluster),
             "Walk": WorkListWalk(),
             "Launch": scheduler.Independent(),  # lists are not read while the launch before may still write them
         }

@@ -108,6 +108,24 @@ class LatentPanelsKv(PagedTmaKv):
     source: ClassVar[str] = "variant/kv/latent_panels.cuh"
 
 
+class LatentSharedPanelsKv(LatentPanelsKv):
+    """The same for clusters of blocks, each of which brings a part of a tile's rows to all."""
+
+    source: ClassVar[str] = "variant/kv/latent_shared_panels.cuh"
+
+
+class ApartMembers(Option):
+    """Blocks that have rows of the same works bring keys each for itself."""
+
+    source: ClassVar[str] = "variant/members/apart.cuh"
+
+
+class ClusterMembers(Option):
+    """They are a cluster, and go along the same tiles."""
+
+    source: ClassVar[str] = "variant/members/cluster.cuh"
+
+
 class LatentBoxesKv(PagedTmaKv):
     """The same of small pages, each of which TMA reads at once."""
 
@@ -130,6 +148,12 @@ class LatentRecordsKv(LatentRowsKv):
     """The same of records, which TMA brings and threads make numbers of."""
 
     source: ClassVar[str] = "variant/kv/latent_records.cuh"
+
+
+class LatentSharedRecordsKv(LatentRecordsKv):
+    """The same for clusters of blocks, each of which makes numbers of a part of a tile's rows for all."""
+
+    source: ClassVar[str] = "variant/kv/latent_shared_records.cuh"
 
 
 class PagedRowsKv(Wrapper):

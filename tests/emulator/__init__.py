@@ -31,9 +31,10 @@ from rawattn.kernel import render
 from rawattn.variant.field import Fields
 
 HERE = pathlib.Path(__file__).parent
+torn_after = -1  # reads of lengths after which these are others; -1: never
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
-    "atomic", "barrier", "base", "bulk", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load",
+    "atomic", "barrier", "base", "bulk", "cluster", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load",
     "load_shared", "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
@@ -41,12 +42,14 @@ PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?,
 
 def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     """A kernel as a shared library in ``folder``: ``run(args, blocks, first, end)``."""
-    files = {**dict(source.headers), source.name: source.text}
+    text = re.sub(r"extern __shared__ __align__\(\d+\) unsigned char raw\[\];", "unsigned char* const raw = ::raw;", source.text)
+    files = {**dict(source.headers), source.name: text}
+    dims = re.search(r"__cluster_dims__\((.*?)\)", "".join(files.values()))
     files["config.cuh"] = PRODUCT.sub(_product, files["config.cuh"])
     if "tile/tile.cuh" in files:
         to = r"d = u64(\1) << 32 | low_word;"
         files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?"r"\(low_word\), "r"\((.*?)\)\);', to, files["tile/tile.cuh"])
-    entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem)
+    entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem).replace("TOGETHER", dims[1] if dims else "1")
     return compiled(f'#include "threads.hpp"\n#include "{source.name}"\n{entry}', files, folder)
 
 
@@ -107,9 +110,10 @@ def _shared() -> pathlib.Path:
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # which go with the process
 ENTRY = """
 extern "C" int run(const Args* args, int blocks, int first, int end) {
-    return emulate(blocks, first, end, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); });
+    return emulate(blocks, first, end, facts.threads, facts.smem_bytes, facts.uses_pdl, [=] { KERNEL(*args); }, TOGETHER);
 }
 extern "C" void be_late(int thread) { late_thread = thread; }
+extern "C" void tear(int after) { ptx::torn_after = after, ptx::reads = 0; }
 extern "C" u32 args_bytes() { return sizeof(Args); }
 """
 
@@ -144,6 +148,7 @@ class Kernel:
         memory[start : start + size] = np.frombuffer(args, np.uint8)
         given = ctypes.c_void_p(memory.ctypes.data + start)
         self._library.be_late(late_thread)
+        self._library.tear(torn_after)
         some = range(blocks) if some is None else some
         assert self._library.run(given, blocks, some.start, some.stop) == 0, "every thread waits"
 

@@ -7,6 +7,8 @@
 #include <ucontext.h>
 
 #include <functional>
+#include <memory>
+#include <new>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -23,6 +25,7 @@ constexpr float minus_inf = -__builtin_inff();
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __log2f ::log2f
 #define __fmaf_rn ::fmaf
@@ -73,7 +76,6 @@ static float __uint_as_float(u32 x) { return __builtin_bit_cast(float, x); }
 // Threads.
 struct Index { i32 x; };
 static Index threadIdx, blockIdx, gridDim, blockDim;
-extern "C" { unsigned char raw[228 * 1024] __attribute__((aligned(1024))); }  // shared memory
 
 // What memory has that nobody has written: NaN in every format, and as an integer no small number, nor -1, which a list may take for an
 // entry that it does not have.
@@ -112,19 +114,54 @@ struct Mbarrier;
 static void finish_copies(u32 pending, i32 thread);
 }  // namespace ptx
 struct Copy { u32 to, width, bytes; const void* from; ptx::Mbarrier* arrival = nullptr; };
-static std::vector<std::vector<Copy>> copy_groups[1024];
-static std::vector<i32> arriving;  // threads whose copies an mbarrier awaits
-static i32 spare_registers;
-static bool waited[1024];                          // for the launch in front
+
+struct Meeting {  // of a number of threads
+    i32 arrived = 0, generation = 0;
+
+    void arrive(i32 threads) {
+        ++progress;
+        if (++arrived == threads) arrived = 0, ++generation;
+    }
+    void wait(i32 threads);
+};
+// The blocks of a cluster run side by side. An address of shared memory has the block's rank from bit 24 on, as on a GPU.
+constexpr u32 shared_bytes = 228 * 1024, address_bits = 0xffffff;
+struct Block {
+    unsigned char* raw = new (std::align_val_t(1024)) unsigned char[shared_bytes];
+    i32 rank, left;  // threads that have not ended
+    Meeting named[16], of_warps[32];
+    u64 words[32][32][8];  // of a warp's lanes
+    std::vector<std::vector<Copy>> copy_groups[1024];
+    std::vector<i32> arriving;  // threads whose copies an mbarrier awaits
+    i32 spare_registers = 0;
+    bool waited[1024];  // for the launch in front
+
+    Block(i32 rank, i32 threads, bool has_waited) : rank(rank), left(threads) {
+        std::fill_n(reinterpret_cast<u16*>(raw), shared_bytes / 2, poison), memset(waited, has_waited, sizeof waited);
+    }
+    ~Block() { operator delete[](raw, std::align_val_t(1024)); }
+};
+static std::vector<std::unique_ptr<Block>> cluster;
+static Meeting of_cluster;
+static Block* own;  // of the thread that runs
+static unsigned char* raw;  // its shared memory
+static void enter(Block& block) { own = &block, raw = block.raw; }
+template <class F>
+void in_block(i32 rank, F f) {
+    Block& before = *own;
+    if (cluster[rank]->left == 0) __builtin_trap();  // it has ended
+    enter(*cluster[rank]), f(), enter(before);
+}
+static i32 fiber() { return own->rank * blockDim.x + threadIdx.x; }
 
 static void yield() {
     const i32 self = threadIdx.x;
-    if (!_setjmp(fibers[self].context)) _longjmp(scheduler_context, 1);
+    if (!_setjmp(fibers[fiber()].context)) _longjmp(scheduler_context, 1);
     threadIdx.x = self;
 }
 static void start() {
     body();
-    fibers[threadIdx.x].ended = true, ++progress;
+    fibers[fiber()].ended = true, ++progress;
     _longjmp(scheduler_context, 1);
 }
 static void resume(Fiber& fiber) {
@@ -134,30 +171,20 @@ static void resume(Fiber& fiber) {
     setcontext(&fiber.first);
 }
 
-struct Meeting {  // of a number of threads
-    i32 arrived = 0, generation = 0;
-
-    void arrive(i32 threads) {
-        ++progress;
-        if (++arrived == threads) arrived = 0, ++generation;
-    }
-    void wait(i32 threads) {
-        const i32 mine = generation;
-        arrive(threads);
-        while (generation == mine) yield();
-    }
-};
-static Meeting named[16], of_warps[32];
-static u64 words[32][32][8];  // of a warp's lanes
+inline void Meeting::wait(i32 threads) {
+    const i32 mine = generation;
+    arrive(threads);
+    while (generation == mine) yield();
+}
 
 // Gives every lane's n words to `read`, a function of all of them.
 template <class Read>
 auto exchange(const u64* mine, int n, Read read) {
     const i32 warp = threadIdx.x / 32;
-    memcpy(words[warp][threadIdx.x % 32], mine, n * 8);
-    of_warps[warp].wait(32);
-    const auto found = read(words[warp]);
-    of_warps[warp].wait(32);
+    memcpy(own->words[warp][threadIdx.x % 32], mine, n * 8);
+    own->of_warps[warp].wait(32);
+    const auto found = read(own->words[warp]);
+    own->of_warps[warp].wait(32);
     return found;
 }
 template <class T>
@@ -190,7 +217,7 @@ static u32 __reduce_or_sync(u32, u32 x) {
     });
 }
 static void __syncwarp() { __ballot_sync(~0u, true); }
-static void __syncthreads() { named[0].wait(blockDim.x); }
+static void __syncthreads() { own->named[0].wait(blockDim.x); }
 static void __threadfence() {}
 static void __threadfence_block() {}
 static i32 atomicAdd(i32* at, i32 x) { return (*at += x) - x; }
@@ -204,33 +231,43 @@ static u32 atomicInc(u32* at, u32 last) {
     return old;
 }
 
-// Runs blocks [first, end) of a grid one after the other, and the threads of every second one from the last to the first; 1 where all threads wait and
-// none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen.
-static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel) {
+// Runs clusters of blocks [first, end) of a grid one after the other, and the threads of every second block from the last to the first; 1 where all
+// threads wait and none comes on. Copies of TMA are late, and the last one first: each comes when nothing else can happen. A cluster's first block
+// begins before the others do.
+static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, bool uses_pdl, std::function<void()> kernel, i32 together = 1) {
     gridDim.x = blocks, blockDim.x = threads, body = kernel;
-    for (blockIdx.x = first; blockIdx.x < end; ++blockIdx.x) {
-        std::fill_n(reinterpret_cast<u16*>(raw), sizeof raw / 2, poison);
-        for (Meeting& each : named) each = {};
-        for (Meeting& each : of_warps) each = {};
-        memset(waited, !uses_pdl, sizeof waited), spare_registers = 0;
-        for (auto& own : copy_groups) own.clear();
-        arriving.clear();
-        fibers.resize(threads);
+    if (first % together || end % together) __builtin_trap();
+    for (; first < end; first += together) {
+        cluster.clear(), of_cluster = {};
+        for (i32 rank = 0; rank < together; ++rank) cluster.push_back(std::make_unique<Block>(rank, threads, !uses_pdl));
+        fibers.resize(threads * together);
         for (Fiber& fiber : fibers) fiber.begin(start);
-        for (i32 left = threads; left > 0;) {
+        bool all = together == 1;  // have begun
+        for (i32 left = threads * together; left > 0;) {
             static long woken;
             const long before = progress;
-            for (i32 n = 0; n < threads; ++n) {
-                const i32 i = blockIdx.x % 2 ? threads - 1 - n : n;
-                if (fibers[i].ended) continue;
-                threadIdx.x = i;
-                resume(fibers[i]);
-                left -= fibers[i].ended;
+            for (auto& block : cluster) {
+                if (block->rank > 0 && !all) continue;
+                blockIdx.x = first + block->rank;
+                for (i32 n = 0; n < threads; ++n) {
+                    const i32 i = blockIdx.x % 2 ? threads - 1 - n : n;
+                    Fiber& fiber = fibers[block->rank * threads + i];
+                    if (fiber.ended) continue;
+                    threadIdx.x = i, enter(*block);
+                    resume(fiber);
+                    block->left -= fiber.ended, left -= fiber.ended;
+                }
             }
             if (progress != before || left == 0) continue;
-            if (!arriving.empty()) {
-                const i32 thread = arriving.back();
-                arriving.pop_back(), ptx::finish_copies(0, thread);
+            bool arrived = false;
+            for (auto& block : cluster) {
+                if (arrived || block->arriving.empty()) continue;
+                const i32 thread = block->arriving.back();
+                enter(*block), block->arriving.pop_back(), ptx::finish_copies(0, thread), arrived = true;
+            }
+            if (arrived) continue;
+            if (copies.empty() && !all) {
+                all = true;
                 continue;
             }
             if (copies.empty()) {
@@ -239,12 +276,12 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
                 continue;
             }
             const auto copy = std::move(copies.back());
-            copies.pop_back(), copy();
+            copies.pop_back(), copy(), all = true;
         }
         if (!copies.empty()) __builtin_trap();  // a block ended before its copies
     }
     for (Fiber& fiber : fibers) delete[] fiber.stack;
-    fibers.clear();  // a kernel stays loaded, and its stacks would, too: 256 KiB each
+    fibers.clear(), cluster.clear();  // a kernel stays loaded, and its stacks would, too: 256 KiB each
     return 0;
 }
 
@@ -255,7 +292,9 @@ static u16 half(const void* p) { return *static_cast<const u16*>(p); }
 static float wide(u16 bits) { return __builtin_bit_cast(float, u32(bits) << 16); }
 
 namespace ptx {
-static u32 smem_address(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
+static u32 offset(const void* p) { return u32(static_cast<const unsigned char*>(p) - raw); }
+static u32 smem_address(const void* p) { return offset(p) | u32(own->rank) << 24; }
+static unsigned char* at_address(u32 address) { return raw + (address & address_bits); }
 static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 static bool elect() { return __shfl_sync(~0u, threadIdx.x % 32 == 0, threadIdx.x % 32); }
 static i32 from_lane(i32 x, i32 lane) { return __shfl_sync(~0u, x, lane); }
@@ -269,34 +308,41 @@ static float reciprocal(float x) { return 1 / x; }
 static double exp2(double x) { return ::exp2(x); }
 static double reciprocal(double x) { return 1 / x; }
 // Registers that threads gave up, from as many as a block has a multiprocessor to itself: who wants more waits for them.
-template <int count> void setmaxnreg_dec() { ++progress, spare_registers += max(0, 65536 / blockDim.x / 8 * 8 - count); }
+template <int count> void setmaxnreg_dec() { ++progress, own->spare_registers += max(0, 65536 / blockDim.x / 8 * 8 - count); }
 template <int count> void setmaxnreg_inc() {
     const i32 more = max(0, count - 65536 / blockDim.x / 8 * 8);
-    while (spare_registers < more) yield();
-    ++progress, spare_registers -= more;
+    while (own->spare_registers < more) yield();
+    ++progress, own->spare_registers -= more;
 }
 constexpr bool has_registers(int, int, int, int = 1) { return true; }
-static void griddepcontrol_wait() { waited[threadIdx.x] = true; }
-struct Load { i32 operator()(const i32* from) const { return *from; } };
+static void griddepcontrol_wait() { own->waited[threadIdx.x] = true; }
+// Lengths, which others may write at the same time: from so many reads of them on they are shorter; -1: never.
+static long torn_after = -1, reads;
+static i32 length_at(const i32* from) { return torn_after < 0 || reads++ < torn_after ? *from : *from - *from / 3; }
+struct Load { i32 operator()(const i32* from) const { return length_at(from); } };
 // Before that, words that the launch in front writes: every second block finds what was there earlier.
 struct LoadFromL2 {
-    i32 operator()(const i32* from) const { return waited[threadIdx.x] || blockIdx.x % 2 ? *from : i32(u32(*from) * 2654435761u >> 20); }
+    i32 operator()(const i32* from) const { return own->waited[threadIdx.x] || blockIdx.x % 2 ? length_at(from) : i32(u32(*from) * 2654435761u >> 20); }
 };
 static u32 load_relaxed(const u32* from) { return *from; }
 static u32 add_acq_rel(u32* to, u32 x) { return (*to += x) - x; }
 static void launch_dependents() {}
-static void bar_sync(u32 id, u32 threads) { named[id].wait(threads); }
-static void bar_arrive(u32 id, u32 threads) { named[id].arrive(threads); }
+static void bar_sync(u32 id, u32 threads) { own->named[id].wait(threads); }
+static void bar_arrive(u32 id, u32 threads) { own->named[id].arrive(threads); }
 static void start_copy(const Copy& copy) {
-    if (copy_groups[threadIdx.x].empty()) copy_groups[threadIdx.x].resize(1);
-    copy_groups[threadIdx.x].back().push_back(copy);
+    auto& groups = own->copy_groups[threadIdx.x];
+    if (groups.empty()) groups.resize(1);
+    groups.back().push_back(copy);
 }
 static void cp_async(u32 to, const void* from, u32 bytes = 16) { start_copy({to, 16, bytes, from}); }
 template <int to_offset, int from_offset> void cp_async(u32 to, const void* from, u32 bytes) {
     cp_async(to + to_offset, static_cast<const char*>(from) + from_offset, bytes);
 }
 static void cp_async_word(u32 to, const void* from, u32 bytes) { start_copy({to, 4, bytes, from}); }
-static void cp_async_commit() { copy_groups[threadIdx.x].resize(copy_groups[threadIdx.x].empty() ? 2 : copy_groups[threadIdx.x].size() + 1); }
+static void cp_async_commit() {
+    auto& groups = own->copy_groups[threadIdx.x];
+    groups.resize(groups.empty() ? 2 : groups.size() + 1);
+}
 template <int pending> void cp_async_wait() { finish_copies(pending, threadIdx.x); }
 // Blocks run one after the other: a turn that has not come never will.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
@@ -328,7 +374,7 @@ struct Mbarrier {
     void arrive_expect(u32 more) { bytes += more, arrive(); }
     void complete(u32 there) { bytes -= there, advance(); }
     void wait(u32 parity) {
-        const bool late = threadIdx.x == late_thread;
+        const bool late = fiber() == late_thread;
         for (const long before = idle; late && idle == before;) yield();
         while (phase == parity) yield();
         progress += late;
@@ -337,18 +383,18 @@ struct Mbarrier {
 struct CopiesMbarrier : Mbarrier {
     void arrive_after_copies() {
         start_copy({0, 0, 0, nullptr, this}), cp_async_commit();
-        arriving.push_back(threadIdx.x);
+        own->arriving.push_back(threadIdx.x);
     }
 };
 using PolledMbarrier = CopiesMbarrier;
 static void finish_copies(u32 pending, i32 thread) {
-    auto& own = copy_groups[thread];
-    const size_t ended = own.empty() ? 0 : own.size() - 1, count = ended > pending ? ended - pending : 0;
+    auto& groups = own->copy_groups[thread];
+    const size_t ended = groups.empty() ? 0 : groups.size() - 1, count = ended > pending ? ended - pending : 0;
     for (size_t i = 0; i < count; ++i)
-        for (const Copy& each : own[i])
+        for (const Copy& each : groups[i])
             if (each.arrival) each.arrival->arrive();
-            else memset(raw + each.to, 0, each.width), memcpy(raw + each.to, each.from, each.bytes);
-    own.erase(own.begin(), own.begin() + count);
+            else memset(at_address(each.to), 0, each.width), memcpy(at_address(each.to), each.from, each.bytes);
+    groups.erase(groups.begin(), groups.begin() + count);
 }
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
@@ -356,13 +402,13 @@ static void fence_proxy_async() {}
 // A box of 64 columns, swizzled; what lies outside is zero.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3) {
     if (c0 % 8) __builtin_trap();  // an illegal instruction
-    copies.push_back([=, &map, &full] {
+    copies.push_back([=, &map, &full, begin = offset(to), raw = ::raw] {
         full.complete(u32(map.box_rows) * 128);
         for (i32 row = 0; row < map.box_rows; ++row)
             for (i32 column = 0; column < 64; ++column) {
                 const bool inside = c1 + row >= 0 && c1 + row < map.rows && c0 + column < map.columns;
                 const char* from = reinterpret_cast<const char*>(map.data) + (c1 + row) * map.row_bytes + c2 * map.head_bytes + c3 * map.batch_bytes;
-                u32 at = smem_address(to) + row * 128 + column * 2;
+                u32 at = begin + row * 128 + column * 2;
                 at ^= (at >> 7 & 7) << 4;
                 const u16 x = inside ? half(from + (c0 + column) * 2) : 0;
                 memcpy(raw + at, &x, 2);
@@ -376,7 +422,9 @@ static void tma_load_evict_first(void* to, const TensorMap& map, Mbarrier& full,
 static void tma_store_evict_first(const TensorMap&, const void*, i32, i32, i32, i32) { __builtin_trap(); }
 // A box of 5 dimensions of a map whose words are: data, four strides in bytes, five sizes, five sides of the box, bytes of a number.
 static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
-    copies.push_back([=, &map, &full] {
+    copies.push_back([=, &map, &full, begin = offset(to), rank = own->rank] {
+        if (cluster[rank]->left == 0) __builtin_trap();  // it has ended
+        unsigned char* const raw = cluster[rank]->raw;
         const i64 *word = &map.data, *stride = word + 1, *size = word + 5, *box = word + 10;
         const i64 first[5] = {c0, c1, c2, c3, c4}, each = word[15], span = box[0] * each;
         u32 bytes = u32(span);
@@ -389,7 +437,7 @@ static void tma_load(void* to, const TensorMap& map, Mbarrier& full, i32 c0, i32
                 const i64 c = first[d] + rest % box[d];
                 rest /= box[d], from += c * (d ? stride[d - 1] : each), inside &= c >= 0 && c < size[d];
             }
-            u32 where = smem_address(to) + at;
+            u32 where = begin + at;
             where ^= (where >> 7 & (span / 16 - 1)) << 4;  // swizzled over the span
             memset(raw + where, 0, each);
             if (inside) memcpy(raw + where, reinterpret_cast<const char*>(word[0]) + from, each);
@@ -414,6 +462,40 @@ static void prefetch(const TensorMap&) {}
 static void prefetch_to_l2(const void*) {}
 static void tma_prefetch(const TensorMap&, i32, i32, i32, i32, i32) {}
 
+// Clusters.
+static u32 cluster_rank() { return own->rank; }
+static u32 own_address(const void* p) { return offset(p); }
+static void cluster_sync() { of_cluster.wait(i32(cluster.size()) * blockDim.x); }
+static void arrive_at(Mbarrier& barrier, u32 rank, u32 count) {
+    const u32 place = offset(&barrier);
+    for (u32 i = 0; i < count; ++i) in_block(rank, [=] { reinterpret_cast<Mbarrier*>(raw + place)->arrive(); });
+}
+static u32 at_rank(u32 address, u32 rank) { return (address & address_bits) | rank << 24; }
+// Stores to another block that count on the same barrier come late, and together.
+static struct { std::vector<std::pair<u32, uint4>> words; u32 full = 0; } *stores;
+static void store_async(u32 to, u32 full, const uint4& x, u32 bytes) {
+    if (stores == nullptr || stores->full != full) {
+        stores = new std::remove_pointer_t<decltype(stores)>{{}, full};
+        copies.push_back([own = stores, full, bytes] {
+            in_block(full >> 24, [=] {
+                for (const auto& [to, x] : own->words) memcpy(at_address(to), &x, bytes);
+                reinterpret_cast<Mbarrier*>(at_address(full))->complete(bytes * own->words.size());
+            });
+            if (stores == own) stores = nullptr;
+            delete own;
+        });
+    }
+    if (to >> 24 != full >> 24 || to % bytes) __builtin_trap();
+    stores->words.push_back({to, x});
+}
+static void store_async(u32 to, u32 full, const uint4& x) { store_async(to, full, x, 16); }
+static void store_async(u32 to, u32 full, u32 x) { store_async(to, full, {x}, 4); }
+static void tma_load_multicast_evict_first(void* to, const TensorMap& map, Mbarrier& full, u16 ranks, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+    const u32 place = offset(to), barrier = offset(&full);
+    for (u32 rank = 0; rank < cluster.size(); ++rank)
+        if (ranks >> rank & 1) in_block(rank, [&] { tma_load(raw + place, map, *reinterpret_cast<Mbarrier*>(raw + barrier), c0, c1, c2, c3, c4); });
+}
+
 template <bool transposed>
 void load_matrices(u32 (&d)[4], u32 address) {
     const u64 word = address;
@@ -423,7 +505,7 @@ void load_matrices(u32 (&d)[4], u32 address) {
             u16 x[2];
             for (u32 i = 0; i < 2; ++i) {
                 const u32 row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
-                x[i] = half(raw + all[8 * m + row][0] + column * 2);
+                x[i] = half(at_address(u32(all[8 * m + row][0])) + column * 2);
             }
             d[m] = x[0] | u32(x[1]) << 16;
         }
@@ -441,7 +523,7 @@ void store_matrices(u32 address, const u32* words) {
         for (u32 i = 0; i < 8; ++i) {
             const u32 row = lane / 4, column = lane % 4 * 2 + i % 2, matrix = i / 2;
             const u16 x = u16(words[matrix] >> 16 * (i % 2));
-            memcpy(raw + all[8 * matrix + (transposed ? column : row)][0] + (transposed ? row : column) * 2, &x, 2);
+            memcpy(at_address(u32(all[8 * matrix + (transposed ? column : row)][0])) + (transposed ? row : column) * 2, &x, 2);
         }
         return 0;
     });
@@ -513,21 +595,21 @@ static void mma_tf32(float* d, const u32* a, const u32* b) {
 }
 static float4 load_shared_float4(u32 address) {
     float4 x;
-    memcpy(&x, raw + address, 16);
+    memcpy(&x, at_address(address), 16);
     return x;
 }
 template <class T>
 T load_shared_as(u32 address) {
     T x;
-    memcpy(&x, raw + address, sizeof x);
+    memcpy(&x, at_address(address), sizeof x);
     return x;
 }
 static uint2 load_shared_uint2(u32 address) { return load_shared_as<uint2>(address); }
 static uint4 load_shared_uint4(u32 address) { return load_shared_as<uint4>(address); }
-static void store_shared(u32 address, const uint4& x) { memcpy(raw + address, &x, sizeof x); }
+static void store_shared(u32 address, const uint4& x) { memcpy(at_address(address), &x, sizeof x); }
 static u32 load_shared(u32 address) {
     u32 x;
-    memcpy(&x, raw + address, 4);
+    memcpy(&x, at_address(address), 4);
     return x;
 }
 }  // namespace ptx

@@ -161,6 +161,17 @@ def test_bits_follow_from_the_sequence(case: Cached) -> None:
         assert equal(found, (wanted[0][i : i + 1], wanted[1][i : i + 1])), i
 
 
+@pytest.mark.parametrize("name", ["few", "128 heads", "65 heads", "dense", "draft", "packed", "window", "begins", "many", "long"])
+def test_clusters_have_the_bits_of_blocks_apart(name: str) -> None:
+    """Again and again, and however keys are cut."""
+    case = CASES.get(name, of(ONE, lengths=ONE.lengths[:3]))
+    case = of(case, heads=40) if name in ("draft", "packed", "window", "begins") else case
+    for options in ({}, {"split": "even"}, {"split": 512}):
+        wanted = attend(case, config=AttnMlaConfig(2), kernel="attn_mla", **options)
+        for _ in range(20):
+            assert equal(attend(case, config=AttnMlaConfig(2, cluster=True), kernel="attn_mla", **options), wanted), options
+
+
 def test_a_graph_replays_other_lengths() -> None:
     case, other = of(ONE, page_size=16), of(ONE, page_size=16, lengths=LENGTHS[::-1])
     whole = of(case, lengths=((1, 5000),) * len(LENGTHS))

@@ -10,6 +10,7 @@ import pytest
 
 import rawattn
 from rawattn import FP8_DS_MLA
+from rawattn.kernel.attn_mla import AttnMlaConfig
 from rawattn.testing import _move
 from tests.caches import Recorded
 from tests.kernel.test_kvcache import attend, check
@@ -87,6 +88,29 @@ def test_even_splits_by_attn_mla() -> None:
 
 def equal(a: Any, b: Any) -> bool:
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+CLUSTERED = ("128 heads", "65 heads", "pages of 1", "dense", "packed, sinks", "window", "begins", "many")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_clusters_have_the_bits_of_blocks_apart_in_steps(name: str) -> None:
+    """Again and again, and however keys are cut."""
+    for options in ({}, {"split": "even"}, {"split": 512}):
+        given: dict[str, Any] = {"kernel": "attn_mla", **options}
+        wanted = attend(CASES[name], config=AttnMlaConfig(2), **given)
+        for _ in range(20):
+            assert equal(attend(CASES[name], config=AttnMlaConfig(2, cluster=True), **given), wanted), options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "blocks"])
+def test_clusters_have_the_bits_of_blocks_apart_over_lists(name: str) -> None:
+    wanted = attend_listed(STEPS[name], kernel="attn_mla", config=AttnMlaConfig(2))
+    for _ in range(20):
+        assert equal(attend_listed(STEPS[name], kernel="attn_mla", config=AttnMlaConfig(2, cluster=True)), wanted)
+    rawattn.violations()
 
 
 @pytest.mark.parametrize("kernel", ["attn_fwd_mma", pytest.param("attn_mla", marks=pytest.mark.gpu)])

@@ -24,14 +24,21 @@ struct LatentPanelsKv {
     __device__ LatentPanelsKv(const Args& args, const WorkTile& work, const KeysFrom& keys) : args(args), pages(args, work), keys(keys) {}
 
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map); }
-    // Starts the copies of a tile, the same in all lanes of a warp, of whose panels the first `first_panels` complete on `full[0]`.
-    template <int first_panels, class Tile>
-    __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {
+    // Where a tile's rows lie, the same in all lanes of a warp; a page that the pool has not has no rows.
+    struct Found {
+        i32 page, row, rows;
+    };
+    __device__ Found find(i32 index) const {
         const i32 key = index * cfg::tile_kv;
         const i32 found = keys.has_any(key, cfg::page_rows) ? pages.page(args, key, args.k.count) : args.k.count;
         const i32 page = ptx::from_lane(found < args.k.count ? found : 0, 0);
         const i32 rows = ptx::from_lane(found < args.k.count ? min(keys.end - key, cfg::page_rows) : 0, 0);
-        const i32 row = ptx::from_lane(pages.row(key), 0);
+        return {page, ptx::from_lane(pages.row(key), 0), rows};
+    }
+    // Starts the copies of a tile, of whose panels the first `first_panels` complete on `full[0]`.
+    template <int first_panels, class Tile>
+    __device__ void load(Tile& tile, ptx::Mbarrier (&full)[2], i32 index) const {
+        const auto [page, row, rows] = find(index);
         if (ptx::elect()) {
             full[0].arrive_expect(first_panels * Tile::panel_bytes);
             full[1].arrive_expect((Tile::panels - first_panels) * Tile::panel_bytes);

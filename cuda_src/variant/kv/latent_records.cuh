@@ -78,11 +78,11 @@ struct LatentRecordsKv {
         }
     }
 
-    // Makes numbers of the warp's records, which have come, in four turns. A lane has eight numbers of a panel, of four panels in a turn, and
+    // Makes numbers of the warp's records, which have come, in four turns, and says so. A lane has eight numbers of a panel, of four panels in a turn, and
     // reads those of the next one as soon as it has made one's. Two rows that are read at once read other banks: odd ones change places of
     // panels side by side.
     template <class Tile>
-    __device__ static void widen(Tile& tile) {
+    __device__ static void widen(Tile& tile, ptx::Mbarrier& full) {
         const u32 lane = ptx::lane_id() % lanes, record = ptx::lane_id() / lanes, odd = record % 2;
         const u32 first = ptx::smem_address(&tile) + Tile::row_offset(first_row());
         u32 from = first + numbers_at<Tile>(record) + lane * 8 + 256;
@@ -111,5 +111,8 @@ struct LatentRecordsKv {
                 to += (half * 8 - 4) * Tile::panel_bytes;
             }
         }
+        ptx::fence_proxy_async();
+        Loads::arrive(full);
     }
+    __device__ static void fence() {}
 };

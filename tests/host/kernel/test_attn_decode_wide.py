@@ -59,8 +59,8 @@ class Runner:
             main, *folds = launches[:] = [*launches, launch]
             offsets = render.layout(main.kernel.fields).offsets
             numbers = (int.from_bytes(main.args[offsets[name] :][:4], "little") for name in ("slots", "strips", "borders"))
-            slots, strips, borders = numbers
-            if not folds and (slots > 1 or options.get("split") == "even") and borders:
+            (slots, strips, borders), even = numbers, options.get("split") == "even"
+            if not folds and (slots > 1 or even) and borders > even:
                 return  # the fold comes, too
             words = max(1, borders) * slots * strips * (16 * case.head_dim_v + 32)
             states = np.full(words + 2 * AROUND, SEAL, np.uint32)

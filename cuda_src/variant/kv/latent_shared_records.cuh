@@ -1,0 +1,92 @@
+#pragma once
+// The same for the blocks of a cluster, each of which brings and makes the numbers of a part of a tile's rows, and writes them to all.
+//
+// A warp has four rows: of each panel half a block of 1024 bytes. The numbers of its records come to four of the panels, and their tails to
+// the next four. Those panels' numbers are made first, when tails are in registers, and then, when the rest is, 32 bytes of a lane, the others'.
+// Each 16 bytes go to the own tile and, by a store that the other block's barrier counts, to that of the other block: it waits for no copy
+// of what lies here, so that P and what is parked may come in its place.
+#include "ptx/cluster.cuh"
+#include "variant/kv/latent_records.cuh"
+
+template <class Source>
+struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
+    using Base = LatentRecordsKv<Source>;
+    using Base::Base;
+    using Base::prefetch;
+    using typename Base::Row;
+    using Loads = RecordsLoadedByAll<LatentSharedRecordsKv>;
+    static constexpr u32 rows = 4, lanes = 8, block_rows = rows * Loads::warps;  // of a warp; that have a record; of a block
+    static_assert(cfg::members == 2 && cfg::tile_kv == 2 * block_rows);
+
+    __device__ static u32 rank() { return blockIdx.x % cfg::members; }
+    __device__ static u32 first_row() { return rank() * block_rows + ptx::uniform(threadIdx.x / 32) * rows - 4 * rows; }  // of the warp's
+    __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(first_row() + ptx::lane_id() % rows); }
+    __device__ i32 find(i32 tile) const { return this->source.find(this->args, key(tile)); }
+    __device__ Row row(i32 tile, i32 found) const { return this->source.row(this->args, key(tile), found); }
+
+    // Asks L2 for all lines of the warp's records, a lane for each.
+    __device__ static void prefetch(Row row) {
+        const u32 line = ptx::lane_id() / rows;
+        if (row && line * 128 < Record::bytes) ptx::prefetch_to_l2(row + line * 128);
+        __syncwarp();
+    }
+    template <class Tile>
+    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
+        const u32 lane = ptx::lane_id(), is_tail = lane / rows;
+        const Row from = lane < 2 * rows ? row : nullptr;
+        const u32 there = __ballot_sync(0xffffffffu, lane < rows && row != nullptr);
+        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
+        if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
+        __syncwarp();
+        if (lane == 0) come.arrive_expect(__popc(there) * Record::bytes);
+        __syncwarp();
+        if (from) ptx::bulk_load(first + lane * Tile::panel_bytes, from + is_tail * Record::numbers, is_tail ? Record::tail : Record::numbers, come);
+        __syncwarp();
+    }
+    template <class Tile>
+    __device__ static void clear(u32 first, u32 missing) {
+        const u32 lane = ptx::lane_id();
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+        for (u32 row = 0; row < rows; ++row) {
+            if (!(missing >> row & 1)) continue;
+            ptx::store_shared(first + row * Tile::panel_bytes + lane * 16, zeros);
+            if (lane < Record::tail / 16) ptx::store_shared(first + (rows + row) * Tile::panel_bytes + lane * 16, zeros);
+        }
+    }
+
+    // Makes numbers, for both blocks. A lane has eight of each panel. Two rows that are read at once read other banks, as in the base.
+    template <class Tile>
+    __device__ static void widen(Tile& tile, ptx::Mbarrier& full) {
+        const u32 lane = ptx::lane_id() % lanes, record = ptx::lane_id() / lanes, odd = record % 2, row = first_row() + record;
+        const u32 first = ptx::smem_address(&tile) + Tile::row_offset(first_row());
+        const u32 from = first + record * Tile::panel_bytes + lane * 8, tail = first + (rows + record) * Tile::panel_bytes;
+        const u32 to = ptx::smem_address(&tile) + Tile::row_offset(row) + (lane ^ row % 8) * 16;
+        const u32 other = ptx::at_rank(to, rank() ^ 1), other_full = ptx::at_rank(ptx::smem_address(&full), rank() ^ 1);
+        const auto place = [&](u32 i) { return i + (i % 2 ? 0u - odd : odd); };
+        const auto read = [&](u32 i) { return ptx::load_shared_uint2(from + place(i) * 64); };
+        const auto store = [&](u32 panel, const uint4& x) {
+            ptx::store_shared(to + panel * Tile::panel_bytes, x), ptx::store_async(other + panel * Tile::panel_bytes, other_full, x);
+        };
+        uint2 numbers[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) numbers[i] = read(4 + i);
+        const u32 scales = ptx::load_shared(tail + lane % 4 * 4);  // of four lanes one each
+        store(8, Record::of_bf16(ptx::load_shared_uint4(tail + Record::scales + lane * 16)));
+#pragma unroll
+        for (u32 turn = 0; turn < 2; ++turn) {
+            __syncwarp();  // this one's are read
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const uint4 made = Record::scaled(numbers[i], __uint_as_float(__shfl_sync(0xffffffffu, scales, (turn == 0) * 2 + i / 2, 4)));
+                if (turn == 0) numbers[i] = read(i);
+                store((turn == 0) * 4 + place(i), made);
+            }
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (ptx::lane_id() == 0) full.arrive_expect(rows * Tile::panels * 128);  // as many come from the other block's warp
+    }
+    // Products see stores of another block only behind a fence.
+    __device__ static void fence() { ptx::fence_proxy_async(); }
+};
