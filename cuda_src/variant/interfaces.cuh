@@ -170,7 +170,7 @@ template <class K, class Tile> struct LatentRecordsOption : Given {
     static typename K::Loads::Barrier& come;
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { K::prefetch(kv.row(i, kv.find(i))), K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile, come), K::fence(); }, "Kv: prefetch(row(index, find(index))), load(tile, come, row), widen(tile, full), fence()");
+    static_assert(requires { K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile, come), K::fence(); }, "Kv: load(tile, come, row(index, find(index))), widen(tile, full), fence()");
 };
 // ... or, where all threads load, starts this thread's copies, as the slots of the ring want them.
 template <class S, class K> struct SlotsOption : Given {

@@ -84,22 +84,42 @@ struct LoadedByWarp {
     }
 };
 
+// Which tile of a work comes next, or its Q, as registers hold it; and the same in parts, all lanes alike.
+struct LoadPosition {
+    i32 tile = -1, of = 0;
+};
+struct Position {
+    i32 count, split, tile;  // works before, modulo 4, or -1 behind the last; a tile of -1 is Q
+
+    __device__ Position(const LoadPosition& at) : count(ptx::from_lane(at.of, 0) >> 8), split(ptx::from_lane(at.of, 0) & 255), tile(ptx::from_lane(at.tile, 0)) {}
+    __device__ operator LoadPosition() const { return {tile, count * 256 + split}; }
+    template <class Smem>
+    __device__ bool is_work(const Smem& smem) const { return ptx::from_lane(smem.work[count % 2].batch, 0) >= 0; }
+    template <class Work>
+    __device__ void advance(const Work& work) {
+        if (count < 0) return;
+        if (tile < 0) split = ptx::from_lane(work.split, 0);
+        else if (++tile < ptx::from_lane(Span(work, split).end, 0)) return;
+        else if (++split >= ptx::from_lane(work.split_end, 0)) {
+            count = count + 1 & 3, tile = -1;
+            return;
+        }
+        tile = ptx::from_lane(Span(work, split).tile, 0);
+    }
+};
+
 // All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
-// tile is multiplied. Then the first of them writes the next position, which each warp reads when all have given that stage back. Where
-// the rows of a tile lie is found a tile earlier, and their numbers two tiles.
+// tile is multiplied. Where the rows of a tile lie is found a tile earlier, and their numbers two tiles.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
     static constexpr u32 threads = 256, arrivals = threads;
-    struct Board {  // of two positions by turns
-        i32 tile[2];
-        unsigned char split[2];
-        signed char count[2];  // works before, modulo 4
-    };
-    typename Kv::Row row;        // of the tile that comes next, or has begun to come
-    typename Kv::Number number;  // what is known of the one behind it
+    struct Board {};
+    LoadPosition next;           // what comes next, or has begun to come,
+    typename Kv::Row row;        // its rows, where that is a tile,
+    typename Kv::Number number;  // and what is known of those of the tile behind it
 
-    __device__ static void init(Board& board) { board.tile[0] = -1, board.split[0] = board.count[0] = 0; }
+    __device__ static void init(Board&) {}
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
     // whose products follow those of the first, when they are waited for.
     __device__ static void fence_first() {}
@@ -110,27 +130,24 @@ struct LoadedByAll {
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
         for (u32 i = 0; i < Smem::stages; ++i) {
-            if (i > 0) {
-                finish<true>(args, smem, i - 1, i - 1 & 1);
-                ptx::bar_sync(2, threads);
-            }
-            start(args, smem, i, i & 1);
+            if (i > 0) finish<true>(args, smem, i - 1);
+            start(args, smem, i);
         }
     }
     template <class Smem>
     __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) const {
         smem.empty[ring.stage].wait(ring.parity);
         __syncwarp();
-        start(args, smem, ring.stage, ring.stage + ring.parity + 1 & 1);
+        start(args, smem, ring.stage);
     }
     // The rest of what has begun to come to the stage that was given back last.
     template <class Smem>
     __device__ void load_rest(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
-        finish<false>(args, smem, ring.previous().stage, ring.stage + ring.parity & 1);
+        finish<false>(args, smem, ring.previous().stage);
     }
     template <class Smem>
-    __device__ void start(const Args& args, Smem& smem, u32 stage, u32 turn) const {
-        const Position at(smem.loader, turn);
+    __device__ void start(const Args& args, Smem& smem, u32 stage) const {
+        const Position at(next);
         if (at.count < 0) return;
         if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], row);
         else {  // Q, if there is a work
@@ -147,8 +164,8 @@ struct LoadedByAll {
         smem.full[stage][0].arrive();
     }
     template <bool at_once, class Smem>
-    __device__ void finish(const Args& args, Smem& smem, u32 stage, u32 turn) {
-        Position at(smem.loader, turn);
+    __device__ void finish(const Args& args, Smem& smem, u32 stage) {
+        Position at(next);
         if (at.count >= 0) {
             const auto& work = smem.work[at.count % 2];
             const bool is_first = at.tile < 0;
@@ -160,32 +177,11 @@ struct LoadedByAll {
                 if (at_once) say_first(smem, stage);
             } else if (!at.is_work(smem)) at.count = -1;
             at.advance(work);
+            next = at;
             if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
         }
-        if (threadIdx.x == 128) at.put(smem.loader, turn ^ 1);
         __syncwarp();
     }
-    struct Position {
-        i32 count, split, tile;
-
-        __device__ Position(const Board& board, u32 turn)
-            : count(ptx::from_lane(board.count[turn], 0)), split(ptx::from_lane(board.split[turn], 0)), tile(ptx::from_lane(board.tile[turn], 0)) {}
-
-        __device__ void put(Board& board, u32 turn) const { board.tile[turn] = tile, board.split[turn] = split, board.count[turn] = count; }
-        template <class Smem>
-        __device__ bool is_work(const Smem& smem) const { return ptx::from_lane(smem.work[count % 2].batch, 0) >= 0; }
-        template <class Work>
-        __device__ void advance(const Work& work) {
-            if (count < 0) return;
-            if (tile < 0) split = ptx::from_lane(work.split, 0);
-            else if (++tile < ptx::from_lane(Span(work, split).end, 0)) return;
-            else if (++split >= ptx::from_lane(work.split_end, 0)) {
-                count = count + 1 & 3, tile = -1;
-                return;
-            }
-            tile = ptx::from_lane(Span(work, split).tile, 0);
-        }
-    };
     template <class Work>
     __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
     // Of the tile that comes next, and the number of the one behind it. Here lanes part: nothing that they share follows, or the compiler
@@ -195,8 +191,7 @@ struct LoadedByAll {
         Position behind = at;
         behind.advance(work);
         const Kv source = kv(args, work);
-        const typename Kv::Number own = is_first ? source.find(at.tile) : number;
-        if (behind.tile >= 0) number = source.find(behind.tile);
-        row = source.row(at.tile, own);
+        row = source.row(at.tile, is_first ? source.find(at.tile) : number);
+        if (behind.tile >= 0) number = source.find(behind.tile);  // last: a load that was asked for before is waited for with this one
     }
 };

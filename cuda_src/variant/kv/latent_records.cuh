@@ -8,7 +8,6 @@
 // and then, when the rest is in registers, 32 bytes of a lane, to the others.
 #include "ptx/bulk.cuh"
 #include "ptx/load_shared.cuh"
-#include "ptx/prefetch.cuh"
 #include "tile/strided_pages.cuh"
 #include "tile/tile.cuh"
 #include "variant/kv/record.cuh"
@@ -44,27 +43,30 @@ struct LatentRecordsKv {
     // By all lanes: asked by some, ptxas takes the warp for divided from there on.
     __device__ Row row(i32 tile, i32 found) const { return source.row(args, key(tile), found); }
 
-    // Asks L2 for all lines of the warp's records: four lanes have the first four of a record, and two of these the others.
-    __device__ static void prefetch(Row row) {
-        const u32 line = ptx::lane_id() / rows;
-        if (row) ptx::prefetch_to_l2(row + line * 128);
-        if (row && line < 2) ptx::prefetch_to_l2(row + line * 128 + 512);
-        __syncwarp();
-    }
     // Starts bringing the warp's records, which arrive on `come`.
     template <class Tile>
     __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 lane = ptx::lane_id();
-        const Row from = lane < rows ? row : nullptr;
-        const u32 there = __ballot_sync(0xffffffffu, from != nullptr);
+        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
         unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
         if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
         __syncwarp();
-        if (lane == 0) come.arrive_expect(__popc(there) * Record::bytes);
+        if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
         __syncwarp();
-        if (from) ptx::bulk_load(first + numbers_at<Tile>(lane), from, lane < 4 ? Record::bytes : Record::numbers, come);
-        if (from && lane >= 4) ptx::bulk_load(first + tail_at<Tile>(lane), from + Record::numbers, Record::tail, come);
+        for_each_row<rows>(there, row, [&](u32 i, Row from) {
+            ptx::bulk_load(first + numbers_at<Tile>(i), from, i < 4 ? Record::bytes : Record::numbers, come);
+            if (i >= 4) ptx::bulk_load(first + tail_at<Tile>(i), from + Record::numbers, Record::tail, come);
+        });
         __syncwarp();
+    }
+    // For rows that are there, which lanes of these numbers have, one elected lane calls: turn by turn, as TMA takes what all lanes have alike.
+    template <u32 count, class Call>
+    __device__ static void for_each_row(u32 there, Row row, const Call& call) {
+        Row of[count];
+#pragma unroll
+        for (u32 i = 0; i < count; ++i) of[i] = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i));
+#pragma unroll
+        for (u32 i = 0; i < count; ++i)
+            if (there >> i & 1 && ptx::elect()) call(i, of[i]);
     }
     template <class Tile>
     __device__ static void clear(u32 first, u32 missing) {
@@ -99,12 +101,13 @@ struct LatentRecordsKv {
             to += (1 - half) * 4 * Tile::panel_bytes;
 #pragma unroll
             for (u32 turn = 0; turn < 2; ++turn) {
+                float scale[2];
+                for (u32 i = 0; i < 2; ++i) scale[i] = __uint_as_float(__shfl_sync(0xffffffffu, scales, (half == turn) * 2 + i, 4));
                 from += turn == 0 ? half * 512 - 256 : (1 - 2 * half) * (4 * Tile::panel_bytes + Record::numbers);  // behind the last one for nothing
                 __syncwarp();  // this one's, and tails, are read
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
-                    const float scale = __uint_as_float(__shfl_sync(0xffffffffu, scales, (half == turn) * 2 + i / 2, 4));
-                    const uint4 made = Record::scaled(numbers[i], scale);
+                    const uint4 made = Record::scaled(numbers[i], scale[i / 2]);
                     numbers[i] = read(i);
                     ptx::store_shared(to + (i + (i % 2 ? 0u - odd : odd)) * Tile::panel_bytes, made);
                 }

@@ -12,7 +12,6 @@ template <class Source>
 struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
     using Base = LatentRecordsKv<Source>;
     using Base::Base;
-    using Base::prefetch;
     using typename Base::Row;
     using Loads = RecordsLoadedByAll<LatentSharedRecordsKv>;
     static constexpr u32 rows = 4, lanes = 8, block_rows = rows * Loads::warps;  // of a warp; that have a record; of a block
@@ -24,23 +23,18 @@ struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
     __device__ i32 find(i32 tile) const { return this->source.find(this->args, key(tile)); }
     __device__ Row row(i32 tile, i32 found) const { return this->source.row(this->args, key(tile), found); }
 
-    // Asks L2 for all lines of the warp's records, a lane for each.
-    __device__ static void prefetch(Row row) {
-        const u32 line = ptx::lane_id() / rows;
-        if (row && line * 128 < Record::bytes) ptx::prefetch_to_l2(row + line * 128);
-        __syncwarp();
-    }
     template <class Tile>
     __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 lane = ptx::lane_id(), is_tail = lane / rows;
-        const Row from = lane < 2 * rows ? row : nullptr;
-        const u32 there = __ballot_sync(0xffffffffu, lane < rows && row != nullptr);
+        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
         unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
         if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
         __syncwarp();
-        if (lane == 0) come.arrive_expect(__popc(there) * Record::bytes);
+        if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
         __syncwarp();
-        if (from) ptx::bulk_load(first + lane * Tile::panel_bytes, from + is_tail * Record::numbers, is_tail ? Record::tail : Record::numbers, come);
+        Base::template for_each_row<rows>(there, row, [&](u32 i, Row from) {
+            ptx::bulk_load(first + i * Tile::panel_bytes, from, Record::numbers, come);
+            ptx::bulk_load(first + (rows + i) * Tile::panel_bytes, from + Record::numbers, Record::tail, come);
+        });
         __syncwarp();
     }
     template <class Tile>
@@ -72,13 +66,16 @@ struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) numbers[i] = read(4 + i);
         const u32 scales = ptx::load_shared(tail + lane % 4 * 4);  // of four lanes one each
+        float scale[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) scale[i] = __uint_as_float(__shfl_sync(0xffffffffu, scales, i, 4));
         store(8, Record::of_bf16(ptx::load_shared_uint4(tail + Record::scales + lane * 16)));
 #pragma unroll
         for (u32 turn = 0; turn < 2; ++turn) {
             __syncwarp();  // this one's are read
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                const uint4 made = Record::scaled(numbers[i], __uint_as_float(__shfl_sync(0xffffffffu, scales, (turn == 0) * 2 + i / 2, 4)));
+                const uint4 made = Record::scaled(numbers[i], scale[(turn == 0) * 2 + i / 2]);
                 if (turn == 0) numbers[i] = read(i);
                 store((turn == 0) * 4 + place(i), made);
             }

@@ -33,6 +33,7 @@ from tests.host.kernel.test_attn_decode_wide import Runner, same
 
 HOPPER = TYPICAL["sm_90a"]
 ONE, TWO = AttnMlaConfig(1), AttnMlaConfig(2)
+CLUSTER = AttnMlaConfig(2, cluster=True)
 LATENT: dict[str, Any] = {"dtype": "bf16", "kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "pool": "shared", "whole": True}
 SAME = Cached(((1, 70), (1, 200), (1, 0)), page_size=64, heads=16, ragged=False, **LATENT)
 RAGGED = dataclasses.replace(SAME, heads=9, ragged=True, lengths=((9, 70), (0, 7), (3, 2), (20, 130)))
@@ -226,10 +227,10 @@ def test_smem_is_all_that_a_block_may_have(tmp_path: pathlib.Path) -> None:
 
 
 def test_who_is_chosen() -> None:
-    """Any heads and rows over latent caches of one head; pairs of blocks where rows fill more than one."""
+    """Any heads and rows over latent caches of one head; pairs of blocks where rows fill more than one, as clusters over large pages."""
     for heads, q_len in ((1, 1), (16, 1), (16, 5), (64, 1), (65, 1), (128, 1), (128, 256)):
         selection = select(op_of(q_len, heads), HOPPER)
-        assert selection.kernel is ATTN_MLA and selection.config == (TWO if heads * q_len > 64 else ONE)
+        assert selection.kernel is ATTN_MLA and selection.config == (CLUSTER if heads * q_len > 64 else ONE)
         assert select(op_of(q_len, heads, split_keys=EVEN, q_rope=True), HOPPER).kernel is ATTN_MLA
     with pytest.raises(ProblemError, match="split is 'even' beside invariant=True"):
         op_of(split_keys=EVEN, invariant=True)

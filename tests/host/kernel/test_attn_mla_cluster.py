@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -18,12 +17,24 @@ from tests import emulator
 from tests.caches import Recorded
 from tests.emulator.gpu import stand_in
 from tests.host.kernel.test_attn_decode_wide import same
-from tests.host.kernel.test_attn_mla import HOPPER, MOST_SPILLED, OPTIONS, RAGGED, SAME, TWO, MlaRunner, drawn, of, op_of, run
+from tests.host.kernel.test_attn_mla import (
+    CLUSTER,
+    HOPPER,
+    MOST_SPILLED,
+    OPTIONS,
+    RAGGED,
+    SAME,
+    TWO,
+    MlaRunner,
+    drawn,
+    of,
+    op_of,
+    run,
+)
 from tests.host.kernel.test_attn_mla_records import COMPILED, STEPS
 from tests.host.kernel.test_attn_mla_rows import attend
 
 __all__ = ["run"]
-CLUSTER = dataclasses.replace(TWO, cluster=True)
 LENGTHS = tuple((1, n) for n in (70, 0, 1, 64, 200, 129))
 WIDE = of(SAME, heads=126, lengths=LENGTHS)
 CASES: dict[str, tuple[Any, ...]] = {  # a case, the grid, and options

@@ -21,7 +21,7 @@ from tests import emulator
 from tests.caches import Recorded
 from tests.emulator.gpu import stand_in
 from tests.host.kernel.test_attn_decode_wide import same
-from tests.host.kernel.test_attn_mla import HOPPER, ONE, OPTIONS, TWO, MlaRunner, of, op_of
+from tests.host.kernel.test_attn_mla import CLUSTER, HOPPER, ONE, OPTIONS, TWO, MlaRunner, of, op_of
 from tests.host.kernel.test_attn_mla_rows import OPERATIONS, attend, check
 from tests.host.kernel.test_compile_portable import instructions
 from tests.key_lists import ListedStep, Lists
@@ -160,7 +160,7 @@ def test_spills(name: str) -> None:
 def test_who_is_chosen(name: str) -> None:
     op = COMPILED[name]
     chosen = select(op, HOPPER)
-    assert chosen.kernel.name == "attn_mla" and chosen.config == (TWO if op.heads * op.q_len > 64 else ONE)
+    assert chosen.kernel.name == "attn_mla" and chosen.config == (CLUSTER if op.heads * op.q_len > 64 else ONE)
 
 
 def test_refusals() -> None:
