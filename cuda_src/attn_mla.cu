@@ -60,7 +60,7 @@
 #include "variant/interfaces.cuh"
 
 constexpr int tile_rows = 64, stages = 3;
-constexpr int panels = cfg::head_dim / 64, v_panels = cfg::head_dim_v / 64, first_panels = 4;
+constexpr int panels = cfg::head_dim / 64, v_panels = cfg::head_dim_v / 64, first_panels = Kv::Loads::first_panels;
 constexpr int q_steps = 4 * v_panels - 1;  // of sixteen columns, in registers: with another one ptxas spills and serialises products
 constexpr i32 most_early = 8;              // sequences whose lengths a block reads while the launch before still runs
 using Stage = Kv::Tile<cfg::tile_kv, cfg::head_dim>;

@@ -25,6 +25,7 @@ template <class Kv>
 struct LoadedByWarp {
     using Barrier = ptx::Mbarrier;
     static constexpr u32 arrivals = 1;          // of a part of a stage
+    static constexpr int first_panels = 4;      // in its first part
     struct Board { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q
     const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
 
@@ -114,6 +115,7 @@ template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
     static constexpr u32 threads = 256, arrivals = threads;
+    static constexpr int first_panels = 5;
     struct Board {};
     LoadPosition next;           // what comes next, or has begun to come,
     typename Kv::Row row;        // its rows, where that is a tile,

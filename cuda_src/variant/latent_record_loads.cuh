@@ -13,7 +13,8 @@
 template <class Kv>
 struct RecordsLoadedByAll {
     using Barrier = ptx::Mbarrier;
-    static constexpr u32 threads = 256, warps = threads / 32, arrivals = warps;
+    static constexpr u32 warps = 8, arrivals = warps;
+    static constexpr int first_panels = 4;
     struct Board {};
     typename Kv::Row row;  // of what comes next, where that is a tile,
     i32 found;             // what was known of it before,

@@ -171,7 +171,7 @@ class AttnMla(Kernel[AttentionKVCache]):
         return tiling.too_large_block(SMEM_BYTES, device)
 
     def candidates(self, op: AttentionKVCache, device: Device) -> list[AttnMlaConfig]:
-        """The configuration with pairs of blocks where rows fill more than one: a cluster where each can bring its part of a tile."""
+        """Pairs of blocks where rows fill more than one: a cluster where each can bring its part of a tile."""
         pairs = AttnMlaConfig(members=2, cluster=True), AttnMlaConfig(members=2)
         configs = pairs if most_rows(self.step(op)) > TILE_ROWS and device.sm_count > 1 else (AttnMlaConfig(),)
         return [config for config in configs if self.legal(config, op, device) is None][:1]
