@@ -78,6 +78,7 @@ struct Work {
 };
 // What warpgroups 1 and 2 are told of a stage, in bits.
 namespace what {
+constexpr u32 comes = 1;                // the next tile but one of the work: warpgroup 0 asks for it
 constexpr u32 is_end = 2;               // no work is left: where Q would come, of which nothing is told
 constexpr u32 begins = 4, ends = 8;     // a split
 constexpr u32 folds = 16;               // ... with what lies in args.parked
@@ -207,6 +208,7 @@ struct Weigher {  // warpgroup 0
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32 q[q_steps][4];
     float s[QkMma::accumulators];
+    Kv::Loads::Asks asks;
     float so_far;  // found of the work's splits: a lane has one of its quad's four numbers, as registers are few
     Ring<stages> ring;
 
@@ -238,7 +240,15 @@ struct Weigher {  // warpgroup 0
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
     }
+    // For what comes behind the stage at hand, so many stages.
+    __device__ void ask(u32 behind) {
+        Ring<stages> to = ring;
+        to.advance(behind);
+        asks.ask(args, smem, to);
+    }
+    __device__ u32 comes() const { return asks.comes() ? what::comes : 0; }
     __device__ void take_q(const Work& work) {
+        ask(1);
         const u32 to = ptx::smem_address(&smem.ring[ring.stage]);
         smem.full[ring.stage][0].wait(ring.parity), smem.full[ring.stage][1].wait(ring.parity);
         copy_q(work, to);
@@ -248,9 +258,10 @@ struct Weigher {  // warpgroup 0
 #pragma unroll
         for (int i = 0; i < q_steps; ++i) ptx::ldmatrix(q[i], base + i / 4 * QPart::bytes + swizzled(lane, i % 4 * 2));
         ptx::fence_proxy_async();
-        tell(0);
+        tell(comes());
         __syncwarp();
         say(smem.p_full[ring.stage]), say(smem.go[ring.stage]);
+        ask(2);
         ring.advance();
     }
 
@@ -327,6 +338,8 @@ struct Weigher {  // warpgroup 0
                     const i32 before = work.place.first_to_clear() - span.tile * cfg::tile_kv;
                     full = work.place.is_full(span.tile);
                     if (before > 0) told |= min(before, cfg::tile_kv) << what::before;
+                    if (!is_first) ask(1);
+                    if (!is_last || more) told |= comes();
                 };
                 multiply(look, [&] {
                     if (!is_first) say(smem.go[ring.previous().stage]);
@@ -419,6 +432,7 @@ struct Weigher {  // warpgroup 0
 __device__ void weigh(const Args& args, Smem& smem) {
     ptx::setmaxnreg_inc<cfg::weigher_registers>();
     Weigher weigher(args, smem);
+    weigher.ask(0);
     for (u32 count = 0;; ++count) {
         const Work& work = smem.work[count % 2];
         smem.work_full[count % 2].wait(count / 2 & 1);
@@ -457,7 +471,7 @@ struct Summer {  // warpgroups 1 and 2
     }
 
     // O = P V, or O += P V. The rest of what comes next is loaded meanwhile, where all load.
-    __device__ void multiply(bool add) {
+    __device__ void multiply(bool add, bool comes) {
         const u32 first = Members::address(smem.ring);
         const auto tile = SmemDescriptor<Stage>::of_columns(first).stage(ring.stage);
         const auto v = SmemDescriptor<Stage>{SmemDescriptor<Stage>::of_rows(first).stage(ring.stage).low + half() * (v_panels / 2 * Stage::panel_bytes / 16)};
@@ -465,7 +479,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
-        loads.load_rest(args, smem, ring), loads.work(args, smem, ring, 2);
+        loads.load_rest(args, smem, ring), loads.work(smem, ring, false, comes);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -490,7 +504,7 @@ struct Summer {  // warpgroups 1 and 2
         }
         if (told >> what::before) clear(told >> what::before);
         smem.go[ring.stage].wait(ring.parity);
-        multiply(!(told & what::begins));
+        multiply(!(told & what::begins), told & what::comes);
     }
     __device__ float4* place(float4* state) const { return state + half() * (blocks / 2) * 32 + ptx::lane_id(); }
     // By such a code of each row (Weigher::code), of what is parked and of O. These are the products and sums of Factors::fold. What is
@@ -580,16 +594,16 @@ struct Summer {  // warpgroups 1 and 2
     }
     __device__ void run() {
         while (true) {
-            if (await() & what::is_end) return;
+            u32 told = await();
+            if (told & what::is_end) return;
             loads.load_rest(args, smem, ring);
             give_back();
-            loads.work(args, smem, ring, 1);
+            loads.work(smem, ring, true, told & what::comes);
             go_on();
             // Of no use to the first product, which clears O. But if O were undefined here, it would be kept twice, and if it were
             // alive while Q is taken, what loads know would be spilled, in the loop over tiles, too.
 #pragma unroll
             for (float& x : o) x = 0.f;
-            u32 told;
             do {
                 told = await();
 #pragma unroll 1
@@ -617,7 +631,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void attn_mla(const __grid_const
     if (threadIdx.x == 0) {
         Kv::prefetch(args);
         for (int i = 0; i < stages; ++i) {
-            smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::arrivals);
+            smem.full[i][0].init(Kv::Loads::arrivals), smem.full[i][1].init(Kv::Loads::rest_arrivals);
             smem.p_full[i].init(4), smem.go[i].init(4), smem.empty[i].init(8 * Members::readers);
         }
         for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(8 * Members::readers);

@@ -20,11 +20,19 @@ struct Span {
     }
 };
 
+// Nothing is asked for by warpgroup 0.
+struct NoneAskedFor {
+    template <class Smem>
+    __device__ static void ask(const Args&, Smem&, const Ring<Smem::stages>&) {}
+    __device__ static constexpr bool comes() { return false; }
+};
+
 // A warp of those that multiply by values loads for all, by TMA.
 template <class Kv>
 struct LoadedByWarp {
     using Barrier = ptx::Mbarrier;
-    static constexpr u32 arrivals = 1;          // of a part of a stage
+    using Asks = NoneAskedFor;
+    static constexpr u32 arrivals = 1, rest_arrivals = 1;  // of the parts of a stage
     struct Board { i32 count, split, tile; };  // works before, -1 behind the last; tile -1 for Q
     const bool loads = ptx::uniform(threadIdx.x / 32) == 4;
 
@@ -32,9 +40,9 @@ struct LoadedByWarp {
     // What products must see of the first panels, which have come, and of the last.
     __device__ static void fence_first() {}
     __device__ static void fence() {}
-    // What is done to the tiles from so many behind a stage on, while its products run.
+    // What is done to tiles behind a stage, while its products run.
     template <class Smem>
-    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
+    __device__ static void work(Smem&, const Ring<Smem::stages>&, bool, bool) {}
     // The first stages.
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) const {
@@ -108,16 +116,34 @@ struct Position {
     }
 };
 
+// Where the rows of a tile lie, and what is known of those of the tile behind it. A lane has one of them, or some.
+template <class Kv>
+struct RowsAhead {
+    typename Kv::Row row;
+    typename Kv::Number number;
+
+    // Of the tile that comes next; `is_first`: of a work. Here lanes part: nothing that they share follows, or the compiler no longer knows
+    // that they agree.
+    template <class Work>
+    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
+        Position behind = at;
+        behind.advance(work);
+        const Kv source(args, ptx::from_lane(work.batch, 0), work.place);
+        row = source.row(at.tile, is_first ? source.find(at.tile) : number);
+        if (behind.tile >= 0) number = source.find(behind.tile);  // last: a load that was asked for before is waited for with this one
+    }
+};
+
 // All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
 // tile is multiplied. Where the rows of a tile lie is found a tile earlier, and their numbers two tiles.
 template <class Kv>
 struct LoadedByAll {
     using Barrier = ptx::CopiesMbarrier;
-    static constexpr u32 threads = 256, arrivals = threads;
+    using Asks = NoneAskedFor;
+    static constexpr u32 threads = 256, arrivals = threads, rest_arrivals = threads;
     struct Board {};
-    LoadPosition next;           // what comes next, or has begun to come,
-    typename Kv::Row row;        // its rows, where that is a tile,
-    typename Kv::Number number;  // and what is known of those of the tile behind it
+    LoadPosition next;   // what comes next, or has begun to come
+    RowsAhead<Kv> rows;  // and where that lies
 
     __device__ static void init(Board&) {}
     // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
@@ -125,7 +151,7 @@ struct LoadedByAll {
     __device__ static void fence_first() {}
     __device__ static void fence() { ptx::fence_proxy_async(); }
     template <class Smem>
-    __device__ static void work(const Args&, Smem&, const Ring<Smem::stages>&, u32) {}
+    __device__ static void work(Smem&, const Ring<Smem::stages>&, bool, bool) {}
     template <class Smem>
     __device__ void begin(const Args& args, Smem& smem) {
 #pragma unroll 1
@@ -149,7 +175,7 @@ struct LoadedByAll {
     __device__ void start(const Args& args, Smem& smem, u32 stage) const {
         const Position at(next);
         if (at.count < 0) return;
-        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], row);
+        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], rows.row);
         else {  // Q, if there is a work
             smem.work_full[at.count % 2].wait(at.count / 2 & 1);
             __syncwarp();
@@ -172,26 +198,14 @@ struct LoadedByAll {
             if (!is_first) {
                 ptx::cp_async_commit();
                 if (!at_once) say_first(smem, stage);
-                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], row);
+                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], rows.row);
                 smem.full[stage][1].arrive_after_copies();
                 if (at_once) say_first(smem, stage);
             } else if (!at.is_work(smem)) at.count = -1;
             at.advance(work);
             next = at;
-            if (at.count >= 0 && at.tile >= 0) look_up(args, work, at, is_first);
+            if (at.count >= 0 && at.tile >= 0) rows.look_up(args, work, at, is_first);
         }
         __syncwarp();
-    }
-    template <class Work>
-    __device__ static Kv kv(const Args& args, const Work& work) { return Kv(args, ptx::from_lane(work.batch, 0), work.place); }
-    // Of the tile that comes next, and the number of the one behind it. Here lanes part: nothing that they share follows, or the compiler
-    // no longer knows that they agree.
-    template <class Work>
-    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
-        Position behind = at;
-        behind.advance(work);
-        const Kv source = kv(args, work);
-        row = source.row(at.tile, is_first ? source.find(at.tile) : number);
-        if (behind.tile >= 0) number = source.find(behind.tile);  // last: a load that was asked for before is waited for with this one
     }
 };

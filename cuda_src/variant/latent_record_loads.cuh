@@ -1,9 +1,9 @@
 #pragma once
-// Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh): all that multiply by values, eight rows each
-// warp. The warp looks its rows up, asks TMA for them when a stage is given back, and makes numbers of them while a product runs, one
-// stage later. So records have the time of Q K^T of a tile to come, and are numbers when P V of the next but one before them ends.
+// Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh). Warpgroup 0 asks TMA for those of the next tile
+// while Q K^T runs, in which it has nothing else to do. When they have come, all that multiply by values make numbers of them, each warp of
+// its own rows, while P V of the tile before runs.
 //
-//   full[s][1]   a lane of each warp, and TMA   who makes numbers   a stage of records; behind it full[s][0] says that they are numbers
+//   full[s][1]   a lane of each warp of warpgroup 0, and TMA   who makes numbers   a stage of records; behind it full[s][0] says that they are numbers
 #include "ptx/barrier.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ring.cuh"
@@ -11,82 +11,69 @@
 #include "variant/latent_loads.cuh"
 
 template <class Kv>
-struct RecordsLoadedByAll {
+struct RecordsAskedFor {
+    LoadPosition next;   // what is asked for next
+    RowsAhead<Kv> rows;  // and where that lies
+
+    __device__ static void arrive(ptx::Mbarrier& barrier) {
+        if (ptx::lane_id() == 0) barrier.arrive();
+    }
+    // Asks for what comes to a stage, if anything does, when all have given that back.
+    template <class Smem>
+    __device__ void ask(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
+        Position at(next);
+        if (at.count < 0) return;
+        const auto& work = smem.work[at.count % 2];
+        const bool is_q = at.tile < 0;
+        if (is_q) {
+            smem.work_full[at.count % 2].wait(at.count / 2 & 1);
+            __syncwarp();
+            if (!at.is_work(smem)) {
+                at.count = -1, next = at;
+                return;
+            }
+        }
+        smem.empty[ring.stage].wait(ring.parity ^ 1);
+        __syncwarp();
+        if (!is_q) Kv::load(smem.ring[ring.stage], smem.full[ring.stage][1], rows.row);
+        else {  // which comes by itself
+#pragma unroll
+            for (u32 i = 0; i < Kv::Loads::arrivals / 4; ++i) arrive(smem.full[ring.stage][0]);
+            arrive(smem.full[ring.stage][1]);
+        }
+        at.advance(work), next = at;
+        if (at.count >= 0 && at.tile >= 0) rows.look_up(args, work, at, is_q);
+        __syncwarp();
+    }
+    // Whether what is asked for next is a tile.
+    __device__ bool comes() const { return next.tile >= 0 && next.of >= 0; }
+};
+
+template <class Kv>
+struct RecordsMadeByAll {
     using Barrier = ptx::Mbarrier;
-    static constexpr u32 threads = 256, warps = threads / 32, arrivals = warps;
+    using Asks = RecordsAskedFor<Kv>;
+    static constexpr u32 warps = 8, arrivals = warps, rest_arrivals = 4;
     struct Board {};
-    typename Kv::Row row;  // of what comes next, where that is a tile,
-    i32 found;             // what was known of it before,
-    LoadPosition next;     // and which it is
-    u32 raw = 0;           // stages that hold records, in bits
 
     __device__ static void init(Board&) {}
     // Those who wrote numbers have seen to it, in the own block.
     __device__ static void fence_first() { Kv::fence(); }
     __device__ static void fence() {}
     template <class Smem>
-    __device__ void begin(const Args& args, Smem& smem) {
-#pragma unroll 1
-        for (u32 i = 0; i < Smem::stages; ++i) {
-            look_up(args, smem);
-            load_next(args, smem, i, 1);
-        }
-    }
+    __device__ static void begin(const Args&, Smem&) {}
     template <class Smem>
-    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) { load_next(args, smem, ring.stage, ring.parity); }
-    // All is asked for at once.
+    __device__ static void load(const Args&, Smem&, const Ring<Smem::stages>&) {}
     template <class Smem>
     __device__ static void load_rest(const Args&, Smem&, const Ring<Smem::stages>&) {}
-    // While the products of a stage run, or none do where it holds Q: makes numbers of what was asked for, from so many stages behind it
-    // on. With what comes behind Q that is the first tile that a block asks for, too; all others were made a stage ago.
+    // Makes numbers of the next tile, where a stage holds Q, and of the one behind it, where that comes.
     template <class Smem>
-    __device__ void work(const Args& args, Smem& smem, Ring<Smem::stages> ring, u32 behind) {
-        look_up(args, smem);
-        ring.advance(behind);
+    __device__ static void work(Smem& smem, Ring<Smem::stages> ring, bool holds_q, bool comes) {
+        ring.advance(holds_q ? 1 : 2);
 #pragma unroll 1
-        for (u32 i = behind; i < Smem::stages; ++i, ring.advance()) {
-            if (!(ptx::uniform(raw) >> ptx::uniform(ring.stage) & 1)) continue;
-            raw ^= 1u << ring.stage;
+        for (u32 i = u32(holds_q) + comes; i > 0; --i, ring.advance()) {
             smem.full[ring.stage][1].wait(ring.parity);
             Kv::widen(smem.ring[ring.stage], smem.full[ring.stage][0]);
-        }
-    }
-    // Where the records are that come next.
-    template <class Smem>
-    __device__ void look_up(const Args& args, const Smem& smem) {
-        const Position at(next);
-        if (at.count < 0 || at.tile < 0) return;
-        const auto& work = smem.work[at.count % 2];
-        row = Kv(args, work.batch, work.place).row(at.tile, found);
-    }
-    __device__ static void arrive(Barrier& barrier) {
-        __syncwarp();
-        if (ptx::lane_id() == 0) barrier.arrive();
-    }
-    // Asks for what comes to a stage next, if anything does, when all have given the stage back. What comes behind that is found meanwhile.
-    template <class Smem>
-    __device__ void load_next(const Args& args, Smem& smem, u32 stage, u32 parity) {
-        Position at(next);
-        const bool is_q = at.tile < 0;
-        bool loads = at.count >= 0;
-        if (loads) {
-            const auto& work = smem.work[at.count % 2];
-            if (is_q) {
-                smem.work_full[at.count % 2].wait(at.count / 2 & 1);
-                __syncwarp();
-                if (!at.is_work(smem)) at.count = -1, loads = false;
-            }
-            at.advance(work);
-            if (loads && at.tile >= 0) found = Kv(args, work.batch, work.place).find(at.tile);
-            next = at;
-        }
-        smem.empty[stage].wait(parity);
-        __syncwarp();
-        if (!loads) return;
-        if (is_q) arrive(smem.full[stage][0]), arrive(smem.full[stage][1]);
-        else {
-            Kv::load(smem.ring[stage], smem.full[stage][1], row);
-            raw |= 1u << stage;
         }
     }
 };

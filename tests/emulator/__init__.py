@@ -35,7 +35,7 @@ torn_after = -1  # reads of lengths after which these are others; -1: never
 late_thread = -1  # which looks at an mbarrier only when nothing else can happen; -1: none
 PTX = (
     "atomic", "barrier", "base", "bulk", "cluster", "cp_async", "cp_async_mbarrier", "elect", "fp16", "fp8", "ldmatrix", "load",
-    "load_shared", "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "wgmma",
+    "load_shared", "mbarrier", "mma", "movmatrix", "mma_tf32", "prefetch", "red", "stmatrix", "tma", "turn", "warp_id", "wgmma",
 )  # fmt: skip
 PRODUCT = re.compile(r"(struct (\w+) \{.*?sign = (-?1)\.f;.*?)asm volatile\(.*?, (\d); \}\"\n.*?\n    \}\n", re.DOTALL)
 

@@ -299,6 +299,7 @@ static u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 static bool elect() { return __shfl_sync(~0u, threadIdx.x % 32 == 0, threadIdx.x % 32); }
 static i32 from_lane(i32 x, i32 lane) { return __shfl_sync(~0u, x, lane); }
 static u32 lane_id() { return threadIdx.x % 32; }
+static u32 warp_id() { return threadIdx.x / 32; }
 static u32 opaque(u32 x) { return x; }
 static float exp2(float x) {
     const float y = ::exp2f(x);

@@ -6,19 +6,19 @@
 // The first four records lie in the lower halves of the first four blocks, and a little beyond; the numbers of the others fill the upper
 // halves of the next four, and their tails lie behind those of the first. The numbers of a half go to four blocks that have none of them,
 // and then, when the rest is in registers, 32 bytes of a lane, to the others.
-#include "ptx/bulk.cuh"
 #include "ptx/load_shared.cuh"
 #include "tile/strided_pages.cuh"
 #include "tile/tile.cuh"
-#include "variant/kv/record.cuh"
+#include "variant/kv/load_records.cuh"
 #include "variant/latent_record_loads.cuh"
 
 template <class Source>
 struct LatentRecordsKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
     template <class Kv, class Tile> using Contract = LatentRecordsOption<Kv, Tile>;
-    using Loads = RecordsLoadedByAll<LatentRecordsKv>;
+    using Loads = RecordsMadeByAll<LatentRecordsKv>;
     using Row = const unsigned char*;
+    using Number = i32;  // what is known of a row early
     static constexpr u32 rows = 8, lanes = 8;  // of a warp, and that have a record of four
     static_assert(cfg::tile_kv == rows * Loads::warps);
 
@@ -29,10 +29,11 @@ struct LatentRecordsKv {
     __device__ LatentRecordsKv(const Args& args, i32 batch, const Place& place) : args(args), source(args, batch, place) {}
 
     __device__ static void prefetch(const Args&) {}
-    __device__ static u32 first_row() { return ptx::uniform(threadIdx.x / 32) * rows - 4 * rows; }  // of the warp's
-    // The key whose record this lane looks up, as the first ones do, and what is known of it early.
-    __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(first_row() + ptx::lane_id() % rows); }
-    __device__ i32 find(i32 tile) const { return source.find(args, key(tile)); }
+    __device__ static u32 first_row() { return ptx::warp_id() * rows - 4 * rows; }  // of the warp's
+    // The row of a tile that this lane looks up, as the first ones of each warp of warpgroup 0 do, for two warps that make numbers.
+    __device__ static i32 asked_row() { return ptx::warp_id() * 2 * rows + ptx::lane_id() % (2 * rows); }
+    __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + asked_row(); }
+    __device__ Number find(i32 tile) const { return source.find(args, key(tile)); }
 
     // Where a record's numbers lie, and its tail, in bytes from the warp's rows of the first panel.
     template <class Tile>
@@ -41,44 +42,14 @@ struct LatentRecordsKv {
     __device__ static u32 tail_at(u32 row) { return row % 4 * Tile::panel_bytes + Record::numbers + row / 4 * Record::tail; }
 
     // By all lanes: asked by some, ptxas takes the warp for divided from there on.
-    __device__ Row row(i32 tile, i32 found) const { return source.row(args, key(tile), found); }
+    __device__ Row row(i32 tile, Number number) const { return source.row(args, key(tile), number); }
 
-    // Starts bringing the warp's records, which arrive on `come`.
+    // Starts bringing the rows that a warp of warpgroup 0 has looked up, which arrive on `come`.
     template <class Tile>
     __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
-        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
-        if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
-        __syncwarp();
-        if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
-        __syncwarp();
-        for_each_row<rows>(there, row, [&](u32 i, Row from) {
-            ptx::bulk_load(first + numbers_at<Tile>(i), from, i < 4 ? Record::bytes : Record::numbers, come);
-            if (i >= 4) ptx::bulk_load(first + tail_at<Tile>(i), from + Record::numbers, Record::tail, come);
-        });
-        __syncwarp();
+        load_records<LatentRecordsKv>(tile, come, row, ptx::warp_id() * 2 * rows);
     }
-    // For rows that are there, which lanes of these numbers have, one elected lane calls: turn by turn, as TMA takes what all lanes have alike.
-    template <u32 count, class Call>
-    __device__ static void for_each_row(u32 there, Row row, const Call& call) {
-        Row of[count];
-#pragma unroll
-        for (u32 i = 0; i < count; ++i) of[i] = reinterpret_cast<Row>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), i));
-#pragma unroll
-        for (u32 i = 0; i < count; ++i)
-            if (there >> i & 1 && ptx::elect()) call(i, of[i]);
-    }
-    template <class Tile>
-    __device__ static void clear(u32 first, u32 missing) {
-        const u32 lane = ptx::lane_id();
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-        for (u32 row = 0; row < rows; ++row) {
-            if (!(missing >> row & 1)) continue;
-            ptx::store_shared(first + numbers_at<Tile>(row) + lane * 16, zeros);
-            if (lane < Record::tail / 16) ptx::store_shared(first + tail_at<Tile>(row) + lane * 16, zeros);
-        }
-    }
+    __device__ static constexpr bool is_whole(u32 row) { return row < 4; }  // whether numbers and tail lie on end
 
     // Makes numbers of the warp's records, which have come, in four turns, and says so. A lane has eight numbers of a panel, of four panels in a turn, and
     // reads those of the next one as soon as it has made one's. Two rows that are read at once read other banks: odd ones change places of
@@ -115,7 +86,8 @@ struct LatentRecordsKv {
             }
         }
         ptx::fence_proxy_async();
-        Loads::arrive(full);
+        __syncwarp();
+        if (ptx::lane_id() == 0) full.arrive();
     }
     __device__ static void fence() {}
 };

@@ -13,40 +13,26 @@ struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
     using Base = LatentRecordsKv<Source>;
     using Base::Base;
     using typename Base::Row;
-    using Loads = RecordsLoadedByAll<LatentSharedRecordsKv>;
+    using Loads = RecordsMadeByAll<LatentSharedRecordsKv>;
     static constexpr u32 rows = 4, lanes = 8, block_rows = rows * Loads::warps;  // of a warp; that have a record; of a block
     static_assert(cfg::members == 2 && cfg::tile_kv == 2 * block_rows);
 
     __device__ static u32 rank() { return blockIdx.x % cfg::members; }
-    __device__ static u32 first_row() { return rank() * block_rows + ptx::uniform(threadIdx.x / 32) * rows - 4 * rows; }  // of the warp's
-    __device__ static i32 key(i32 tile) { return tile * cfg::tile_kv + i32(first_row() + ptx::lane_id() % rows); }
+    __device__ static u32 first_row() { return rank() * block_rows + ptx::warp_id() * rows - 4 * rows; }  // of the warp's
+    __device__ static i32 key(i32 tile) {
+        return tile * cfg::tile_kv + i32(rank() * block_rows + ptx::warp_id() * 2 * rows + ptx::lane_id() % (2 * rows));
+    }
     __device__ i32 find(i32 tile) const { return this->source.find(this->args, key(tile)); }
-    __device__ Row row(i32 tile, i32 found) const { return this->source.row(this->args, key(tile), found); }
+    __device__ Row row(i32 tile, i32 number) const { return this->source.row(this->args, key(tile), number); }
 
     template <class Tile>
-    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
-        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
-        if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
-        __syncwarp();
-        if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
-        __syncwarp();
-        Base::template for_each_row<rows>(there, row, [&](u32 i, Row from) {
-            ptx::bulk_load(first + i * Tile::panel_bytes, from, Record::numbers, come);
-            ptx::bulk_load(first + (rows + i) * Tile::panel_bytes, from + Record::numbers, Record::tail, come);
-        });
-        __syncwarp();
-    }
+    __device__ static u32 numbers_at(u32 row) { return row * Tile::panel_bytes; }
     template <class Tile>
-    __device__ static void clear(u32 first, u32 missing) {
-        const u32 lane = ptx::lane_id();
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-        for (u32 row = 0; row < rows; ++row) {
-            if (!(missing >> row & 1)) continue;
-            ptx::store_shared(first + row * Tile::panel_bytes + lane * 16, zeros);
-            if (lane < Record::tail / 16) ptx::store_shared(first + (rows + row) * Tile::panel_bytes + lane * 16, zeros);
-        }
+    __device__ static u32 tail_at(u32 row) { return (rows + row) * Tile::panel_bytes; }
+    __device__ static constexpr bool is_whole(u32) { return false; }
+    template <class Tile>
+    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
+        load_records<LatentSharedRecordsKv>(tile, come, row, rank() * block_rows + ptx::warp_id() * 2 * rows);
     }
 
     // Makes numbers, for both blocks. A lane has eight of each panel. Two rows that are read at once read other banks, as in the base.
