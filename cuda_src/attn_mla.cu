@@ -479,7 +479,7 @@ struct Summer {  // warpgroups 1 and 2
 #pragma unroll
         for (int k = 0; k < cfg::tile_kv / 16; ++k) PvMma::multiply(o, tile.columns(4 * v_panels + k), v.rows(k), add || k > 0);
         ptx::wgmma_commit();
-        loads.load_rest(args, smem, ring), loads.work(smem, ring, false, comes);
+        loads.work(smem, ring, false, comes);
         ptx::wgmma_wait<0>();
     }
     __device__ void rescale(float a, float b) {
@@ -596,7 +596,6 @@ struct Summer {  // warpgroups 1 and 2
         while (true) {
             u32 told = await();
             if (told & what::is_end) return;
-            loads.load_rest(args, smem, ring);
             give_back();
             loads.work(smem, ring, true, told & what::comes);
             go_on();

@@ -159,18 +159,19 @@ template <class K, class Tile> struct LatentKvOption : Given {
 template <class K, class Tile> struct LatentRowsOption : Given {
     static const K kv;
     static Tile& tile;
+    static typename K::Loads::Barrier (&full)[2];
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { K::template copy<0, 1>(args, tile, kv.row(i, kv.find(i))); }, "Kv: copy<first panel, end>(args, tile, row(index, find(index)))");
+    static_assert(requires { K::load(args, tile, full, kv.row(i, kv.find(i))); }, "Kv: load(args, tile, full, row(index, find(index)))");
 };
 // ... or of records, which come by TMA to a stage, and warps then make numbers of.
 template <class K, class Tile> struct LatentRecordsOption : Given {
     static const K kv;
     static Tile& tile;
-    static typename K::Loads::Barrier& come;
+    static typename K::Loads::Barrier (&full)[2];
     static const struct AnyPlace { i32 first_key, kv_len, first, last, sequence; } & place;
     static_assert(requires { K(args, i, place); }, "Kv(args, batch, place)");
-    static_assert(requires { K::load(tile, come, kv.row(i, kv.find(i))), K::widen(tile, come), K::fence(); }, "Kv: load(tile, come, row(index, find(index))), widen(tile, full), fence()");
+    static_assert(requires { K::load(args, tile, full, kv.row(i, kv.find(i))), K::widen(tile, *full), K::fence(); }, "Kv: load(args, tile, full, row(index, find(index))), widen(tile, full), fence()");
 };
 // ... or, where all threads load, starts this thread's copies, as the slots of the ring want them.
 template <class S, class K> struct SlotsOption : Given {

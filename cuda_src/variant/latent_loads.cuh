@@ -2,7 +2,6 @@
 // Who loads the stages of attn_mla.cu, and what comes to each: Q of a work, then the tiles of its splits. Smem has the members that are
 // named here. Positions lie in shared memory, as registers are few.
 #include "ptx/barrier.cuh"
-#include "ptx/cp_async_mbarrier.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/tma.cuh"
 #include "tile/ring.cuh"
@@ -57,9 +56,6 @@ struct LoadedByWarp {
         __syncwarp();
         next(args, smem, ring.stage);
     }
-    // All has begun to come.
-    template <class Smem>
-    __device__ static void load_rest(const Args&, Smem&, const Ring<Smem::stages>&) {}
     // Loads what comes to a stage next, if anything does.
     template <class Smem>
     __device__ static void next(const Args& args, Smem& smem, u32 stage) {
@@ -87,124 +83,6 @@ struct LoadedByWarp {
                 else if (split + 1 < work.split_end) next.split = split + 1, next.tile = Span(work, split + 1).tile;
                 else next.count = count + 1, next.tile = -1;
             }
-        }
-        __syncwarp();
-    }
-};
-
-// Which tile of a work comes next, or its Q, as registers hold it; and the same in parts, all lanes alike.
-struct LoadPosition {
-    i32 tile = -1, of = 0;
-};
-struct Position {
-    i32 count, split, tile;  // works before, modulo 4, or -1 behind the last; a tile of -1 is Q
-
-    __device__ Position(const LoadPosition& at) : count(ptx::from_lane(at.of, 0) >> 8), split(ptx::from_lane(at.of, 0) & 255), tile(ptx::from_lane(at.tile, 0)) {}
-    __device__ operator LoadPosition() const { return {tile, count * 256 + split}; }
-    template <class Smem>
-    __device__ bool is_work(const Smem& smem) const { return ptx::from_lane(smem.work[count % 2].batch, 0) >= 0; }
-    template <class Work>
-    __device__ void advance(const Work& work) {
-        if (count < 0) return;
-        if (tile < 0) split = ptx::from_lane(work.split, 0);
-        else if (++tile < ptx::from_lane(Span(work, split).end, 0)) return;
-        else if (++split >= ptx::from_lane(work.split_end, 0)) {
-            count = count + 1 & 3, tile = -1;
-            return;
-        }
-        tile = ptx::from_lane(Span(work, split).tile, 0);
-    }
-};
-
-// Where the rows of a tile lie, and what is known of those of the tile behind it. A lane has one of them, or some.
-template <class Kv>
-struct RowsAhead {
-    typename Kv::Row row;
-    typename Kv::Number number;
-
-    // Of the tile that comes next; `is_first`: of a work. Here lanes part: nothing that they share follows, or the compiler no longer knows
-    // that they agree.
-    template <class Work>
-    __device__ void look_up(const Args& args, const Work& work, const Position& at, bool is_first) {
-        Position behind = at;
-        behind.advance(work);
-        const Kv source(args, ptx::from_lane(work.batch, 0), work.place);
-        row = source.row(at.tile, is_first ? source.find(at.tile) : number);
-        if (behind.tile >= 0) number = source.find(behind.tile);  // last: a load that was asked for before is waited for with this one
-    }
-};
-
-// All that multiply by values copy rows, 16 bytes at a time: the first part of a tile when its stage is given back, the rest while the next
-// tile is multiplied. Where the rows of a tile lie is found a tile earlier, and their numbers two tiles.
-template <class Kv>
-struct LoadedByAll {
-    using Barrier = ptx::CopiesMbarrier;
-    using Asks = NoneAskedFor;
-    static constexpr u32 threads = 256, arrivals = threads, rest_arrivals = threads;
-    struct Board {};
-    LoadPosition next;   // what comes next, or has begun to come
-    RowsAhead<Kv> rows;  // and where that lies
-
-    __device__ static void init(Board&) {}
-    // Products see copies by threads only behind a fence. Those of the first panels have one when they are said to be there; the others,
-    // whose products follow those of the first, when they are waited for.
-    __device__ static void fence_first() {}
-    __device__ static void fence() { ptx::fence_proxy_async(); }
-    template <class Smem>
-    __device__ static void work(Smem&, const Ring<Smem::stages>&, bool, bool) {}
-    template <class Smem>
-    __device__ void begin(const Args& args, Smem& smem) {
-#pragma unroll 1
-        for (u32 i = 0; i < Smem::stages; ++i) {
-            if (i > 0) finish<true>(args, smem, i - 1);
-            start(args, smem, i);
-        }
-    }
-    template <class Smem>
-    __device__ void load(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) const {
-        smem.empty[ring.stage].wait(ring.parity);
-        __syncwarp();
-        start(args, smem, ring.stage);
-    }
-    // The rest of what has begun to come to the stage that was given back last.
-    template <class Smem>
-    __device__ void load_rest(const Args& args, Smem& smem, const Ring<Smem::stages>& ring) {
-        finish<false>(args, smem, ring.previous().stage);
-    }
-    template <class Smem>
-    __device__ void start(const Args& args, Smem& smem, u32 stage) const {
-        const Position at(next);
-        if (at.count < 0) return;
-        if (at.tile >= 0) Kv::template copy<0, Smem::first_panels>(args, smem.ring[stage], rows.row);
-        else {  // Q, if there is a work
-            smem.work_full[at.count % 2].wait(at.count / 2 & 1);
-            __syncwarp();
-            if (at.is_work(smem)) smem.full[stage][0].arrive(), smem.full[stage][1].arrive();
-        }
-    }
-    // That the first panels are there, when they are. While products run they have been for long.
-    template <class Smem>
-    __device__ static void say_first(Smem& smem, u32 stage) {
-        ptx::cp_async_wait<0>();
-        ptx::fence_proxy_async();
-        smem.full[stage][0].arrive();
-    }
-    template <bool at_once, class Smem>
-    __device__ void finish(const Args& args, Smem& smem, u32 stage) {
-        Position at(next);
-        if (at.count >= 0) {
-            const auto& work = smem.work[at.count % 2];
-            const bool is_first = at.tile < 0;
-            if (!is_first) {
-                ptx::cp_async_commit();
-                if (!at_once) say_first(smem, stage);
-                Kv::template copy<Smem::first_panels, Smem::panels>(args, smem.ring[stage], rows.row);
-                smem.full[stage][1].arrive_after_copies();
-                if (at_once) say_first(smem, stage);
-            } else if (!at.is_work(smem)) at.count = -1;
-            at.advance(work);
-            next = at;
-            if (at.count >= 0 && at.tile >= 0) rows.look_up(args, work, at, is_first);
         }
         __syncwarp();
     }

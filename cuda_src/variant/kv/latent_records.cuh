@@ -44,10 +44,10 @@ struct LatentRecordsKv {
     // By all lanes: asked by some, ptxas takes the warp for divided from there on.
     __device__ Row row(i32 tile, Number number) const { return source.row(args, key(tile), number); }
 
-    // Starts bringing the rows that a warp of warpgroup 0 has looked up, which arrive on `come`.
+    // Starts bringing the rows that a warp of warpgroup 0 has looked up, which arrive on `full[1]`.
     template <class Tile>
-    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        load_records<LatentRecordsKv>(tile, come, row, ptx::warp_id() * 2 * rows);
+    __device__ static void load(const Args&, Tile& tile, ptx::Mbarrier (&full)[2], Row row) {
+        load_records<LatentRecordsKv>(tile, full[1], row, ptx::warp_id() * 2 * rows);
     }
     __device__ static constexpr bool is_whole(u32 row) { return row < 4; }  // whether numbers and tail lie on end
 

@@ -31,8 +31,8 @@ struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
     __device__ static u32 tail_at(u32 row) { return (rows + row) * Tile::panel_bytes; }
     __device__ static constexpr bool is_whole(u32) { return false; }
     template <class Tile>
-    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        load_records<LatentSharedRecordsKv>(tile, come, row, rank() * block_rows + ptx::warp_id() * 2 * rows);
+    __device__ static void load(const Args&, Tile& tile, ptx::Mbarrier (&full)[2], Row row) {
+        load_records<LatentSharedRecordsKv>(tile, full[1], row, rank() * block_rows + ptx::warp_id() * 2 * rows);
     }
 
     // Makes numbers, for both blocks. A lane has eight of each panel. Two rows that are read at once read other banks, as in the base.
