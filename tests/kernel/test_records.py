@@ -100,7 +100,7 @@ def test_clusters_have_the_bits_of_blocks_apart_in_steps(name: str) -> None:
     for options in ({}, {"split": "even"}, {"split": 512}):
         given: dict[str, Any] = {"kernel": "attn_mla", **options}
         wanted = attend(CASES[name], config=AttnMlaConfig(2), **given)
-        for _ in range(20):
+        for _ in range(5):
             assert equal(attend(CASES[name], config=AttnMlaConfig(2, cluster=True), **given), wanted), options
 
 
@@ -108,7 +108,7 @@ def test_clusters_have_the_bits_of_blocks_apart_in_steps(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "blocks"])
 def test_clusters_have_the_bits_of_blocks_apart_over_lists(name: str) -> None:
     wanted = attend_listed(STEPS[name], kernel="attn_mla", config=AttnMlaConfig(2))
-    for _ in range(20):
+    for _ in range(5):
         assert equal(attend_listed(STEPS[name], kernel="attn_mla", config=AttnMlaConfig(2, cluster=True)), wanted)
     rawattn.violations()
 
