@@ -227,7 +227,7 @@ def test_smem_is_all_that_a_block_may_have(tmp_path: pathlib.Path) -> None:
 
 
 def test_who_is_chosen() -> None:
-    """Any heads and rows over latent caches of one head; pairs of blocks, as clusters over large pages, where rows fill more than one."""
+    """Any heads and rows over latent caches of one head; clusters of two blocks where rows fill more than one."""
     for heads, q_len in ((1, 1), (16, 1), (16, 5), (64, 1), (65, 1), (128, 1), (128, 256)):
         selection = select(op_of(q_len, heads), HOPPER)
         assert selection.kernel is ATTN_MLA and selection.config == (CLUSTER if heads * q_len > 64 else ONE)
