@@ -130,21 +130,32 @@ def options(op: Forward, **kernel_options: Option) -> dict[str, Option]:
     """The option on each axis, by the name that a kernel has for it; ``kernel_options`` are for one kernel alone."""
     by_axis: dict[str, Option] = {
         "Element": op.element,
-        "Rows": rows.Varlen() if op.varlen else rows.Dense(),
+        "Rows": whole_rows(op),
         "Mask": op.mask,
         "Score": op.spec.placed_score,
         "Weight": op.spec.weight,
         **kernel_options,
     }
-    if op.kv_lens:
-        by_axis["Rows"] = rows.UsedKeys(by_axis["Rows"])
+    by_axis["Rows"] = placed_rows(op, by_axis["Rows"])
     if op.q_lens:
-        by_axis |= {"Rows": rows.UsedQueries(by_axis["Rows"]), "Mask": UsedQueriesMask(by_axis["Mask"])}
-    if op.spec.offsets is not None:
-        by_axis["Rows"] = rows.WithOffset(by_axis["Rows"])
+        by_axis["Mask"] = UsedQueriesMask(by_axis["Mask"])
     if op.sinks:
         by_axis["Softmax"] = softmax.WithSink(by_axis["Softmax"])
     return constant_time(by_axis) if op.spec.data_independent else by_axis
+
+
+def whole_rows(op: Forward) -> Option:
+    """The option for where the rows of sequences are."""
+    return rows.Varlen() if op.varlen else rows.Dense()
+
+
+def placed_rows(op: Forward, where: Option) -> Option:
+    """The option for rows that lie so, with the lengths that sequences use and the positions of the first rows."""
+    if op.kv_lens:
+        where = rows.UsedKeys(where)
+    if op.q_lens:
+        where = rows.UsedQueries(where)
+    return where if op.spec.offsets is None else rows.WithOffset(where)
 
 
 def packed_options(op: Forward, packed: Option) -> dict[str, Option]:

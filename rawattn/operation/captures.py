@@ -14,6 +14,7 @@ from ..trace.capture import ELEMENTS
 from ..trace.pair_axes import PairAxes
 from ..trace.proofs import Limits
 from ..variant.function import FunctionScore, option_of
+from ..variant.intervals import by_intervals
 from ..variant.ready import NO_ARRAY
 from .functions import ROLES, among, parted, whole
 from .operand import Layout, Operand, check_contiguous, describe
@@ -122,6 +123,12 @@ def resolve(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Lim
     check(labels(options), arrays)
     check_sizes(options, arrays, limits)
     return make_options(options, arrays, limits)
+
+
+def resolve_by_intervals(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
+    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``."""
+    resolved = resolve(options, arrays, limits)
+    return {**resolved, "mask": by_intervals(resolved["mask"])} if "mask" in resolved else resolved
 
 
 def check(titles: Mapping[str, str], arrays: Mapping[str, Array]) -> None:

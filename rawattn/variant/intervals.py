@@ -1,0 +1,97 @@
+"""Masks whose queries keep one run of keys each, which a launch before finds (``cuda_src/intervals.cu``): tiles lie side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+from ..trace import cuda_text
+from ..trace.interval import interval_of
+from . import Option
+from .field import Field, Fields, Scratch
+from .function import FunctionMask
+
+ROWS, BLOCKS, QUERIES, SCANNED = (f"interval_{name}" for name in ("rows", "blocks", "queries", "scanned"))
+COUNTS = ("interval_q_all", "interval_kv_all", "interval_q_blocks", "interval_kv_blocks")  # blocks of a head, and of a sequence
+FIELDS: Fields = (
+    *(Field(name, "void*", Scratch(name)) for name in (ROWS, BLOCKS, QUERIES)),
+    *(Field(name, "i32") for name in COUNTS),
+)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class IntervalMask(FunctionMask):
+    """A mask that is a Python function whose queries keep one run of keys each, by elements of their own."""
+
+    type: ClassVar[str] = "Intervals"
+    lists: ClassVar[bool] = False
+    by_blocks: ClassVar[bool] = False  # type: ignore[misc]
+    column_bytes: ClassVar[int] = 0  # type: ignore[misc]
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Says whether heads keep other keys."""
+        interval = interval_of(self.code)
+        return interval is not None and "h" in interval.deps
+
+    @property
+    def cuda_type(self) -> str:
+        return "IntervalsOfHead" if self.differs_by_head else "Intervals"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("variant/mask/intervals.cuh",)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def fields(self) -> Fields:
+        return FIELDS
+
+    @property
+    def _written(self) -> cuda_text.Written:
+        return cuda_text.bounds(self.code, self.checked, self.q_below)
+
+    @functools.cached_property
+    def bounds(self) -> FunctionBounds:
+        """The option of the launch before."""
+        return FunctionBounds(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionBounds(Option):
+    """The keys that each query keeps, of such a mask."""
+
+    mask: IntervalMask
+    source: ClassVar[str] = "function/bounds.cuh"
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {self.source: self.mask._written.text}
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return (self.cuda_type, *self.mask.kind)
+
+    @property
+    def fields(self) -> Fields:
+        return self.mask.filled(self.mask._written)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.mask.values
+
+
+def by_intervals(mask: Any) -> Any:
+    """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes and numbers
+    alone stays a list, or is a built-in mask."""
+    if type(mask) is not FunctionMask:
+        return mask
+    interval = interval_of(mask.code)
+    if interval is None or not interval.reads_queries:
+        return mask
+    arrays = tuple(array._replace(pyramid=0) for array in mask.arrays)
+    return IntervalMask(mask.code, mask.numbers, arrays, mask.checked, mask.q_below)
