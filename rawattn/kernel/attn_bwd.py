@@ -18,6 +18,7 @@ from ..variant import Option, gradients, scheduler, weight
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
+from ..variant.intervals import IntervalMask
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
@@ -120,7 +121,7 @@ def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
         return True
     if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None or packed_in_three:
         return False
-    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
+    return isinstance(op.mask, (Causal, Window, And, IntervalMask)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
 
 
 def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:

@@ -15,6 +15,7 @@ from ..operation import Forward
 from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.field import Field, Fields
+from ..variant.intervals import is_interval
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
 
@@ -68,6 +69,11 @@ def function_reasons(op: Forward) -> list[str]:
         return []
     names = " and its ".join(functions)
     return [f"its {names} may take any time, as functions do; constant_time is for built-in masks and scores"]
+
+
+def list_reasons(op: Forward) -> list[str]:
+    """The reasons why a kernel refuses a mask or a score that is a function, but for masks of intervals."""
+    return [f"its {name} is a function" for name in ("mask", "score") if (x := getattr(op, name)).is_function and not is_interval(x)]
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:

@@ -85,6 +85,16 @@ class FunctionBounds(Option):
         return self.mask.values
 
 
+def is_interval(option: Any) -> bool:
+    """Says whether a launch before finds which keys the option's queries keep."""
+    return isinstance(option, IntervalMask)
+
+
+def differs_by_head(mask: Any) -> bool:
+    """Says whether heads keep other keys."""
+    return mask.of_head is not None or (is_interval(mask) and mask.differs_by_head)
+
+
 def by_intervals(mask: Any) -> Any:
     """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes and numbers
     alone stays a list, or is a built-in mask."""
