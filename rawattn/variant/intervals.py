@@ -6,7 +6,10 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ..trace import cuda_text
+from ..trace.evaluation import evaluate
 from ..trace.interval import interval_of
 from . import Option
 from .field import Field, Fields, Scratch
@@ -54,6 +57,21 @@ class IntervalMask(FunctionMask):
     @property
     def _written(self) -> cuda_text.Written:
         return cuda_text.bounds(self.code, self.checked, self.q_below)
+
+    def bounds_of(
+        self, arrays: Any, b: int, h: int, q: Any, q_len: int, kv_len: int, q_start: int = 0, kv_start: int = 0
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """First and one past the last key that queries of a sequence keep, of NumPy arrays."""
+        at = {"b": b, "h": h, "q": q, "q_len": q_len, "kv_len": kv_len, "q_start": q_start, "kv_start": kv_start}
+        interval = interval_of(self.code)
+        assert interval is not None
+
+        def value(x: Any) -> Any:
+            return np.broadcast_to(evaluate(x, at, arrays, self.numbers, np, np.float32), q.shape)
+
+        first = np.zeros_like(q) if interval.first is None else value(interval.first).astype(np.int64)
+        end = np.full_like(q, kv_len) if interval.last is None else value(interval.last).astype(np.int64) + 1
+        return np.clip(first, 0, kv_len), np.where(value(interval.keeps), np.clip(end, 0, kv_len), 0)
 
     @functools.cached_property
     def bounds(self) -> FunctionBounds:
