@@ -11,8 +11,8 @@ from .operation.ready_masks import BlockTable, Chunked, Documents, Neighbourhood
 from .variant.mask import And, Causal, Full, Mask, Window
 
 __all__ = [
-    "And", "BlockTable", "Causal", "Chunked", "Documents", "Full", "Intervals", "Mask", "Neighbourhood", "Prefix", "Tree", "Window",
-    "function",
+    "And", "BlockTable", "Causal", "Chunked", "Documents", "Full", "Intervals", "Mask", "Neighbourhood", "Prefix", "Tree",
+    "Window", "function",
 ]  # fmt: skip
 
 

@@ -140,7 +140,9 @@ class Found:
             each = [span[t * tile_q : (t + 1) * tile_q] for t in range(q_tiles)]
             some, every = (np.array([f(x) for x in each], bool) for f in (np.any, np.all))
             found = self._visited(ask(1, n * tile_kv, (n + 1) * tile_kv, tiles), some, every)
-            assert (found == visits[:, n]).all(), f"tile {n} of keys and {np.flatnonzero(found != visits[:, n])} of queries differ"
+            assert (found == visits[:, n]).all(), (
+                f"tile {n} of keys and {np.flatnonzero(found != visits[:, n])} of queries differ"
+            )
 
     def count_visits(self, tiles: tuple[int, int], batch: int = 0, head: int = 0) -> int:
         """The tiles of keys that all tiles of queries visit."""
@@ -203,7 +205,8 @@ def _few(rng: Any, q_len: int, kv_len: int) -> tuple[Array, Array]:
 
 
 KINDS = {
-    "documents": documents, "padded": _padded, "sliding": _sliding, "random": _random, "falling": _falling, "wild": _wild, "few": _few,
+    "documents": documents, "padded": _padded, "sliding": _sliding, "random": _random, "falling": _falling, "wild": _wild,
+    "few": _few,
     "causal": lambda rng, q_len, kv_len: (np.zeros(q_len, int), np.arange(q_len) + 1),
     "prefix": lambda rng, q_len, kv_len: (np.zeros(q_len, int), np.maximum(np.arange(q_len) + 1, rng.integers(0, kv_len + 1))),
     "padding": lambda rng, q_len, kv_len: (np.zeros(q_len, int), np.full(q_len, rng.integers(0, kv_len + 1))),
@@ -211,7 +214,16 @@ KINDS = {
     "reversed": lambda rng, q_len, kv_len: (np.full(q_len, kv_len), np.zeros(q_len, int)),
     "all": lambda rng, q_len, kv_len: (np.full(q_len, -(1 << 31)), np.full(q_len, (1 << 31) - 1)),
 }  # fmt: skip
-RISING = ("documents", "sliding", "causal", "prefix", "padding", "none", "reversed", "all")  # for which no tile is visited in vain
+RISING = (
+    "documents",
+    "sliding",
+    "causal",
+    "prefix",
+    "padding",
+    "none",
+    "reversed",
+    "all",
+)  # for which no tile is visited in vain
 
 
 def arrays(kind: str, seed: int, q_len: int, kv_len: int, *axes: int) -> tuple[Array, Array]:

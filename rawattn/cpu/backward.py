@@ -189,7 +189,13 @@ def _make_works(
     """The units of a backward; and, of each head of sequences whose keys are in several units, dq and what they add to it."""
     (batch, q_len, heads), (kv_len, kv_heads) = whole.q.shape[:3], whole.k.shape[1:3]
     cuts = max(1, BACKWARD_UNITS // max(1, len(spots) * kv_heads))
-    if is_dense and mask.of_sequence is None and len(spans_of(kv_len, cuts)) == 1 and q_len * heads <= SMALL and batch * kv_heads <= SMALL:
+    if (
+        is_dense
+        and mask.of_sequence is None
+        and len(spans_of(kv_len, cuts)) == 1
+        and q_len * heads <= SMALL
+        and batch * kv_heads <= SMALL
+    ):
         return [whole._replace(units=dense_key_units(mask, heads, kv_heads, batch, q_len, kv_len))], []
 
     @functools.cache

@@ -10,8 +10,8 @@ from ..operation import Backward, Forward
 from ..operation.operand import PLAIN, Layout
 from ..variant import Option, gradients
 from ..variant.field import Field, Fields, TensorMap
-from ..variant.scheduler import LptScheduler, LptVarlenScheduler
 from ..variant.intervals import differs_by_head
+from ..variant.scheduler import LptScheduler, LptVarlenScheduler
 from ..variant.walk import lists
 from . import backward, group, tiling
 from .attn_bwd_captured import make_launches

@@ -1,4 +1,4 @@
-"""intervals.cu: the keys that each query keeps, before the kernels whose mask keeps one run of keys for each (``IntervalMask``)."""
+"""intervals.cu: which keys each query keeps, before the kernels whose mask keeps one run of keys for each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ def buffers(op: Forward, heads: int, for_gradients: bool) -> tuple[Buffer, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tuple[Source, Fields]:
-    fields = (*FIELDS, Field(SCANNED, "void*", Scratch(SCANNED)), Field("batches", "i32"), Field("heads", "i32"), *rows.fields, *bounds.fields)
+    fields = (
+        *FIELDS,
+        Field(SCANNED, "void*", Scratch(SCANNED)),
+        Field("batches", "i32"),
+        Field("heads", "i32"),
+        *rows.fields,
+        *bounds.fields,
+    )
     options = {"Element": FP32, "Rows": rows, "Bounds": bounds, "Launch": launch_of(arch)}
     constants = {"tile_q": SIDE, "tile_kv": SIDE, "for_gradients": int(for_gradients)}
     fields = tuple(dict.fromkeys(fields))
@@ -55,7 +62,13 @@ def before(program: Program, op: Forward, rows: Option, device: Device, for_grad
     heads = op.heads if mask.differs_by_head else 1
     text, fields = _render(mask.bounds, rows, for_gradients, device.arch)
     q_offset, kv_offset = op.spec.offsets or (0, 0)
-    values: dict[str, Any] = {"q_len": op.q_len, "total_q": op.total_q, "total_kv": op.total_kv, "batches": op.batch, "heads": op.heads}
+    values: dict[str, Any] = {
+        "q_len": op.q_len,
+        "total_q": op.total_q,
+        "total_kv": op.total_kv,
+        "batches": op.batch,
+        "heads": op.heads,
+    }
     values |= {"q_offset": q_offset, "kv_offset": kv_offset, **mask.values}
     launch = Launch(NAME, text, fields, values, heads * op.batch)
     whole = Program((launch, *program.launches), (*buffers(op, heads, for_gradients), *program.scratch))

@@ -73,7 +73,9 @@ def function_reasons(op: Forward) -> list[str]:
 
 def list_reasons(op: Forward) -> list[str]:
     """The reasons why a kernel refuses a mask or a score that is a function, but for masks of intervals."""
-    return [f"its {name} is a function" for name in ("mask", "score") if (x := getattr(op, name)).is_function and not is_interval(x)]
+    return [
+        f"its {name} is a function" for name in ("mask", "score") if (x := getattr(op, name)).is_function and not is_interval(x)
+    ]
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:

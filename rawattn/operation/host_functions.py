@@ -40,7 +40,7 @@ class HostMask(_OnHost):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostIntervals(_OnHost):
-    """A mask of intervals as the loops of the CPU path take it: by the first and the last key of each query, of one sequence and head."""
+    """A mask of intervals as the loops of the CPU path take it: by first and last keys of queries, of one sequence and head."""
 
     batch: int = 0
     head: int = 0
@@ -55,7 +55,9 @@ class HostIntervals(_OnHost):
 
     def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
         """The keys that each query keeps."""
-        found: tuple[Any, Any] = self.option.bounds_of(self.captured, self.batch, self.head, q, q_len, kv_len, *self.start(self.batch))
+        found: tuple[Any, Any] = self.option.bounds_of(
+            self.captured, self.batch, self.head, q, q_len, kv_len, *self.start(self.batch)
+        )
         return found
 
 

@@ -13,20 +13,22 @@ SHAPE = "of (rows,), (batch or 1, rows) or (batch or 1, heads or 1, rows), rows 
 
 
 class Intervals(ReadyMask):
-    """A query keeps the keys from ``first`` on that are before ``end``: two int32 arrays on q's device, each with an element for every query.
+    """A query keeps the keys from ``first`` on that are before ``end``: two int32 arrays on q's device, with an element for every
+    query.
 
     >>> rawattn.attention(q, k, v, mask=rawattn.mask.Intervals(first, end))
     >>> rawattn.attention(q, k, v, mask=rawattn.mask.Intervals.documents(ids, causal=True))
 
-    They are (q_len,), (batch, q_len) or (batch, heads, q_len), where an axis of 1 is for all. Of packed sequences they are along q's rows,
-    (total_q,), (1, total_q) or (1, heads, total_q), and a key has its number in its own sequence, from 0 on. With ``group`` the axis of heads
-    has an element for so many query heads side by side: heads / kv_heads of them where it is of key heads. ``causal`` keeps no key behind
-    the query's own position besides, the last query standing on the last key, and ``window``, (left, right), none further from it, as in
-    ``attention``. With q_offset and kv_offset rows and keys are counted by positions.
+    They are (q_len,), (batch, q_len) or (batch, heads, q_len), where an axis of 1 is for all. Of packed sequences they are along
+    q's rows, (total_q,), (1, total_q) or (1, heads, total_q), and a key has its number in its own sequence, from 0 on. With
+    ``group`` the axis of heads has an element for so many query heads side by side: heads / kv_heads of them where it is of key
+    heads. ``causal`` keeps no key behind the query's own position besides, the last query standing on the last key, and
+    ``window``, (left, right), none further from it, as in ``attention``. With q_offset and kv_offset queries and keys are counted
+    by positions.
 
-    Keys that are not there are not kept, and a query of which ``first`` is not before ``end`` keeps none: its o is 0, its lse -inf, and so
-    are its gradients 0. The arrays are read when the call runs, by a launch before, so that new ones cost the host nothing. Their order is free, but
-    gradients are fastest where neither falls from one query to the next one.
+    Keys that are not there are not kept, and a query whose ``first`` is not before its ``end`` keeps none: its o is 0, its lse
+    -inf, and its gradient 0. The arrays are read when the call runs, by a launch before, so new ones cost the host nothing. Their
+    order is free; gradients are fastest where neither falls from one query to the next.
 
     Raises ProblemError for arrays of other shapes and dtypes.
     """
@@ -41,7 +43,7 @@ class Intervals(ReadyMask):
         self.first, self.end, self.group = first, end, int_of("group", group)
         self.by_batch = self.axes > 1 and int(first.shape[0]) > 1
         self.by_head = self.axes > 2 and int(first.shape[1]) > 1
-        self.causal, self.left, self.right = bool(causal), *_read_window(window)
+        self.causal, (self.left, self.right) = bool(causal), _read_window(window)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any) -> Any:
         head = h // self.group if self.group > 1 else h
@@ -60,8 +62,8 @@ class Intervals(ReadyMask):
 
     @staticmethod
     def documents(ids: Any, *, causal: bool = False, window: Any = None) -> Intervals:
-        """A query keeps the keys of its own document, of sequences whose queries stand on their keys. ``ids`` are integers, (length,) or (batch,
-        length), and tokens side by side with the same number are one document: a number that comes again later is another one."""
+        """A query keeps the keys of its own document. ``ids`` are integers, (length,) or (batch, length), one for each query and
+        key. Tokens side by side with the same number are one document: a number that comes again later is another one."""
         count_axes("ids", ids, (1, 2), "of (length,) or (batch, length)")
         xp = _library_of(ids)
         rows = [ids] if len(ids.shape) == 1 else [ids[i] for i in range(int(ids.shape[0]))]
@@ -71,15 +73,16 @@ class Intervals(ReadyMask):
 
     @staticmethod
     def prefixes(lengths: Any, length: int) -> Intervals:
-        """A causal mask of sequences of ``length`` tokens whose first keys every query keeps: ``lengths``, int32 of (batch,), says how many."""
+        """A causal mask of sequences of ``length`` tokens whose first keys every query keeps: ``lengths``, int32 of (batch,), says
+        how many."""
         own = _count(lengths, length) + 1
         end = _library_of(lengths).where(own < lengths[:, None], lengths[:, None], own)
         return Intervals(end * 0, end)
 
     @staticmethod
     def padding(lengths: Any, length: int, *, causal: bool = False) -> Intervals:
-        """Sequences of ``length`` tokens of which the first ``lengths``, int32 of (batch,), count: they keep each other, and tokens behind
-        them neither keep keys nor are kept."""
+        """Sequences of ``length`` tokens of which the first ``lengths``, int32 of (batch,), count: they keep each other, and tokens
+        behind them neither keep keys nor are kept."""
         own = _count(lengths, length)
         end = _library_of(lengths).where(own < lengths[:, None], lengths[:, None], own * 0)
         return Intervals(end * 0, end, causal=causal)

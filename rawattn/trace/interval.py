@@ -1,5 +1,5 @@
-"""Masks whose queries keep one run of keys each, as the comparisons say by themselves: the first and the last key as expressions of
-the query."""
+"""Masks whose queries keep one run of keys each, as their comparisons say by themselves: its first and its last key are
+expressions of the query."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .expressions import KV, Expr, const, nodes
 
 
 class Interval(NamedTuple):
-    """The positions of the first and of the last key that a query keeps, where it keeps any: None stands for those of the sequence."""
+    """The positions of the first and of the last key that a query keeps; None stands for those of the sequence. Where ``keeps``
+    is false it keeps none, whatever these are."""
 
     first: Expr | None
     last: Expr | None

@@ -1,4 +1,4 @@
-"""Masks whose queries keep one run of keys each, which a launch before finds (``cuda_src/intervals.cu``): tiles lie side by side."""
+"""Masks whose queries keep one run of keys each, which a launch before finds (``cuda_src/intervals.cu``)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class IntervalMask(FunctionMask):
 
     type: ClassVar[str] = "Intervals"
     lists: ClassVar[bool] = False
-    by_blocks: ClassVar[bool] = False  # type: ignore[misc]
-    column_bytes: ClassVar[int] = 0  # type: ignore[misc]
+    by_blocks: ClassVar[bool] = False
+    column_bytes: ClassVar[int] = 0
 
     @property
     def differs_by_head(self) -> bool:
@@ -114,8 +114,8 @@ def differs_by_head(mask: Any) -> bool:
 
 
 def by_intervals(mask: Any) -> Any:
-    """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes and numbers
-    alone stays a list, or is a built-in mask."""
+    """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes and
+    numbers alone stays a list, or is a built-in mask."""
     if type(mask) is not FunctionMask:
         return mask
     interval = interval_of(mask.code)
