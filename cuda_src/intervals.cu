@@ -136,7 +136,7 @@ struct Sequence {
     }
 };
 
-extern "C" __global__ __launch_bounds__(threads) void intervals(const __grid_constant__ Args args) {
+extern "C" __global__ __launch_bounds__(threads, 1) void intervals(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Launch::wait();
     Launch::launch_dependents();

@@ -40,15 +40,16 @@ class Intervals(ReadyMask):
         for name, array in (("first", first), ("end", end)):
             if format_of(array) not in ("int32", ""):
                 raise ProblemError(f"{name} is of {format_of(array)}; it must be of int32.")
-        self.first, self.end, self.group = first, end, int_of("group", group)
+        self.first, self.end = first, end
+        self.group = None if int_of("group", group) == 1 else int(group)
         self.by_batch = self.axes > 1 and int(first.shape[0]) > 1
         self.by_head = self.axes > 2 and int(first.shape[1]) > 1
         self.causal, (self.left, self.right) = bool(causal), _read_window(window)
 
     def __call__(self, b: Any, h: Any, q: Any, kv: Any, q_len: Any, kv_len: Any, q_start: Any) -> Any:
-        head = h // self.group if self.group > 1 else h
-        at = (b if self.by_batch else 0, head if self.by_head else 0)[: self.axes - 1]
-        kept = (self.first[(*at, q_start + q)] <= kv) & (kv < self.end[(*at, q_start + q)])
+        head = h if self.group is None else h // self.group
+        at = (*(b if self.by_batch else 0, head if self.by_head else 0)[: self.axes - 1], q_start + q)
+        kept = (self.first[at] <= kv) & (kv < self.end[at])
         own = q + kv_len - q_len
         if self.causal:
             kept = kept & (kv <= own)
@@ -57,7 +58,7 @@ class Intervals(ReadyMask):
         return kept if self.right is None else kept & (kv <= own + self.right)
 
     def sizes(self) -> Any:
-        axes = (("sequences", 1, True), ("heads", self.group, True))[: self.axes - 1]
+        axes = (("sequences", 1, True), ("heads", self.group or 1, True))[: self.axes - 1]
         return tuple((name, x, None, (*axes, ("q_rows", 1, False))) for name, x in (("first", self.first), ("end", self.end)))
 
     @staticmethod
@@ -73,16 +74,16 @@ class Intervals(ReadyMask):
 
     @staticmethod
     def prefixes(lengths: Any, length: int) -> Intervals:
-        """A causal mask of sequences of ``length`` tokens whose first keys every query keeps: ``lengths``, int32 of (batch,), says
-        how many."""
+        """A causal mask of sequences of ``length`` tokens whose first keys every query keeps: ``lengths``, int32 of (batch,),
+        says how many."""
         own = _count(lengths, length) + 1
         end = _library_of(lengths).where(own < lengths[:, None], lengths[:, None], own)
         return Intervals(end * 0, end)
 
     @staticmethod
     def padding(lengths: Any, length: int, *, causal: bool = False) -> Intervals:
-        """Sequences of ``length`` tokens of which the first ``lengths``, int32 of (batch,), count: they keep each other, and tokens
-        behind them neither keep keys nor are kept."""
+        """Sequences of ``length`` tokens of which the first ``lengths``, int32 of (batch,), count: they keep each other, and
+        tokens behind them neither keep keys nor are kept."""
         own = _count(lengths, length)
         end = _library_of(lengths).where(own < lengths[:, None], lengths[:, None], own * 0)
         return Intervals(end * 0, end, causal=causal)

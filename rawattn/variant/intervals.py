@@ -114,8 +114,8 @@ def differs_by_head(mask: Any) -> bool:
 
 
 def by_intervals(mask: Any) -> Any:
-    """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes and
-    numbers alone stays a list, or is a built-in mask."""
+    """The mask as one of intervals, where its function says so by elements of each query; itself else. What bounds kv by sizes
+    and numbers alone stays a list, or is a built-in mask."""
     if type(mask) is not FunctionMask:
         return mask
     interval = interval_of(mask.code)
