@@ -287,6 +287,8 @@ GROUPS = [dense(b, n, h, 128, True, kv_heads=8) for b, n, h in ((1, 16384, 32), 
 SETS["few-bwd"] = backward([dense(1, n, h, size, True) for size in (64, 96, 128) for n, h in FEW] + UNEVEN + GROUPS)
 SETS["few-bwd"] += backward([dense(1, n, 1, size, False) for size in (64, 128) for n in (2048, 4096, 5000, 8192)])
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
+SETS["intervals"] = of_functions((*functions.INTERVALS, *functions.DOCUMENTS), (4096, 16384))
+SETS["intervals-bwd"] = backward(SETS["intervals"])
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
