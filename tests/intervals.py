@@ -112,43 +112,49 @@ class Found:
         asked.ask(args, rows, batch, head if self.mask.differs_by_head else 0, which, begin, end, found)
         return list(found)
 
+    def of_rows(self, batch: int, head: int) -> Array:
+        """First and one past the last key of each query of a sequence."""
+        q_len, _, q_start, _ = self.rows(batch)
+        block = head * self.mask.differs_by_head * self.values["interval_q_all"] + batch * self.values["interval_q_blocks"]
+        found: Array = self.scratch["interval_rows"].view(np.int32).reshape(-1, 2)[64 * (block + q_start // 64) :][:q_len]
+        return found
+
     def rows(self, batch: int) -> tuple[int, int, int, int]:
         if self.packed is None:
             return (*self.sizes[2:], 0, 0)
         (q, q_end), (kv, kv_end) = (ends[batch : batch + 2].tolist() for ends in self.packed)
         return q_end - q, kv_end - kv, q, kv
 
-    def check(self, first: Array, end: Array, tiles: tuple[int, int], batch: int = 0, head: int = 0) -> None:
+    def check(
+        self, first: Array, end: Array, tiles: tuple[int, int], batch: int = 0, head: int = 0, exact: bool = False
+    ) -> None:  # fmt: skip
         """Checks a sequence whose queries keep these keys: rows, the tiles of both sides, which of them are full, and that one
-        side is the inverse of the other."""
+        side is the inverse of the other; where ``exact``, that no tile is visited in vain, and none cut that is full."""
         (q_len, kv_len, *_), (tile_q, tile_kv), ask = self.rows(batch), tiles, functools.partial(self.ask, batch=batch, head=head)
         first, end = np.clip(first, 0, kv_len), np.clip(end, 0, kv_len)
         keys = np.arange(-(-kv_len // tile_kv) * tile_kv)
         kept = (keys >= first[:, None]) & (keys < end[:, None])
         q_tiles, kv_tiles = -(-q_len // tile_q), -(-kv_len // tile_kv)
-        for q in range(q_len):
-            begin, last, *_ = ask(2, q, 0, tiles)
-            assert ((keys >= begin) & (keys < last) == kept[q]).all(), f"query {q} keeps other keys"
+        for q in {0, q_len // 2, q_len - 1}:
+            assert ask(2, q, 0, tiles)[:2] == self.of_rows(batch, head)[q].tolist()
+        begins, lasts = self.of_rows(batch, head).T[..., None]
+        assert ((keys >= begins) & (keys < lasts) == kept).all(), "a query keeps other keys"
         visits = np.zeros((q_tiles, kv_tiles), bool)
         for t in range(q_tiles):
             own = kept[t * tile_q : (t + 1) * tile_q].reshape(-1, kv_tiles, tile_kv)
             visits[t] = self._visited(ask(0, t * tile_q, min((t + 1) * tile_q, q_len), tiles), own.any((0, 2)), own.all((0, 2)))
-        if not self.values["interval_scanned"].size > 16 and q_len > 64:
-            return
+        needed = np.array([np.add.reduceat(kept[t * tile_q : (t + 1) * tile_q].any(0), keys[::tile_kv]) for t in range(q_tiles)])
+        assert not exact or (visits == (needed > 0)).all(), "a tile is visited in vain"
         for n in range(kv_tiles):
             span = kept[:, n * tile_kv : (n + 1) * tile_kv]
             each = [span[t * tile_q : (t + 1) * tile_q] for t in range(q_tiles)]
             some, every = (np.array([f(x) for x in each], bool) for f in (np.any, np.all))
             found = self._visited(ask(1, n * tile_kv, (n + 1) * tile_kv, tiles), some, every)
-            assert (found == visits[:, n]).all(), (
-                f"tile {n} of keys and {np.flatnonzero(found != visits[:, n])} of queries differ"
-            )
-
-    def count_visits(self, tiles: tuple[int, int], batch: int = 0, head: int = 0) -> int:
-        """The tiles of keys that all tiles of queries visit."""
-        q_len, tile_q = self.rows(batch)[0], tiles[0]
-        found = [self.ask(0, q, min(q + tile_q, q_len), tiles, batch, head) for q in range(0, q_len, tile_q)]
-        return sum(max(0, end - begin) for begin, _, _, end in found)
+            differ = np.flatnonzero(found != visits[:, n])
+            assert not len(differ), f"tile {n} of keys and {differ} of queries differ"
+            begin, last = ask(1, n * tile_kv, (n + 1) * tile_kv, tiles)[1:3]
+            taken = (np.arange(q_tiles) >= begin) & (np.arange(q_tiles) < last)
+            assert not exact or taken[every].all(), "a full tile is cut"
 
     @staticmethod
     def _visited(ends: list[int], needed: Array, full: Array) -> Array:

@@ -16,7 +16,7 @@ import rawattn
 import rawattn.reference
 from tests import intervals, native
 from tests.emulator.gpu import stand_in
-from tests.intervals import KINDS, LENGTHS, TILES, Found, arrays
+from tests.intervals import KINDS, LENGTHS, RISING, TILES, Found, arrays
 
 torch = pytest.importorskip("torch")
 
@@ -30,15 +30,61 @@ def compiler() -> None:
 def test_tiles_and_their_inverse(kind: str) -> None:
     """Rows, tiles of both sides, and which are full, for arrays of any order."""
 
-    @hypothesis.settings(max_examples=25, derandomize=True, database=None, deadline=None)
+    @hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
     @hypothesis.given(st.integers(0, 1 << 30), LENGTHS, LENGTHS, TILES)
     def test(seed: int, q_len: int, kv_len: int, tiles: tuple[int, int]) -> None:
         first, end = arrays(kind, seed, q_len, kv_len, 2)
         found = Found(lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]), (2, 1, q_len, kv_len))
+        exact = kind in RISING and not any(side % 64 for side in tiles)
         for batch in range(2):
-            found.check(first[batch], end[batch], tiles, batch)
+            found.check(first[batch], end[batch], tiles, batch, exact=exact)
 
     test()
+
+
+@pytest.mark.parametrize("kind", ("documents", "random", "padded", "sliding"))
+def test_of_the_forward(kind: str) -> None:
+    """Without gradients tiles of keys are no wider than what their rows keep, whatever the order of these."""
+    for seed, (q_len, kv_len) in enumerate([(200, 300), (64, 65), (321, 129)]):
+        first, end = arrays(kind, seed, q_len, kv_len)
+        found = Found(rawattn.mask.Intervals(first, end), (1, 1, q_len, kv_len), for_gradients=False)
+        low, high = np.clip(first, 0, kv_len), np.clip(end, 0, kv_len)
+        some, tile_kv = low < high, 48
+        for q in range(0, q_len, 64):
+            rows = slice(q, min(q + 64, q_len))
+            begin, full_begin, full_end, last = found.ask(0, rows.start, rows.stop, (64, tile_kv))
+            own = some[rows]
+            if not own.any():
+                assert begin >= last
+                continue
+            assert (begin, last) == (low[rows][own].min() // tile_kv, -(-high[rows][own].max() // tile_kv))
+            whole = (-(-low[rows].max() // tile_kv), high[rows].min() // tile_kv) if own.all() else (0, 0)
+            assert max(0, min(full_end, last) - max(full_begin, begin)) == max(0, whole[1] - whole[0])
+
+
+@pytest.mark.parametrize("kind", ("documents", "random", "falling", "padded"))
+def test_long_sequences(kind: str) -> None:
+    """More blocks of rows than a thread block has threads: what is carried from one run of them to the next."""
+    q_len, kv_len = 67_000, 70_001
+    first, end = arrays(kind, 3, q_len, kv_len, 1)
+    found = Found(lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]), (1, 1, q_len, kv_len))
+    low, high = np.clip(first[0], 0, kv_len), np.clip(end[0], 0, kv_len)
+    none, count, some = 1 << 30, -(-q_len // 64), low < high
+    at = np.arange(0, q_len, 64)
+    begin = np.minimum.reduceat(np.where(some, low, none), at)
+    begin = np.minimum.accumulate(begin[::-1])[::-1] // 64 * 64
+    last = -(-np.maximum.accumulate(np.maximum.reduceat(np.where(some, high, 0), at)) // 64) * 64
+    blocks = found.scratch["interval_blocks"].view(np.int32).reshape(-1, 4)[:count]
+    np.testing.assert_array_equal(blocks[:, 0], begin)
+    np.testing.assert_array_equal(blocks[:, 3], last)
+    keys = np.arange(0, kv_len, 64)
+    queries = found.scratch["interval_queries"].view(np.int32).reshape(-1, 4)[: len(keys)]
+    np.testing.assert_array_equal(queries[:, 0], np.searchsorted(last, keys, "right"))
+    np.testing.assert_array_equal(queries[:, 3], np.searchsorted(begin, keys + 64, "left"))
+    every = np.logical_and.reduceat(some, at), np.maximum.reduceat(low, at), np.minimum.reduceat(high, at)
+    for key, (_, full_begin, full_end, _) in zip(keys[::7], queries[::7], strict=True):
+        taken = slice(full_begin, full_end)
+        assert (every[0][taken] & (every[1][taken] <= key) & (every[2][taken] >= key + 64)).all()
 
 
 class Case(NamedTuple):
