@@ -86,9 +86,8 @@ struct Sequence {
     }
     // A query without keys has the run [0, 0).
     __device__ IntervalRow find(i32 q) const {
-        const KeptKeys kept = bounds.of(q);
-        const i32 begin = max(kept.before, 0), end = min(kept.end, rows.kv_len);
-        return begin < end ? IntervalRow{begin, end} : IntervalRow{0, 0};
+        const KeptKeys kept = bounds.of(q);  // of keys that are there
+        return kept.before < kept.end ? IntervalRow{kept.before, kept.end} : IntervalRow{0, 0};
     }
     // Every warp has a block at a time, two rows a lane.
     __device__ void find_rows() const {

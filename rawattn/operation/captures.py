@@ -158,7 +158,7 @@ def check_sizes(options: Mapping[str, Any], arrays: Mapping[str, Array], limits:
     length = max(limits.q_len, limits.kv_len) if known else 0
     queries = limits.q_len if known else arrays["q"].shape[1] if "k_cache" in arrays and len(arrays["q"].shape) == 4 else 0
     needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
-    is_packed = "cu_seqlens_q" in arrays  # whose arrays for each query are along q's rows
+    is_packed = "k" in arrays and "cu_seqlens_q" in arrays  # whose arrays for each query are along q's rows
     needed |= {"sequences": 1 if is_packed else limits.batch, "q_rows": arrays["q"].shape[0] if is_packed else limits.q_len}
     for role, function in among(options):
         for name, place, fixed, axes in function.sizes:
@@ -168,7 +168,7 @@ def check_sizes(options: Mapping[str, Any], arrays: Mapping[str, Array], limits:
                 is_length = dim not in ("batch", "sequences", "heads")
                 if dim == "nodes" and block == 1 and queries > n:
                     raise ProblemError(f"{name} has shape {shape}, {n} nodes, but there are {queries} queries; each is a node.")
-                is_known = known or (dim == "q_rows" and is_packed and "k" in arrays)
+                is_known = known or (dim == "q_rows" and is_packed)
                 if n == need or (may_be_one and n == 1) or (is_length and not (is_known and (whole or n < need))):
                     continue
                 if place == NO_ARRAY and n > need:

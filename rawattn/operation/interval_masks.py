@@ -23,8 +23,8 @@ class Intervals(ReadyMask):
     q's rows, (total_q,), (1, total_q) or (1, heads, total_q), and a key has its number in its own sequence, from 0 on. With
     ``group`` the axis of heads has an element for so many query heads side by side: heads / kv_heads of them where it is of key
     heads. ``causal`` keeps no key behind the query's own position besides, the last query standing on the last key, and
-    ``window``, (left, right), none further from it, as in ``attention``. With q_offset and kv_offset queries and keys are counted
-    by positions.
+    ``window``, (left, right), none further from it, as in ``attention``. With q_offset and kv_offset, and over caches, queries
+    and keys are counted by positions.
 
     Keys that are not there are not kept, and a query whose ``first`` is not before its ``end`` keeps none: its o is 0, its lse
     -inf, and its gradient 0. The arrays are read when the call runs, by a launch before, so new ones cost the host nothing. Their

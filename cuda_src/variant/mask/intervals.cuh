@@ -45,7 +45,7 @@ struct Intervals {
         return {kept.begin - first, kept.end - first};
     }
 
-  protected:
+   protected:
     __device__ Intervals(const Args& args, const Rows& at, i32 batch, i32 head) : q_len(at.q_len), kv_len(at.kv_len) {
         const Extent extent = at.extent();
         const i64 q_block = i64(head) * args.interval_q_all + batch * args.interval_q_blocks + extent.q_start / side;
