@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 36456,
     "perf": 6096,
     "cuda_src": 17589,
-    "tests": 50178,
+    "tests": 50188,
 }
 FUNCTION_LINES = 60
 

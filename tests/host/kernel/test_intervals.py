@@ -42,6 +42,16 @@ def test_tiles_and_their_inverse(kind: str) -> None:
     test()
 
 
+@pytest.mark.parametrize(
+    ("kind", "q_len", "kv_len", "tiles"), [("all", 200, 192, (64, 128)), ("causal", 180, 400, (128, 64))], ids=str
+)
+def test_the_last_tiles(kind: str, q_len: int, kv_len: int, tiles: tuple[int, int]) -> None:
+    """A tile with whole blocks of keys, and with keys that are not there; keys that no block of an odd number of them keeps."""
+    first, end = arrays(kind, 0, q_len, kv_len)
+    found = Found(rawattn.mask.Intervals(first, end), (1, 1, q_len, kv_len))
+    found.check(first, end, tiles, exact=True)
+
+
 @pytest.mark.parametrize("kind", ("documents", "random", "padded", "sliding"))
 def test_of_the_forward(kind: str) -> None:
     """Without gradients tiles of keys are no wider than what their rows keep, whatever the order of these."""
