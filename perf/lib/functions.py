@@ -236,7 +236,8 @@ FUNCTIONS = {
 }  # fmt: skip
 DOCUMENTS = ("documents", "documents+causal", "documents+sliding")
 INTERVALS = ("intervals", "intervals+causal", "intervals+sliding")
-MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask" and name not in INTERVALS)
+MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask")
+LISTS = tuple(name for name in MASKS if name not in INTERVALS)
 SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score")
 
 

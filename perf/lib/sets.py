@@ -256,10 +256,10 @@ SETS["wide-decode"] = [  # heads of 512 over caches, of Gemma 4 and DeepSeek-V4
     for heads, kv_heads in ((32, 4), (16, 1)) for kv_len in (8192, 32768) for n in (1, 8, 64) for split in ("auto", 512)
 ]  # fmt: skip
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
-    "masks": of_functions(functions.MASKS, (4096, 16384)),
+    "masks": of_functions(functions.LISTS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
     "functions": of_functions(("causal", "sliding", "documents", "neighbours", "blocks", "alibi", "pair_bias"), (4096,), (128,)),
-    "masks-64k": of_functions(functions.MASKS, (65536,)),
+    "masks-64k": of_functions(functions.LISTS, (65536,)),
     "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
 }
 SETS["paper-bwd"] = backward(SETS["paper"])

@@ -18,7 +18,7 @@ from rawattn.compile import compiler
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 36456,
-    "perf": 6096,
+    "perf": 6097,
     "cuda_src": 17589,
     "tests": 50188,
 }
