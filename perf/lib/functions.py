@@ -18,6 +18,7 @@ from rawattn.testing import Case
 from rawattn.trace.capture import ELEMENTS
 from rawattn.trace.proofs import Limits
 from rawattn.variant.function import option_of
+from rawattn.variant.intervals import by_intervals
 from rawattn.variant.mask import Causal, Window, kept_pairs
 
 WINDOW, DOCUMENT, NEIGHBOURS, BLOCK, KEPT_BLOCKS, REACH = 1024, 1024, 13, 128, 0.1, 128
@@ -89,6 +90,30 @@ def documents_causal(case: Case, device: str) -> Any:
 def documents_sliding(case: Case, device: str) -> Any:
     ids = _ids(case, device)
     return lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv) & (q - kv <= WINDOW // 2)
+
+
+def _bounds(case: Case, device: str) -> tuple[Any, Any]:
+    """First and end of each query's document."""
+    import torch
+
+    each = [np.repeat([(end - n, end) for end, n in zip(np.cumsum(x), x, strict=True)], x, 0) for x in document_lengths(case)]
+    both = torch.from_numpy(np.stack(each).astype(np.int32)).to(device)
+    return both[..., 0].contiguous(), both[..., 1].contiguous()
+
+
+def intervals(case: Case, device: str) -> Any:
+    first, end = _bounds(case, device)
+    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q])
+
+
+def intervals_causal(case: Case, device: str) -> Any:
+    first, end = _bounds(case, device)
+    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]) & (q >= kv)
+
+
+def intervals_sliding(case: Case, device: str) -> Any:
+    first, end = _bounds(case, device)
+    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]) & (q >= kv) & (q - kv <= WINDOW // 2)
 
 
 def _document_pairs(option: Any, case: Case) -> int:
@@ -192,6 +217,15 @@ FUNCTIONS = {
         "mask", documents_sliding, lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
         lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
     ),
+    "intervals": Function("mask", intervals, functools.partial(_document_pairs, Window(None, None)), _packed, by_batch=True),
+    "intervals+causal": Function(
+        "mask", intervals_causal, functools.partial(_document_pairs, Causal()),
+        functools.partial(_packed, causal=True), by_batch=True,
+    ),
+    "intervals+sliding": Function(
+        "mask", intervals_sliding, lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
+        lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
+    ),
     "prefix": Function("mask", prefix, _prefix_pairs, by_batch=True),
     "neighbours": Function("mask", neighbours, lambda case: case.batch * case.heads * case.q_len * NEIGHBOURS**2),
     "blocks": Function("mask", blocks, lambda case: case.batch * BLOCK**2 * int(_table(case).sum()), by_head=True),
@@ -200,7 +234,10 @@ FUNCTIONS = {
     "temperature": Function("score", temperature, _pairs_of_score, _plain),
     "t5_table": Function("score", t5_table, _pairs_of_score, _plain),
 }  # fmt: skip
+DOCUMENTS = ("documents", "documents+causal", "documents+sliding")
+INTERVALS = ("intervals", "intervals+causal", "intervals+sliding")
 MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask")
+LISTS = tuple(name for name in MASKS if name not in INTERVALS)
 SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score")
 
 
@@ -209,7 +246,7 @@ def option(name: str, case: Case) -> Any:
     role = FUNCTIONS[name].role
     traced, arrays, numbers = trace.bind(FUNCTIONS[name].make(case, "meta"), role)
     forms = tuple((ELEMENTS[str(x.dtype).rpartition(".")[2]][0], tuple(x.shape)) for x in arrays)
-    return option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len))
+    return by_intervals(option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len)))
 
 
 def of_part(role: str, function: Any, batch: int, head: int) -> Any:

@@ -256,10 +256,10 @@ SETS["wide-decode"] = [  # heads of 512 over caches, of Gemma 4 and DeepSeek-V4
     for heads, kv_heads in ((32, 4), (16, 1)) for kv_len in (8192, 32768) for n in (1, 8, 64) for split in ("auto", 512)
 ]  # fmt: skip
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
-    "masks": of_functions(functions.MASKS, (4096, 16384)),
+    "masks": of_functions(functions.LISTS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
     "functions": of_functions(("causal", "sliding", "documents", "neighbours", "blocks", "alibi", "pair_bias"), (4096,), (128,)),
-    "masks-64k": of_functions(functions.MASKS, (65536,)),
+    "masks-64k": of_functions(functions.LISTS, (65536,)),
     "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
@@ -287,6 +287,8 @@ GROUPS = [dense(b, n, h, 128, True, kv_heads=8) for b, n, h in ((1, 16384, 32), 
 SETS["few-bwd"] = backward([dense(1, n, h, size, True) for size in (64, 96, 128) for n, h in FEW] + UNEVEN + GROUPS)
 SETS["few-bwd"] += backward([dense(1, n, 1, size, False) for size in (64, 128) for n in (2048, 4096, 5000, 8192)])
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
+SETS["intervals"] = of_functions((*functions.INTERVALS, *functions.DOCUMENTS), (4096, 16384))
+SETS["intervals-bwd"] = backward(SETS["intervals"])
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))

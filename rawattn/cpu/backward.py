@@ -15,7 +15,7 @@ import numpy as np
 from ..driver.device import cpu as this_cpu
 from ..errors import UnsupportedError
 from ..reference.formula import Dropped, Formula
-from ..variant.mask import Pairs
+from ..variant.mask import Pairs, of_sequence
 from ..variant.score import Score
 from .cost import backward_seconds, threads_for
 from .forward import batch_of, formula_of, lse_batch_of, sink_logits_of
@@ -189,10 +189,20 @@ def _make_works(
     """The units of a backward; and, of each head of sequences whose keys are in several units, dq and what they add to it."""
     (batch, q_len, heads), (kv_len, kv_heads) = whole.q.shape[:3], whole.k.shape[1:3]
     cuts = max(1, BACKWARD_UNITS // max(1, len(spots) * kv_heads))
-    if is_dense and len(spans_of(kv_len, cuts)) == 1 and q_len * heads <= SMALL and batch * kv_heads <= SMALL:
+    if (
+        is_dense
+        and mask.of_sequence is None
+        and len(spans_of(kv_len, cuts)) == 1
+        and q_len * heads <= SMALL
+        and batch * kv_heads <= SMALL
+    ):
         return [whole._replace(units=dense_key_units(mask, heads, kv_heads, batch, q_len, kv_len))], []
-    units_of = functools.cache(functools.partial(key_units, mask, heads, kv_heads, cuts))
-    each = [(i, spot, units_of(spot[2], spot[4])) for i, spot in enumerate(spots)]
+
+    @functools.cache
+    def units_of(number: int, n: int, keys: int) -> list[Units]:
+        return key_units(of_sequence(mask, number), heads, kv_heads, cuts, n, keys)
+
+    each = [(i, spot, units_of(0 if mask.of_sequence is None else i, spot[2], spot[4])) for i, spot in enumerate(spots)]
     uncut = [(spans[0], (spot[0], spot[1], spot[0], spot[3], i)) for i, spot, spans in each if len(spans) == 1]
     works, sums = [whole._replace(units=join_units([units for units, _ in uncut], [at for _, at in uncut]))], []
     for i, (number, row, n, key, _), spans in each:

@@ -17,7 +17,7 @@ from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.mask import Causal, Full
 from ..variant.walk import IntervalTurn, ListTurn, lists
-from . import group, pyramid, tiling
+from . import group, intervals, pyramid, tiling
 from .base import Kernel
 from .program import Buffer, Launch, Program
 from .render import config_header, source
@@ -283,6 +283,7 @@ class BackwardKernel(Kernel[Backward]):
         more, sums = captured(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(launch for launch in (*launches, *more) if launch.grid), buffers)
+        program = intervals.before(program, forward, options(forward)["Rows"], device, for_gradients=True)
         return pyramid.before(program, forward.mask, device)
 
 

@@ -16,7 +16,7 @@ from ..operation.operand import Layout
 from ..variant import Option
 from ..variant.field import Fields
 from ..variant.walk import lists
-from . import pyramid, tiling
+from . import intervals, pyramid, tiling
 from .program import Launch, Program
 
 Op = TypeVar("Op", bound=Operation)
@@ -223,6 +223,10 @@ class ForwardKernel(OneLaunch[Forward]):
 
     def rendered_kind(self, op: Forward, config: Any) -> tuple[Any, ...]:
         return op.kind, op.layout.tma_captured
+
+    def lower(self, op: Any, config: Any, device: Device) -> Program:
+        rows = tiling.placed_rows(op, tiling.whole_rows(op))
+        return intervals.before(super().lower(op, config, device), op, rows, device)
 
     def tiles(self, op: Forward, config: Any, device: Device) -> tiling.QueryTiles:
         """The tiles of dense queries, from which the grid and some of ``values`` follow."""

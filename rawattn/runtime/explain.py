@@ -45,7 +45,8 @@ class Explanation:
     @property
     def generated(self) -> dict[str, str]:
         """The CUDA C that was written for functions, by the name of the file that it stands for."""
-        options = (getattr(self._forward, name, None) for name in functions.ROLES)
+        options = [getattr(self._forward, name, None) for name in functions.ROLES]
+        options += [getattr(option, "bounds", None) for option in options]
         return {name: text for option in options for name, text in getattr(option, "texts", {}).items()}
 
     def count_tiles(self, **tensors: Any) -> TileClasses:

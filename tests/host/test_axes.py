@@ -17,6 +17,7 @@ from rawattn.kernel import render
 from rawattn.operation import Append, Backward, Combine
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.intervals import by_intervals
 from rawattn.variant.mask import Causal
 from tests import decode
 from tests.operations import forward, replace
@@ -25,7 +26,7 @@ from tests.traced import function
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
 BEGIN, END = "<!-- axes: python -m tests.host.test_axes -->\n", "<!-- axes end -->\n"
 TABLE = np.zeros((4, 64), np.float32)
-ORDER = np.zeros(300, np.int32)
+ORDER, ENDS = np.zeros((2, 300), np.int32)
 
 
 def operations() -> Iterator[tuple[Any, ...]]:
@@ -35,6 +36,8 @@ def operations() -> Iterator[tuple[Any, ...]]:
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
     blocks, _ = function(lambda b, h, q, kv: ORDER[q] >= ORDER[kv], "mask", (2, 4, 300, 300))
+    runs, _ = function(lambda b, h, q, kv: (ORDER[q] <= kv) & (kv < ENDS[q]), "mask", (2, 4, 300, 300))
+    yield "sm_90a", Backward(replace(plain, mask=by_intervals(runs), q_len=300, kv_len=300))
     scored = replace(plain, score=one, mask=blocks, q_len=300, kv_len=300)
     shared = replace(plain, kv_heads=1, sinks=True, q_lens=True, kv_lens=True)
     for arch in ("sm_90a", "sm_80"):
