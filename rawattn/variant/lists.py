@@ -48,6 +48,39 @@ class BlockLists(TokenLists):
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockWalk(Option):
+    """Key tiles of attn_fwd, those of lists of blocks of ``block_kv`` keys, one for each ``block_q`` queries, whose ``numbers`` say
+    which."""
+
+    numbers: BlockLists
+    block_q: int
+    block_kv: int
+    source: ClassVar[str] = "variant/walk/blocks.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.numbers.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.numbers.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"listed_block_q": self.block_q, "listed_block_kv": self.block_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers.fields, Field("listed_heads", "i32"), Field("violations", "u32*", Violations()))
+
+
+class BlockPairWalk(BlockWalk):
+    """The same, where each half of a tile of queries has a list."""
+
+    source: ClassVar[str] = "variant/walk/block_pairs.cuh"
+
+
+@dataclasses.dataclass(frozen=True)
 class ListedRows(Wrapper):
     """Rows of blocks of ``block_q`` queries, each a sequence of its own with ``block_kv`` keys for each number of its list, of
     real sequences, ``base``. Where these are ``ragged`` and each query has a list, the query's row says which sequence is its."""
