@@ -1,5 +1,5 @@
-"""Lists of blocks of keys for tests, benign and adversarial, and attention with its gradients over them by the dense formula, in which
-a pair counts as often as its block is listed."""
+"""Lists of blocks of keys for tests, benign and adversarial, and attention with its gradients over them by the dense formula, in
+which a pair counts as often as its block is listed."""
 
 from __future__ import annotations
 

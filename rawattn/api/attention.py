@@ -62,7 +62,7 @@ def attention(
         seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
-        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``, lists of each query's keys; without dropout and offsets. ``Blocks`` says which have gradients.
+        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``, lists of each query's keys; without dropout and offsets.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with

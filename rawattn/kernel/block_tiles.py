@@ -1,4 +1,4 @@
-"""attn_fwd.cu over lists of blocks: a tile's queries have a list, or each half of them, and the list's blocks are whole key tiles."""
+"""attn_fwd.cu over lists of blocks, which are whole key tiles: a tile's queries have a list, or each half of them."""
 
 from __future__ import annotations
 

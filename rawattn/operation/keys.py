@@ -13,7 +13,7 @@ from ..errors import ProblemError, UnsupportedError
 from .operand import Operand, check_contiguous, check_int32, check_like
 
 NO_GRADIENT = (
-    "keys was given and an input requires grad, and on a GPU only Blocks of 64 or 128 queries and keys, or multiples of them, have "
+    "keys was given and an input requires grad, and on a GPU only Blocks of 64 or 128 keys and a multiple of 64 queries have "
     "gradients; call under torch.no_grad(), or on detached inputs."
 )
 NO_ARRAYS = (int, float, str, bytes, list, tuple, dict, set, range)

@@ -179,8 +179,8 @@ def kept_places(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Some queries of a sequence, a run of keys that holds all that they keep, or the places that a list names, and which pairs they
-    keep.
+    """Some queries of a sequence, a run of keys that holds all that they keep, or the places that their list names, and which
+    pairs they keep.
 
     ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys;
     ``rows`` says which of the wanted queries these are.
@@ -424,8 +424,8 @@ class Formula:
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
         dsinks: Any, known: tuple[Any, Any] | None = None, token: int = 0,
     ) -> None:  # fmt: skip
-        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``, that of
-        its first row among all that have lists ``token``. ``known`` are lse and delta where they come from more keys than
+        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``, that
+        of its first row among all that have lists ``token``. ``known`` are lse and delta where they come from more keys than
         these."""
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])

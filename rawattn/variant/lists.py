@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import Option, Wrapper
 from .field import AxisStride, Field, Fields, Pointer, Violations
@@ -49,8 +49,7 @@ class BlockLists(TokenLists):
 
 @dataclasses.dataclass(frozen=True)
 class BlockWalk(Option):
-    """Key tiles of attn_fwd, those of lists of blocks of ``block_kv`` keys, one for each ``block_q`` queries, whose ``numbers`` say
-    which."""
+    """Key tiles of attn_fwd: those that lists of blocks of ``block_kv`` keys name, of which each ``block_q`` queries have one."""
 
     numbers: BlockLists
     block_q: int
@@ -72,6 +71,29 @@ class BlockWalk(Option):
     @property
     def fields(self) -> Fields:
         return (*self.numbers.fields, Field("listed_heads", "i32"), Field("violations", "u32*", Violations()))
+
+
+@dataclasses.dataclass(frozen=True)
+class BesideLists(Wrapper):
+    """A mask beside lists of blocks, which say what tiles are visited: it says what of them is kept."""
+
+    base: Any
+
+    @property
+    def cuda_type(self) -> str:
+        return str(self.base.cuda_type)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.base.sources)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return dict(self.base.values)
+
+    @property
+    def lists(self) -> bool:
+        return True
 
 
 class BlockPairWalk(BlockWalk):

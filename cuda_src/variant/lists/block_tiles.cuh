@@ -1,17 +1,9 @@
 #pragma once
 // The key tiles that the lists of blocks of a tile of queries name, in the lists' order, each as often as it is listed: those of which the
 // mask keeps a key. A block of keys is one or several tiles, and a list is that of all rows, or of 64 of them and more.
-#include "variant/lists/key_list.cuh"
+#include "variant/lists/list_of_block.cuh"
 #include "variant/walk/key_interval.cuh"
 #include "variant/walk/visit.cuh"
-
-// The list of the block of queries that `q_begin` is in.
-template <class L>
-__device__ KeyList<L> list_of(const Args& args, i32 sequence, i32 head, i32 q_begin, i32 kv_len) {
-    const i32 block = q_begin / cfg::listed_block_q;
-    const bool is_there = block < args.listed_blocks;  // packed sequences may be longer than their lists say
-    return KeyList<L>(args, WorkTile{sequence * args.listed_blocks + (is_there ? block : 0), head / args.listed_heads, 0, 0}, is_there ? kv_len : 0);
-}
 
 // Those of one list, by a whole warp: its rows are those of warpgroups [first, first + count) of the block.
 template <class L, i32 count>
@@ -25,7 +17,8 @@ struct BlockTiles {
     Visit mine;     // this lane's of these
 
     __device__ BlockTiles(const Args& args, const Rows& rows, const Mask& mask, const WorkTile& work, i32 first)
-        : args(args), list(list_of<L>(args, work.batch, work.head, work.q_begin + 64 * first, work.q_begin + 64 * first < rows.q_len ? rows.kv_len : 0)), first(first) {
+        : args(args), list(list_of_block<L>(args, work.batch, work.head, (work.q_begin + 64 * first) / cfg::listed_block_q, rows.q_len, rows.kv_len)),
+          first(first) {
 #pragma unroll
         for (i32 i = 0; i < count; ++i) ranges[i] = tiles_of(mask, rows, work.q_begin + 64 * (first + i), 64);
         list.check_count(args);

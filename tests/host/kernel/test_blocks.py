@@ -1,4 +1,4 @@
-"""This module compares kernels over lists of blocks, run thread by thread on the CPU, with the dense formula: results and gradients."""
+"""This module compares kernels over lists of blocks, run thread by thread on the CPU, with the dense formula."""
 
 from __future__ import annotations
 
@@ -60,3 +60,28 @@ def test_all_blocks_in_order_have_the_bits_of_a_list_of_tiles(tmp_path: pathlib.
     stand_in(monkeypatch, tmp_path, sm_count=2)
     results = [CASES["duplicates"].forward(put, kernel="attn_fwd", config=config) for config in (ALONE, PAIR)]
     assert all(np.array_equal(a.float(), b.float()) for a, b in zip(*results, strict=True))
+
+
+def rounded(case: BlockCase, name: str) -> Any:
+    """A result of the forward, rounded as a kernel rounds it."""
+    each = [case.wanted(i)[name] for i in range(len(case.lengths))]
+    joined = np.concatenate(each, 1 if name == "lse" else 0) if case.packed else np.stack(each)
+    return put(joined.astype(case.element.lse_dtype if name == "lse" else case.element.dtype))
+
+
+@names(("duplicates", "wrong", "some empty", "heads", "packed", "lengths", "blocks of 128", "sinks", "128 x 64"))
+def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, word = CASES[name], stand_in(monkeypatch, tmp_path, sm_count=2)
+    gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
+    case.check(case.gradient_names(), gradients)
+    assert word[0] == (256 if case.kind == "wrong" else 0)
+
+
+@names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_backward_by_mma(name: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASES[name], dtype=dtype)
+    word = stand_in(monkeypatch, tmp_path, sm_count=2)
+    gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd_mma")
+    case.check(case.gradient_names(), gradients, None if dtype == "bf16" else 1e-4)
+    assert word[0] == (256 if case.kind == "wrong" else 0)
