@@ -147,20 +147,15 @@ class CpuBackward(Cpu):
         seconds = backward_seconds(forward.pairs * forward.batch * forward.heads, forward.head_dim + forward.head_dim_v)
         return seconds / config.threads + config.threads * SECONDS_PER_THREAD
 
-    def run(
-        self, op: Any, config: Any, seed: Array | None = None, keys: Array | None = None, keys_counts: Array | None = None,
-        **arrays: Any,
-    ) -> None:  # type: ignore[override]  # fmt: skip
+    def run(self, op: Any, config: Any, seed: Array | None = None, **arrays: Any) -> None:  # type: ignore[override]
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         inputs = {each.name: arrays.pop(each.name) for each in op.captured}
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
         spec, scale = host_functions.on_host(op.forward.spec, inputs, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
         captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
-        lists = None
-        if keys is not None:
-            numbers = {"keys": keys} | ({} if keys_counts is None else {"keys_counts": keys_counts})
-            lists = ListedKeys(op.forward.spec.keys, numbers, op.forward.heads)
+        numbers: dict[str, Any] = {name: arrays.pop(name) for name in ("keys", "keys_counts") if name in arrays}
+        lists = ListedKeys(op.forward.spec.keys, numbers, op.forward.heads) if numbers else None
         run_backward(**arrays, **options, captured=captured, lists=lists, threads=config.threads)
 
 

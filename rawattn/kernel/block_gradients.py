@@ -151,9 +151,7 @@ class AttnBwdMmaBlocks(AttnBwdMma):
         lists = op.forward.spec.keys
         assert lists is not None
         if config.tile_kv != lists.block_kv or lists.block_q % config.tile_q:
-            return (
-                f"tile_kv is {config.tile_kv} and tile_q {config.tile_q}; they must be a block of keys, and divide one of queries"
-            )
+            return f"tile_kv is {config.tile_kv} and tile_q {config.tile_q}; they must be block_kv, and divide block_q"
         return super().legal(config, placed(op), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
@@ -163,11 +161,10 @@ class AttnBwdMmaBlocks(AttnBwdMma):
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdMmaConfig]:
         """The configuration for the head sizes, with as many keys of a warp as a block of keys asks for."""
         plain = config_of(without_lists(op).forward, device)
-        found = [plain] * (self.legal(plain, op, device) is None)
-        per_warp = (2, 1) if op.forward.element == FP32 else (1, 2)
-        for tile_q, warps, m_tiles, sharing in itertools.product((64, 32), (8, 4), per_warp, (2, 1, 4)):
-            shape = {"tile_q": tile_q, "warps": warps, "m_tiles_per_warp": m_tiles, "sharing": sharing, "ctas_per_sm": 1}
-            shape |= {"chunk_q": min(tile_q // sharing, 16 if m_tiles == 2 else 32)}
+        found, is_tight = list[AttnBwdMmaConfig](), op.forward.element == FP32 and op.forward.widest > 64
+        for tile_q, warps, m_tiles, sharing in itertools.product((64, 32), (8, 4), (1, 2), (2, 1, 4)):
+            shape: dict[str, Any] = {"tile_q": tile_q, "warps": warps, "m_tiles_per_warp": m_tiles, "sharing": sharing}
+            shape |= {"chunk_q": min(tile_q // sharing, 16 if m_tiles == 2 or is_tight else 32), "ctas_per_sm": 1}
             for stages in (plain.q_stages, 1):
                 config = dataclasses.replace(plain, **shape, q_stages=stages, do_stages=min(stages, plain.do_stages))
                 config = dataclasses.replace(config, dq_row_warps=dq_row_warps(op.forward, config))

@@ -406,8 +406,9 @@ class Formula:
             batch_head, kv_head = (origin[0], head), head // (q.shape[1] // k.shape[1])
             for tile in self.tiles_of_head(batch_head, queries, len(q), len(k), origin[1]):
                 to = self.xp.asarray(at[tile.rows], **self.device)
-                rows = (cast(x, self.dtype) for x in (q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]))
-                o[to, head], lse[head, to] = self.attend(*rows, sink, batch_head, tile)
+                rows = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
+                inputs = [cast(x, self.dtype) for x in rows]
+                o[to, head], lse[head, to] = self.attend(inputs[0], inputs[1], inputs[2], sink, batch_head, tile)
 
     def attend_listed(
         self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], query: int, places: Any, lengths: tuple[int, int]

@@ -141,7 +141,7 @@ def arrays_and_options(
     *lists, options["keys"] = parted(options.get("keys"))
     chosen = arguments.choose(Options, caller, options)
     if chosen.keys is not None:
-        inputs = inputs._replace(keys=lists[0], keys_counts=lists[1])
+        inputs = inputs._replace(keys=lists[0], keys_counts=lists[1])  # type: ignore[attr-defined]
     if any(x is not None for x in shorthands):
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)
