@@ -1,8 +1,8 @@
 """Which blocks of keys are worth attention: scores of blocks and their largest, as lists for ``attention(keys=...)``.
 
 A block of queries is scored by the mean of its rows, a block of keys by the mean of its own (MoBA, arXiv 2502.13189; VSA, arXiv
-2505.13389), or by the largest product that any of its keys has (MiniMax-M3's indexer). A softmax over blocks makes scores of heads
-comparable, whose sum chooses for heads that share keys (NSA, arXiv 2502.11089).
+2505.13389), or by the largest product that any of its keys has (MiniMax-M3's indexer). A softmax over blocks makes scores of
+heads comparable, whose sum chooses for heads that share keys (NSA, arXiv 2502.11089).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def top_blocks(
         block_q, block_kv: queries and keys of a block; the last block of a sequence may have fewer, whose mean is its own.
         causal: leaves out blocks behind the last query of a block. The last query stands at the last key.
         scale: a factor of products, 1 / sqrt(head_dim) by default.
-        score: "mean" of a block's keys, or "max", the largest product that the mean of a block of queries has with any of its keys.
+        score: "mean" of a block's keys, or "max", the largest product of any of its keys with the mean of a block of queries.
         share_heads: the heads of q that share a key head have one list, by the sum of their probabilities; else each has its own.
         first, local: blocks that count as the best: the first of the sequence, and the last up to that of the queries' own place.
 
@@ -124,8 +124,8 @@ def _score(xp: Any, q: Any, k: Any, blocks: tuple[int, int], scale: float, score
 
 
 def _weigh(xp: Any, scores: Any, allowed: Any, heads: int) -> Any:
-    """Probabilities of blocks, (batch, heads, blocks of queries, blocks of keys), summed over heads that share; -inf for those that
-    are not allowed."""
+    """Probabilities of blocks, (batch, heads, blocks of queries, blocks of keys), summed over heads that share; -inf for those
+    that are not allowed."""
     if not scores.shape[-1]:
         return scores.reshape(scores.shape[0], scores.shape[1] * scores.shape[2], *scores.shape[3:])[:, :heads]
     scores = xp.where(allowed & ~xp.isnan(scores), scores, -float("inf"))

@@ -45,12 +45,12 @@ def wanted(q: Any, k: Any, most: int, block_q: int, block_kv: int, causal: bool,
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(0, 70), st.integers(0, 90), st.sampled_from((1, 8, 16)), st.sampled_from((8, 16)), st.integers(1, 6), st.booleans(),
-    st.sampled_from(("mean", "max")), st.booleans(), st.integers(0, 2), st.integers(0, 2), st.booleans(),
+    st.integers(0, 70), st.integers(0, 90), st.sampled_from((1, 8, 16)), st.sampled_from((8, 16)), st.integers(1, 6),
+    st.booleans(), st.sampled_from(("mean", "max")), st.booleans(), st.integers(0, 2), st.integers(0, 2), st.booleans(),
 )  # fmt: skip
 def test_definition(
-    q_len: int, kv_len: int, block_q: int, block_kv: int, most: int, causal: bool, score: str, share: bool, first: int, local: int,
-    ties: bool,
+    q_len: int, kv_len: int, block_q: int, block_kv: int, most: int, causal: bool, score: str, share: bool, first: int,
+    local: int, ties: bool,
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(q_len)
     q, k = rng.standard_normal((2, q_len, 4, 8)), rng.standard_normal((2, kv_len, 2, 8))
