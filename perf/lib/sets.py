@@ -233,7 +233,8 @@ def backward(cases: list[Case], kernel: str = "") -> list[Case]:
 
 def _backward(**fields: Any) -> BackwardCase:
     made: Any = FunctionBackwardCase if "function" in fields else BlocksBackwardCase if "block" in fields else BackwardCase
-    return made(**fields)  # type: ignore[no-any-return]
+    found: BackwardCase = made(**fields)
+    return found
 
 
 def constant_time(case: Case) -> Case:

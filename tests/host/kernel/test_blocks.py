@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from rawattn.kernel import block_gradients
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _move
 from tests.block_lists import CASES, BlockCase, block_cases
@@ -71,7 +72,7 @@ def rounded(case: BlockCase, name: str) -> Any:
 
 @names(("duplicates", "wrong", "some empty", "heads", "packed", "lengths", "blocks of 128", "sinks", "128 x 64"))
 def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, word = CASES[name], stand_in(monkeypatch, tmp_path, sm_count=2)
+    case, word = CASES[name], stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
     case.check(case.gradient_names(), gradients)
     assert word[0] == (256 if case.kind == "wrong" else 0)
@@ -81,7 +82,18 @@ def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_backward_by_mma(name: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(CASES[name], dtype=dtype)
-    word = stand_in(monkeypatch, tmp_path, sm_count=2)
+    word = stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd_mma")
     case.check(case.gradient_names(), gradients, None if dtype == "bf16" else 1e-4)
     assert word[0] == (256 if case.kind == "wrong" else 0)
+
+
+def test_lists_of_more_tiles_than_are_counted_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 key tiles, 32 at a time, by two warps that sort 32 columns each."""
+    stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
+    for name, value in (("STEPS_THREADS", 32), ("STEPS_CHUNK", 32), ("SORT_THREADS", 64), ("SORT_COLUMNS", 32)):
+        monkeypatch.setattr(block_gradients, name, value)
+    monkeypatch.setattr(block_gradients.ATTN_BWD_BLOCKS, "_cache", {})
+    case = BlockCase("duplicates", 40, lengths=((200, 5000),), heads=1, head_dim=16, head_dim_v=16, counts=True)
+    gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
+    case.check(case.gradient_names(), gradients)
