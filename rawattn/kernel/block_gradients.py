@@ -109,8 +109,8 @@ class AttnBwdBlocks(AttnBwd):
         return reasons
 
     def legal(self, config: AttnBwdConfig, op: Backward, device: Device) -> str | None:
-        if config.consumers != 2 or config.store == "final" or config.order != "at_once":
-            return "over lists of blocks consumers is 2, order 'at_once', and store not 'final'"
+        if config.consumers != 2 or config.store == "final" or config.order == "dp_later":
+            return "over lists of blocks consumers is 2, store not 'final', and order not 'dp_later'"
         return super().legal(config, placed(op), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
@@ -125,6 +125,8 @@ class AttnBwdBlocks(AttnBwd):
         columns, (producer, consumer) = op.forward.head_dim, (56, 224) if op.forward.widest > 96 else (72, 216)
         config = AttnBwdConfig(dq_parts=2, dq_columns=64) if columns > 96 else AttnBwdConfig(dq_columns=columns)
         config = dataclasses.replace(config, producer_registers=producer, consumer_registers=consumer, steps="apart")
+        if columns > 96 and op.forward.has_plain_score:  # a warpgroup without a step's keys is a step ahead then
+            config = dataclasses.replace(config, order="step_later")
         return [config] if self.legal(config, op, device) is None else []
 
     def cost(self, config: AttnBwdConfig, op: Backward, device: Device) -> float:
