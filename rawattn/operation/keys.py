@@ -75,6 +75,10 @@ class Blocks:
         block_kv: keys of a block, a power of two up to 1024.
 
     -1 is none; the rest is as for ``TopK``. Where sequences are packed, queries behind the last block keep no key.
+
+    Blocks of 64 or 128 keys and a multiple of 64 queries are whole tiles of kernels with tensor cores: these have gradients on
+    GPUs, beside built-in masks, where a block counts as often as it is listed. On the CPU all lists have. Lists that rise share
+    most of what they read.
     """
 
     indices: Any

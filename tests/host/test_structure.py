@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35930,
-    "perf": 6060,
-    "cuda_src": 17380,
-    "tests": 49340,
+    "rawattn": 36570,
+    "perf": 6140,
+    "cuda_src": 17960,
+    "tests": 49930,
 }
 FUNCTION_LINES = 60
 
@@ -38,7 +38,7 @@ FLOORS = (
     ("array",),
     ("variant",),
     ("operation",),
-    ("kernel", "mask", "reference", "score"),
+    ("kernel", "mask", "reference", "score", "sparse"),
     ("cpu",),
     ("runtime",),
     ("api", "serving", "testing"),
