@@ -99,6 +99,10 @@ def _render_lists(op: Forward, tile_kv: int, arch: str) -> tuple[Source, Fields]
 class AttnBwdBlocks(AttnBwd):
     """The kernel over lists of blocks."""
 
+    def meant_for(self, op: Backward, device: Device) -> bool:
+        """Says whether it is made for the operation."""
+        return super().meant_for(op, device) and not gradient_reasons(op)
+
     def prefers(self, op: Backward, device: Device) -> bool:
         return True
 

@@ -48,6 +48,10 @@ def list_values(op: Forward) -> dict[str, float]:
 class AttnFwdBlocks(AttnFwd):
     """The kernel over lists of blocks. Tiles of 64 queries share a multiprocessor, or two of them a tile."""
 
+    def meant_for(self, op: Forward, device: Device) -> bool:
+        """Says whether it is made for the operation: other lists are other kernels'."""
+        return super().meant_for(op, device) and not list_reasons(op)
+
     def prefers(self, op: Forward, device: Device) -> bool:
         return True
 

@@ -164,7 +164,7 @@ def have_tiles(lists: KeyLists) -> bool:
 
 def check_gradient(lists: KeyLists | None, is_cpu: bool) -> None:
     """Raises UnsupportedError where a call with these lists has no gradients."""
-    if lists is not None and not is_cpu and not have_tiles(lists):
+    if lists is not None and not is_cpu and not (have_tiles(lists) and lists.block_kv <= 128):
         raise UnsupportedError(NO_GRADIENT)
 
 
