@@ -23,7 +23,7 @@ def block_sparse_attn_func(
     >>> o = block_sparse_attn_func(q, k, v, cu, cu, torch.tensor([0, 1]), None, mask, 512, 512, 0.0, is_causal=True)
 
     Args:
-        head_mask_type: (heads,) integers, which the host reads: 0 for a head without a mask, 1 for the next one of base_blockmask.
+        head_mask_type: (heads,) integers, which the host reads: 0 for a head without a mask, 1 for base_blockmask's next one.
         base_blockmask: bools, (batch, masks, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)).
         deterministic: gradients have the same bits on every run, whatever it says.
 

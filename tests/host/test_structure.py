@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 36570,
+    "rawattn": 36630,
     "perf": 6140,
     "cuda_src": 17960,
-    "tests": 49930,
+    "tests": 49990,
 }
 FUNCTION_LINES = 60
 
