@@ -226,5 +226,6 @@ CASES = {
     "blocks of 128": BlockCase("duplicates", 3, 128, 128, ((300, 330),), causal=True),
     "64 x 128": BlockCase("duplicates", 3, 64, 128, ((130, 330),)),
     "128 x 64": BlockCase("wrong", 4, 128, 64, ((300, 200),), counts=True),
+    "one block each": BlockCase("random", 1, lengths=((460, 256),), head_dim=128, head_dim_v=128, heads=1),
     "head_dim 128": BlockCase("descending", 3, head_dim=128, head_dim_v=128, heads=1, causal=True),
 }

@@ -70,7 +70,9 @@ def rounded(case: BlockCase, name: str) -> Any:
     return put(joined.astype(case.element.lse_dtype if name == "lse" else case.element.dtype))
 
 
-@names(("duplicates", "wrong", "some empty", "heads", "packed", "lengths", "blocks of 128", "sinks", "128 x 64"))
+@names(
+    ("duplicates", "wrong", "some empty", "heads", "packed", "lengths", "blocks of 128", "sinks", "128 x 64", "one block each")
+)
 def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, word = CASES[name], stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
@@ -88,12 +90,21 @@ def test_backward_by_mma(name: str, dtype: str, tmp_path: pathlib.Path, monkeypa
     assert word[0] == (256 if case.kind == "wrong" else 0)
 
 
-def test_lists_of_more_tiles_than_are_counted_at_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["duplicates", "one"])
+def test_lists_of_more_tiles_than_are_counted_at_once(kind: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 key tiles, 32 at a time, by two warps that sort 32 columns each."""
     stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
     for name, value in (("STEPS_THREADS", 32), ("STEPS_CHUNK", 32), ("SORT_THREADS", 64), ("SORT_COLUMNS", 32)):
         monkeypatch.setattr(block_gradients, name, value)
     monkeypatch.setattr(block_gradients.ATTN_BWD_BLOCKS, "_cache", {})
-    case = BlockCase("duplicates", 40, lengths=((200, 5000),), heads=1, head_dim=16, head_dim_v=16, counts=True)
+    case = BlockCase(
+        kind,
+        40 if kind == "duplicates" else 3,
+        lengths=((200, 5000),),
+        heads=1,
+        head_dim=16,
+        head_dim_v=16,
+        counts=kind == "duplicates",
+    )
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
     case.check(case.gradient_names(), gradients)
