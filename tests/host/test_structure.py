@@ -20,7 +20,7 @@ BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one
     "rawattn": 36630,
     "perf": 6140,
     "cuda_src": 17960,
-    "tests": 49990,
+    "tests": 50000,
 }
 FUNCTION_LINES = 60
 
