@@ -28,7 +28,7 @@ from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, captures, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
-from .operation.keys import NO_GRADIENT, Blocks, TopK, parted
+from .operation.keys import Blocks, TopK, parted
 from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
 from .runtime.request import request_for
@@ -233,8 +233,6 @@ def _attend_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any
         if name.startswith("mask"):
             words = captures.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
-    if dict(options)["keys"] is not None:
-        raise UnsupportedError(NO_GRADIENT)
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attend(options, operands)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..driver.device import Device
 from ..operation import Backward, Forward, host_functions
+from ..operation.keys import ListedKeys
 from ..operation.operand import Layout
 from ..reference.formula import Dropped
 from ..variant.mask import kept_pairs
@@ -153,7 +154,9 @@ class CpuBackward(Cpu):
         spec, scale = host_functions.for_loops(op.forward.spec, inputs, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
         captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
-        run_backward(**arrays, **options, captured=captured, threads=config.threads)
+        numbers: dict[str, Any] = {name: arrays.pop(name) for name in ("keys", "keys_counts") if name in arrays}
+        lists = ListedKeys(op.forward.spec.keys, numbers, op.forward.heads) if numbers else None
+        run_backward(**arrays, **options, captured=captured, lists=lists, threads=config.threads)
 
 
 @dataclasses.dataclass(frozen=True)

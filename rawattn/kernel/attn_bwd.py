@@ -22,7 +22,7 @@ from ..variant.intervals import IntervalMask, is_interval
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
+from ..variant.walk import QBlockWalk, QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -480,7 +480,9 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
         *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
-    walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    walk: Option = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    if op.spec.keys is not None:
+        walk = QBlockWalk(op.spec.keys.block_q)
     rotated, in_bands, of_part = config.walk == "rotated", config.walk == "bands", config.query_parts > 1
     if of_part and not in_bands:
         walk = QIntervalPart()
@@ -497,11 +499,18 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
-        Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
+        Steps=_loops_of(op, config),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
+
+
+def _loops_of(op: Forward, config: AttnBwdConfig) -> Option:
+    """The option for how a block goes over the steps of a work."""
+    if op.keys is not None:
+        return gradients.MemberLoops()
+    return gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask))
 
 
 ATTN_BWD = AttnBwd()

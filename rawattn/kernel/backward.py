@@ -16,7 +16,7 @@ from ..operation import Backward, Forward
 from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.mask import Causal, Full
-from ..variant.walk import IntervalTurn, ListTurn, lists
+from ..variant.walk import BlockTurn, IntervalTurn, ListTurn, lists
 from . import group, intervals, pyramid, tiling
 from .base import Kernel
 from .program import Buffer, Launch, Program
@@ -101,7 +101,7 @@ def kv_scheduler(op: Forward, direction: str = "", draw: str = "DynamicPersisten
 
 def turn(op: Forward) -> Option:
     """The order in which key tiles add to a tile of dq."""
-    return ListTurn() if lists(op.mask) else IntervalTurn()
+    return BlockTurn() if op.keys is not None else ListTurn() if lists(op.mask) else IntervalTurn()
 
 
 def wrong_direction(op: Forward, direction: str) -> str | None:

@@ -31,6 +31,8 @@ from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
 from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.attn_mla_listed import ATTN_MLA_LISTED
 from ..kernel.base import without_spills
+from ..kernel.block_gradients import ATTN_BWD_BLOCKS, ATTN_BWD_MMA_BLOCKS
+from ..kernel.block_tiles import ATTN_FWD_BLOCKS
 from ..kernel.combine import COMBINE
 from ..kernel.listed import ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED
 from ..kernel.program import Program
@@ -48,14 +50,16 @@ KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     ),
 }  # fmt: skip
 LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of keys, which no other kernel is asked for
-    Forward: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
+    Backward: (ATTN_BWD_BLOCKS, ATTN_BWD_MMA_BLOCKS, CPU_BACKWARD),
+    Forward: (ATTN_FWD_BLOCKS, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
     AttentionKVCache: (ATTN_MLA_LISTED, ATTN_DECODE_LISTED, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
 }
 
 
 def kernels_of(op: Operation) -> tuple[Any, ...]:
     """The kernels that may compute an operation, the best first."""
-    return LISTED[type(op)] if getattr(op, "keys", None) is not None else KERNELS_OF[type(op)]
+    of_keys: Any = op.forward if isinstance(op, Backward) else op
+    return LISTED[type(op)] if getattr(of_keys, "keys", None) is not None else KERNELS_OF[type(op)]
 
 
 class Selection(NamedTuple):

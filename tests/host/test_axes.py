@@ -15,6 +15,7 @@ from rawattn.compile.compiler import Source
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import render
 from rawattn.operation import Append, Backward, Combine
+from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.intervals import by_intervals
@@ -43,6 +44,8 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch in ("sm_90a", "sm_80"):
         yield from ((arch, op) for op in (plain, narrow, replace(plain, batch=1, q_len=1, kv_len=65536)))
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
+    listed = dataclasses.replace(replace(plain, keys=KeyLists(False, 64, 64)), keys=ListSizes(8, 4, 32, True))
+    yield from (("sm_90a", listed), ("sm_90a", Backward(listed)), ("sm_80", Backward(listed)))
     yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512))
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 36456,
-    "perf": 6097,
-    "cuda_src": 17589,
-    "tests": 50188,
+    "rawattn": 37160,
+    "perf": 6180,
+    "cuda_src": 18170,
+    "tests": 50850,
 }
 FUNCTION_LINES = 60
 
@@ -38,7 +38,7 @@ FLOORS = (
     ("array",),
     ("variant",),
     ("operation",),
-    ("kernel", "mask", "reference", "score"),
+    ("kernel", "mask", "reference", "score", "sparse"),
     ("cpu",),
     ("runtime",),
     ("api", "serving", "testing"),
