@@ -27,6 +27,7 @@ from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
 from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from ..kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE
 from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
 from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.attn_mla_listed import ATTN_MLA_LISTED
@@ -37,7 +38,9 @@ from ..kernel.program import Program
 from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 from ..operation.operand import PLAIN
 
-KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
+KERNELS: tuple[Any, ...] = (
+    ATTN_FWD_TRIANGLE, ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU,
+)  # fmt: skip  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_WIDE, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),

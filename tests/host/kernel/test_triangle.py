@@ -1,0 +1,149 @@
+"""Kernels with a bias of pairs that entries of the batch share, thread by thread on the CPU: threads and copies come in any order. What is
+computed is compared with the formula, and its gradients by autograd, in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from perf.lib.compiling import faults
+from rawattn.compile import compiler
+from rawattn.driver.device import TYPICAL
+from rawattn.kernel import triangle
+from rawattn.kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE, AttnFwdTriangleConfig
+from rawattn.operation import Forward
+from rawattn.variant.element import BF16, ELEMENTS, FP16
+from tests import host_threads
+from tests.operations import forward
+from tests.traced import function
+
+torch = pytest.importorskip("torch")
+H200 = TYPICAL["sm_90a"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of a call, and what is launched for it."""
+
+    q_len: int = 100
+    kv_len: int = 130
+    biases: int = 1
+    shared: int = 3  # entries of the batch that share a bias
+    heads: int = 2
+    head_dim: int = 32
+    head_dim_v: int = 32
+    bias: str = "fp32"
+    masked: bool = False
+    element: str = "bf16"
+    one_head: bool = False  # the bias has no axis of heads
+    scale: float = 0.3
+    rows: int = 2
+    consumers: int = 2
+    stages: int = 3
+    polynomial_each: int = 0
+    grid: int = 2
+    seed: int = 0
+
+    @property
+    def config(self) -> AttnFwdTriangleConfig:
+        return AttnFwdTriangleConfig(self.rows, self.consumers, self.stages, self.polynomial_each)
+
+
+class Call:
+    """A case's arrays: rows of q are other queries than the bias has, and some of its logits are far from the others."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, rng = case, np.random.default_rng(case.seed)
+        batch, dtype = case.biases * case.shared, ELEMENTS[case.element].dtype
+        sizes = {"q": (case.q_len, case.head_dim), "k": (case.kv_len, case.head_dim), "v": (case.kv_len, case.head_dim_v)}
+        arrays = {x: rng.standard_normal((batch, n, case.heads, d), np.float32).astype(dtype) for x, (n, d) in sizes.items()}
+        heads = () if case.one_head else (case.heads,)
+        self.pairs = 2 * rng.standard_normal((case.biases, *heads, case.q_len, case.kv_len), np.float32)
+        self.pairs[..., case.kv_len // 2 :] += np.float32(30) * (rng.random(self.pairs[..., case.kv_len // 2 :].shape) > 0.97)
+        self.pairs[..., 5, :] = -np.inf
+        self.pairs = self.pairs.astype(ELEMENTS[case.bias].dtype)
+        self.keep = rng.random((batch, case.kv_len)) > 0.4
+        self.keep[-1] = False
+        self.keep[0, :64] = True
+        self.arrays = {**arrays, "score_0": self.pairs, "mask_0": self.keep}
+
+    @property
+    def op(self) -> Forward:
+        case, pairs, keep, n = self.case, self.pairs, self.keep, self.case.shared
+        sizes = (case.biases * n, case.heads, case.q_len, case.kv_len)
+        if case.one_head:
+            score = lambda s, b, h, q, kv: s + pairs[b // n, q, kv]  # noqa: E731
+        elif case.biases == 1:
+            score = lambda s, b, h, q, kv: s + pairs[0, h, q, kv]  # noqa: E731
+        else:
+            score = lambda s, b, h, q, kv: pairs[b // n, h, q, kv] + s  # noqa: E731
+        options = {"score": function(score, "score", sizes)[0], "scale": case.scale, "return_lse": True}
+        if case.masked:
+            options["mask"] = function(lambda b, h, q, kv: keep[b, kv], "mask", sizes)[0]
+        size = case.head_dim, case.head_dim_v
+        return forward(ELEMENTS[case.element], sizes[0], *sizes[2:], case.heads, case.heads, *size, **options)
+
+    def leaves(self) -> dict[str, Any]:
+        return {name: torch.tensor(self.arrays[name].astype(np.float64), requires_grad=True) for name in ("q", "k", "v", "score_0")}
+
+    def formula(self, q: Any, k: Any, v: Any, score_0: Any) -> tuple[Any, Any]:
+        """o, and the logarithm of the sum."""
+        pairs = score_0[:, None] if self.case.one_head else score_0
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.case.scale + pairs.repeat_interleave(self.case.shared, 0)
+        if self.case.masked:
+            s = s.masked_fill(~torch.tensor(self.keep)[:, None, None], -torch.inf)
+        none = torch.isinf(s.amax(-1, keepdim=True))
+        p = torch.where(none, 0.0, torch.where(none, 0.0, s).softmax(-1))
+        return torch.einsum("bhqk,bkhd->bqhd", p, v), s.detach().logsumexp(-1)
+
+    def run(self, folder: pathlib.Path, source: Any = lambda each: each) -> None:
+        """The forward's launches; results begin as NaN."""
+        op, case = self.op, self.case
+        assert ATTN_FWD_TRIANGLE.supports(op, H200) == [] and ATTN_FWD_TRIANGLE.legal(case.config, op, H200) is None
+        program = ATTN_FWD_TRIANGLE.lower(op, case.config, H200)
+        shape = (len(self.arrays["q"]), case.q_len, case.heads, case.head_dim_v)
+        self.arrays |= {"o": np.full(shape, np.nan, op.element.dtype), "lse": np.full((shape[0], shape[2], shape[1]), np.nan, np.float32)}
+        run(program, self.arrays, folder, case, source)
+
+
+def run(program: Any, arrays: dict[str, Any], folder: pathlib.Path, case: Case, source: Any = lambda each: each) -> None:
+    scratch = {each.name: np.full(-(-each.bytes // 8), np.nan) for each in program.scratch}
+    for launch in program.launches:
+        own = launch._replace(grid=min(launch.grid, case.grid), source=source(launch.source))
+        host_threads.run(own, folder, host_threads.arguments(own, arrays | scratch), case.grid, seed=case.seed)
+
+
+CASES = {
+    "plain": Case(),
+    "several biases": Case(biases=2, shared=3, masked=True),
+    "one head for all": Case(one_head=True, biases=2, shared=2, bias="bf16"),
+    "bias of fp16": Case(bias="fp16", kv_len=64, masked=True),
+    "four rows": Case(rows=4, shared=5, q_len=64, masked=True),
+    "three warpgroups": Case(consumers=3, q_len=200, shared=2, heads=1),
+    "one row at a time": Case(rows=1, consumers=1, shared=2, kv_len=200),
+    "head_dim 64": Case(head_dim=64, head_dim_v=64, q_len=70, bias="bf16", stages=2),
+    "head_dim 16": Case(head_dim=16, head_dim_v=16, rows=3, shared=3, heads=1, kv_len=17, q_len=17),
+    "uneven heads": Case(head_dim=24, head_dim_v=40, heads=1, scale=-0.3),
+    "polynomial": Case(polynomial_each=4, masked=True, heads=1),
+    "any order": Case(masked=True, seed=7, heads=1),
+}
+
+
+def error_of(found: Any, wanted: Any) -> float:
+    return float(np.abs(found.astype(np.float64) - wanted).max() / max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(name: str, tmp_path: pathlib.Path) -> None:
+    call = Call(CASES[name])
+    call.run(tmp_path)
+    o, lse = (x.detach().numpy() for x in call.formula(**call.leaves()))
+    assert error_of(call.arrays["o"], o) < 1e-2
+    assert np.array_equal(np.isinf(call.arrays["lse"]), np.isinf(lse))
+    assert np.abs(np.where(np.isinf(lse), 0, call.arrays["lse"] - np.where(np.isinf(lse), 0, lse))).max() < 1e-3
+    assert not call.arrays["o"][:, 5].any() and (not call.case.masked or not call.arrays["o"][-1].any())
