@@ -7,8 +7,8 @@
 //   start S, O += P V of the unit before | wait S | softmax | wait O
 //
 //   barrier                        arrives                         waits             protects
-//   q_full                         TMA (bytes of Q of all n)       each consumer     smem.q until read
-//   q_empty                        one lane per consumer warp      producer          the same until refilled
+//   q_full[r]                      TMA (bytes of Q of n r)         each consumer     smem.q of n r until read
+//   q_empty[r]                     one lane per consumer warp      producer          the same until refilled
 //   k_full[s], k_empty[s], v_full[s], v_empty[s]: the same for a unit's K and V
 //   bias_full[c], bias_empty[c]: the same for the bias tile of consumer c, whose four warps alone read it
 //
@@ -24,6 +24,7 @@
 #include "tile/tile.cuh"
 #include "tile/triangle_work.cuh"
 #include "variant/interfaces.cuh"
+#include "variant/interfaces_triangle.cuh"
 
 using QTile = Tile<64, cfg::head_dim>;
 using KTile = Tile<64, cfg::head_dim>;
@@ -34,45 +35,66 @@ struct Smem {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
     PairTile bias[cfg::consumers];
-    ptx::Mbarrier q_full, q_empty, k_full[cfg::stages], k_empty[cfg::stages], v_full[cfg::stages], v_empty[cfg::stages];
+    ptx::Mbarrier q_full[cfg::rows], q_empty[cfg::rows], k_full[cfg::stages], k_empty[cfg::stages], v_full[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier bias_full[cfg::consumers], bias_empty[cfg::consumers];
 };
 static_assert(ptx::has_registers(cfg::producer_registers, cfg::consumer_registers, cfg::consumers), "setmaxnreg would hang");
 template struct ElementOption<Element>;
 template struct SameElements<Element, QElement, KvElement>;
 template struct RowsOption<Rows>;
+template struct KeysOption<Keys>;
+template struct ExponentOption<Exponent>;
 template struct StoreOption<Store>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), true};
 
+struct Producer {
+    const Args& args;
+    Smem& smem;
+    Ring<cfg::stages> kv{};
+    u32 q_parity = 1, bias_parity = 1;  // of the empty barriers
+
+    __device__ void load_q(const TriangleWork& work, int r) {
+        smem.q_empty[r].wait(q_parity);
+        smem.q_full[r].arrive_expect(cfg::consumers * QTile::bytes);
+        for (int c = 0; c < cfg::consumers; ++c)
+            load_tile(args.q, smem.q[r * cfg::consumers + c], smem.q_full[r], work.entry(r), work.begin + c * 64, work.head);
+    }
+    __device__ void load_bias(const TriangleWork& work, i32 tile) {
+        const PairTile* tiles = reinterpret_cast<const PairTile*>(args.tiles);
+        for (int c = 0; c < cfg::consumers; ++c) {
+            smem.bias_empty[c].wait(bias_parity);
+            smem.bias_full[c].arrive_expect(PairTile::bytes);
+            ptx::bulk_load(smem.bias[c].data, tiles + work.tile(args, work.begin / 64 + c, tile), PairTile::bytes, smem.bias_full[c]);
+        }
+        bias_parity ^= 1;
+    }
+    __device__ void load_kv(const TriangleWork& work, int r, i32 tile) {
+        smem.k_empty[kv.stage].wait(kv.parity ^ 1);
+        smem.k_full[kv.stage].arrive_expect(KTile::bytes);
+        load_tile(args.k, smem.k[kv.stage], smem.k_full[kv.stage], work.entry(r), tile * 64, work.head);
+        smem.v_empty[kv.stage].wait(kv.parity ^ 1);
+        smem.v_full[kv.stage].arrive_expect(VTile::bytes);
+        load_tile(args.v, smem.v[kv.stage], smem.v_full[kv.stage], work.entry(r), tile * 64, work.head);
+        kv.advance();
+    }
+};
+
 __device__ void produce(const Args& args, Smem& smem) {
     ptx::setmaxnreg_dec<cfg::producer_registers>();
     if (threadIdx.x != 0) return;
-    Ring<cfg::stages> kv;
-    u32 q_parity = 0, bias_parity = 0;
+    Producer producer{args, smem};
     const i32 tiles = PairTile::count(args.kv_len);
-    for (TriangleWorks works(args, 64 * cfg::consumers); works.more(); works.next()) {
+    for (TriangleWorks works(args, args.q_len, 64 * cfg::consumers, cfg::rows); works.more(); works.next()) {
         const TriangleWork work = works.at();
-        smem.q_empty.wait(q_parity ^ 1), q_parity ^= 1;
-        smem.q_full.arrive_expect(cfg::rows * cfg::consumers * QTile::bytes);
-        for (int i = 0; i < cfg::rows * cfg::consumers; ++i)
-            load_tile(args.q, smem.q[i], smem.q_full, work.entry(i / cfg::consumers), work.q_begin + i % cfg::consumers * 64, work.head);
-        for (i32 tile = 0; tile < tiles; ++tile, bias_parity ^= 1) {
-            for (int c = 0; c < cfg::consumers; ++c) {
-                smem.bias_empty[c].wait(bias_parity ^ 1);
-                smem.bias_full[c].arrive_expect(PairTile::bytes);
-                ptx::bulk_load(smem.bias[c].data, work.bias(args, work.q_begin + c * 64, tile), PairTile::bytes, smem.bias_full[c]);
-            }
+        for (i32 tile = 0; tile < tiles; ++tile) {
             for (int r = 0; r < cfg::rows; ++r) {
-                smem.k_empty[kv.stage].wait(kv.parity ^ 1);
-                smem.k_full[kv.stage].arrive_expect(KTile::bytes);
-                load_tile(args.k, smem.k[kv.stage], smem.k_full[kv.stage], work.entry(r), tile * 64, work.head);
-                smem.v_empty[kv.stage].wait(kv.parity ^ 1);
-                smem.v_full[kv.stage].arrive_expect(VTile::bytes);
-                load_tile(args.v, smem.v[kv.stage], smem.v_full[kv.stage], work.entry(r), tile * 64, work.head);
-                kv.advance();
+                if (tile == 0) producer.load_q(work, r);
+                if (r == 0) producer.load_bias(work, tile);
+                producer.load_kv(work, r, tile);
             }
         }
+        producer.q_parity ^= 1;
     }
 }
 
@@ -131,9 +153,10 @@ struct Consumer {
         if (lane % 32 == 0) empty.arrive();
     }
 
-    __device__ void start_qk(int r) {
+    __device__ void start_qk(int r, i32 tile) {
         const SmemDescriptor<QTile> a = q_rows.stage(r * cfg::consumers);
         const SmemDescriptor<KTile> b = k_columns.stage(k.stage);
+        if (tile == 0) smem.q_full[r].wait(q_parity);
         smem.k_full[k.stage].wait(k.parity);
         ptx::wgmma_fence();
 #pragma unroll
@@ -163,14 +186,15 @@ struct Consumer {
     // S of a unit and, where it is `pending`, P V of the one before it, of n `before`, are issued together; this unit's softmax runs under
     // the latter.
     template <bool pending>
-    __device__ void step(int r, int before, RowState& state, Keys::Word word) {
+    __device__ void step(int r, int before, i32 tile, RowState& state, Keys::Word word) {
         float shrink[2];
-        start_qk(r);
+        start_qk(r, tile);
         if constexpr (pending) start_pv(before);
         if (r == 0) take_bias();
         ptx::wgmma_wait<pending>();
         release(smem.k_empty[k.stage]);
         k.advance();
+        if (tile == tiles - 1) release(smem.q_empty[r]);
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
         Keys::apply(word, s);
@@ -193,32 +217,31 @@ struct Consumer {
 #pragma unroll
             for (float& x : o[r]) x = 0.f;
         }
-        smem.q_full.wait(q_parity), q_parity ^= 1;
-        step<false>(0, 0, state[0], words[0]);
+        step<false>(0, 0, 0, state[0], words[0]);
 #pragma unroll 1
         for (i32 next = 1;; ++next) {
             const i32 ahead = min(next, tiles - 1);  // words are asked for long before they are used
             words[0] = Keys::word(args, work.entry(0).index, ahead);
 #pragma unroll
             for (int r = 1; r < rows; ++r) {
-                step<true>(r, r - 1, state[r], words[r]);
+                step<true>(r, r - 1, next - 1, state[r], words[r]);
                 words[r] = Keys::word(args, work.entry(r).index, ahead);
             }
             if (next == tiles) break;
-            step<true>(0, rows - 1, state[0], words[0]);
+            step<true>(0, rows - 1, next, state[0], words[0]);
         }
-        release(smem.q_empty);
+        q_parity ^= 1;
         start_pv(rows - 1);
         finish_pv();
         store(work, state);
     }
     __device__ void store(const TriangleWork& work, const RowState (&state)[rows]) const {
-        const i32 row = work.q_begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;
+        const i32 row = work.begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4;
 #pragma unroll
         for (int r = 0; r < rows; ++r) {
             if (!work.has(r)) continue;
             const Rows place(args, work.entry(r).index);
-            const Store to(args, place, {work.entry(r).index, work.head, work.q_begin, 0});
+            const Store to(args, place, {work.entry(r).index, work.head, work.begin, 0});
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const bool inside = row + 8 * i<args.q_len, any = state[r].reference[i]> RowState::lowest;
@@ -235,7 +258,7 @@ struct Consumer {
 __device__ void consume(const Args& args, Smem& smem) {
     ptx::setmaxnreg_inc<cfg::consumer_registers>();
     Consumer consumer(args, smem);
-    for (TriangleWorks works(args, 64 * cfg::consumers); works.more(); works.next()) consumer.attend(works.at());
+    for (TriangleWorks works(args, args.q_len, 64 * cfg::consumers, cfg::rows); works.more(); works.next()) consumer.attend(works.at());
 }
 
 extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_fwd_triangle(const __grid_constant__ Args args) {
@@ -244,7 +267,7 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     if (threadIdx.x == 0) {
         constexpr u32 readers = 4 * cfg::consumers;
         ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
-        smem.q_full.init(1), smem.q_empty.init(readers);
+        for (int i = 0; i < cfg::rows; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
         for (int i = 0; i < cfg::stages; ++i) {
             smem.k_full[i].init(1), smem.k_empty[i].init(readers);
             smem.v_full[i].init(1), smem.v_empty[i].init(readers);

@@ -121,7 +121,7 @@ class AttnFwdTriangle(OneLaunch[Forward]):
         return triangle.values(op)
 
     def grid(self, op: Forward, config: AttnFwdTriangleConfig, device: Device) -> int:
-        return min(triangle.count_works(op, config.rows, triangle.SIDE * config.consumers), device.sm_count)
+        return min(triangle.count_works(op, config.rows, op.q_len, triangle.SIDE * config.consumers), device.sm_count)
 
     def lower(self, op: Forward, config: AttnFwdTriangleConfig, device: Device) -> Program:
         launches, buffers = triangle.before(op, device, (triangle.TilesOfQueries(),))

@@ -26,19 +26,15 @@ THREADS = 128
 
 
 class PairBias(NamedTuple):
-    """A score that adds an element of an array for each pair: along which axes the array has biases of their own, heads and queries,
-    None for none, and how many entries of the batch share a bias."""
+    """A score that adds an element of an array for each pair: along which axes the array has biases, heads and queries, None for
+    none, how many entries of the batch share a bias, and how many biases these have."""
 
     array: Any  # rawattn.variant.function.Captured
     batch: int | None
     head: int | None
     query: int
     shared: int
-
-    @property
-    def biases(self) -> int:
-        """The number of biases that entries of the batch have."""
-        return 1 if self.batch is None else int(self.array.shape[self.batch])
+    biases: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,8 +59,7 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
         axes[name] = axis
     if "q" not in axes or axes.get("kv") != len(indices) - 1 or array.element not in ("fp32", "bf16", "fp16"):
         return None
-    found = PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared)
-    return found if found.biases * shared == batch else None
+    return PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared, -(-batch // max(1, shared)))
 
 
 def _is_variable(x: Any, name: str) -> bool:
@@ -99,7 +94,7 @@ def reasons(op: Forward) -> list[str]:
     bias, refusals = bias_of(op), []
     if bias is None:
         refusals.append("its score is no bias of pairs, as lambda s, b, h, q, kv: s + bias[h, q, kv], in fp32, bf16 or fp16")
-    elif bias.shared < 2:
+    elif bias.batch is not None and "floordiv" not in op.score.code or op.batch < 2:
         refusals.append("no entries of its batch share the bias of pairs")
     if not (isinstance(op.mask, Full) or keeps_by_bits(op)):
         refusals.append("its mask is none of a bool for each key, as lambda b, h, q, kv: keep[b, kv]")
@@ -121,11 +116,11 @@ def count_tiles(op: Forward) -> int:
     return bias.biases * op.heads * -(-op.q_len // SIDE) * -(-op.kv_len // SIDE)
 
 
-def count_works(op: Forward, rows_each: int, q_rows: int) -> int:
-    """The works of ``q_rows`` queries of one head, for ``rows_each`` entries of the batch that share a bias."""
+def count_works(op: Forward, n_each: int, length: int, rows: int) -> int:
+    """The works of ``rows`` of ``length`` queries or keys of one head, for ``n_each`` entries of the batch that share a bias."""
     bias = bias_of(op)
     assert bias is not None
-    return bias.biases * op.heads * -(-bias.shared // rows_each) * -(-op.q_len // q_rows)
+    return bias.biases * op.heads * -(-bias.shared // n_each) * -(-length // rows)
 
 
 class EveryKey(Option):
@@ -175,7 +170,7 @@ class TilesOfKeys(Option):
 
 
 KV_LEN = Field("kv_len", "i32", Dim("k", -3))
-SIZES: Fields = (*(Field(name, "i32") for name in ("q_len", "heads", "biases", "shared")), KV_LEN)
+SIZES: Fields = (*(Field(name, "i32") for name in ("q_len", "heads", "biases", "shared", "batches")), KV_LEN)
 TILES = {TilesOfQueries(): "bias_tiles", TilesOfKeys(): "bias_tiles_of_keys"}  # buffers
 
 

@@ -14,9 +14,9 @@ import pytest
 from perf.lib.compiling import faults
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
-from rawattn.kernel import triangle
+from rawattn.kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE, AttnBwdTriangleConfig
 from rawattn.kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE, AttnFwdTriangleConfig
-from rawattn.operation import Forward
+from rawattn.operation import Backward, Forward
 from rawattn.variant.element import BF16, ELEMENTS, FP16
 from tests import host_threads
 from tests.operations import forward
@@ -46,12 +46,23 @@ class Case:
     consumers: int = 2
     stages: int = 3
     polynomial_each: int = 0
+    kv_rows: int = 2
+    q_rows: int = 3
+    parts: int = 1
+    wrt: bool = True  # whether the bias has a gradient
+    dlse: bool = False
+    larger: bool = False  # the bias has more rows than there are queries
     grid: int = 2
     seed: int = 0
 
     @property
     def config(self) -> AttnFwdTriangleConfig:
         return AttnFwdTriangleConfig(self.rows, self.consumers, self.stages, self.polynomial_each)
+
+    @property
+    def config_backward(self) -> AttnBwdTriangleConfig:
+        stages = min(self.stages, 3)
+        return AttnBwdTriangleConfig(self.kv_rows, self.q_rows, stages, stages, min(2, self.consumers), self.parts)
 
 
 class Call:
@@ -63,7 +74,8 @@ class Call:
         sizes = {"q": (case.q_len, case.head_dim), "k": (case.kv_len, case.head_dim), "v": (case.kv_len, case.head_dim_v)}
         arrays = {x: rng.standard_normal((batch, n, case.heads, d), np.float32).astype(dtype) for x, (n, d) in sizes.items()}
         heads = () if case.one_head else (case.heads,)
-        self.pairs = 2 * rng.standard_normal((case.biases, *heads, case.q_len, case.kv_len), np.float32)
+        rows = case.q_len + 3 * case.larger
+        self.pairs = 2 * rng.standard_normal((case.biases, *heads, rows, case.kv_len), np.float32)
         self.pairs[..., case.kv_len // 2 :] += np.float32(30) * (rng.random(self.pairs[..., case.kv_len // 2 :].shape) > 0.97)
         self.pairs[..., 5, :] = -np.inf
         self.pairs = self.pairs.astype(ELEMENTS[case.bias].dtype)
@@ -93,7 +105,7 @@ class Call:
 
     def formula(self, q: Any, k: Any, v: Any, score_0: Any) -> tuple[Any, Any]:
         """o, and the logarithm of the sum."""
-        pairs = score_0[:, None] if self.case.one_head else score_0
+        pairs = (score_0[:, None] if self.case.one_head else score_0)[..., : self.case.q_len, :]
         s = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.case.scale + pairs.repeat_interleave(self.case.shared, 0)
         if self.case.masked:
             s = s.masked_fill(~torch.tensor(self.keep)[:, None, None], -torch.inf)
@@ -110,11 +122,29 @@ class Call:
         self.arrays |= {"o": np.full(shape, np.nan, op.element.dtype), "lse": np.full((shape[0], shape[2], shape[1]), np.nan, np.float32)}
         run(program, self.arrays, folder, case, source)
 
+    def run_backward(self, folder: pathlib.Path, source: Any = lambda each: each) -> dict[str, Any]:
+        """The launches of gradients, from the formula's results; they begin as NaN. Gives the formula's gradients."""
+        leaves, case, op = self.leaves(), self.case, Backward(self.op, self.case.dlse, wrt=("score_0",) * self.case.wrt)
+        o, lse = self.formula(**leaves)
+        rng = np.random.default_rng(1)
+        do = rng.standard_normal(o.shape, np.float32).astype(op.forward.element.dtype)
+        loss = (o * torch.tensor(do.astype(np.float64))).sum()
+        self.arrays |= {"o": o.detach().numpy().astype(do.dtype), "lse": lse.numpy().astype(np.float32), "do": do}
+        wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+        for operand in op.outputs:
+            like = self.arrays[operand.name[1:]]
+            self.arrays[operand.name] = np.full(like.shape, np.nan, like.dtype)
+        config = case.config_backward
+        assert ATTN_BWD_TRIANGLE.supports(op, H200) == [] and ATTN_BWD_TRIANGLE.legal(config, op, H200) is None
+        run(ATTN_BWD_TRIANGLE.lower(op, config, H200), self.arrays, folder, case, source)
+        return {f"d{name}": x.numpy() for name, x in wanted.items() if f"d{name}" in self.arrays}
+
 
 def run(program: Any, arrays: dict[str, Any], folder: pathlib.Path, case: Case, source: Any = lambda each: each) -> None:
     scratch = {each.name: np.full(-(-each.bytes // 8), np.nan) for each in program.scratch}
     for launch in program.launches:
-        own = launch._replace(grid=min(launch.grid, case.grid), source=source(launch.source))
+        grid = launch.grid if launch.entry == "attn_bwd_delta" else min(launch.grid, case.grid)  # others take works in turn
+        own = launch._replace(grid=grid, source=source(launch.source))
         host_threads.run(own, folder, host_threads.arguments(own, arrays | scratch), case.grid, seed=case.seed)
 
 
@@ -147,3 +177,29 @@ def test_forward(name: str, tmp_path: pathlib.Path) -> None:
     assert np.array_equal(np.isinf(call.arrays["lse"]), np.isinf(lse))
     assert np.abs(np.where(np.isinf(lse), 0, call.arrays["lse"] - np.where(np.isinf(lse), 0, lse))).max() < 1e-3
     assert not call.arrays["o"][:, 5].any() and (not call.case.masked or not call.arrays["o"][-1].any())
+
+
+BACKWARD = {
+    "plain": Case(),
+    "parts": Case(shared=7, q_rows=2, parts=2, heads=1, masked=True),
+    "several biases": Case(biases=2, shared=2, q_rows=2, masked=True, kv_rows=1),
+    "one head for all": Case(one_head=True, shared=2, bias="bf16", q_len=64),
+    "no gradient of the bias": Case(wrt=False, kv_len=64, masked=True),
+    "one row at a time": Case(kv_rows=1, q_rows=1, consumers=1, shared=2, heads=1),
+    "more rows in the bias": Case(larger=True, shared=2, heads=1, bias="fp16", kv_len=40, q_len=40),
+    "head_dim 64": Case(head_dim=64, head_dim_v=64, kv_rows=1, q_rows=2, q_len=70, heads=1),
+    "head_dim 16": Case(head_dim=16, head_dim_v=16, kv_rows=3, shared=3, heads=1, kv_len=17, q_len=17),
+    "uneven heads": Case(head_dim=24, head_dim_v=40, heads=1, scale=-0.3, q_rows=2),
+    "any order": Case(masked=True, seed=7, heads=1),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name: str, tmp_path: pathlib.Path) -> None:
+    call = Call(BACKWARD[name])
+    wanted = call.run_backward(tmp_path)
+    assert len(wanted) == 3 + call.case.wrt
+    for x, expected in wanted.items():
+        assert error_of(call.arrays[x], expected) < 1.5e-2, x
+    for x in ("dq", "dk", "dv") if call.case.masked else ():
+        assert not call.arrays[x][-1].any(), "of a row that keeps no key"
