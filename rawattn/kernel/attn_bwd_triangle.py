@@ -1,5 +1,5 @@
-"""attn_bwd_triangle_dkdv.cu, attn_bwd_triangle_dq.cu and pair_sums.cu: gradients on Hopper with a bias of pairs that many entries of the batch
-share, and that of the bias."""
+"""attn_bwd_triangle_dkdv.cu, attn_bwd_triangle_dq.cu and pair_sums.cu: gradients on Hopper with a bias of pairs that many
+entries of the batch share, and that of the bias."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AddedPairSum(Option):
     """dS is summed over the batch, for the gradient of the bias."""
 
     source: ClassVar[str] = "variant/pair_sum/added.cuh"
-    fields: ClassVar[Fields] = (Field("sums", "float*", Scratch("pair_sums")),)  # type: ignore[misc]
+    fields: ClassVar[Fields] = (Field("sums", "float*", Scratch("pair_sums")),)
 
 
 class NoPairSum(Option):
@@ -59,7 +59,11 @@ class AttnBwdTriangleConfig:
 
 def smem_bytes(config: AttnBwdTriangleConfig) -> int:
     """Shared memory of a block, at most: the larger of the two kernels'."""
-    kv = 16384 * (config.kv_rows * config.consumers + config.kv_stages) + triangle.TILE_BYTES * config.consumers + 512 * config.kv_stages
+    kv = (
+        16384 * (config.kv_rows * config.consumers + config.kv_stages)
+        + triangle.TILE_BYTES * config.consumers
+        + 512 * config.kv_stages
+    )
     q = 16384 * (config.q_rows * config.consumers + config.q_stages) + 2 * triangle.TILE_BYTES * config.consumers
     return max(kv, q) + 1024
 
@@ -94,7 +98,8 @@ class AttnBwdTriangle(BackwardKernel):
     def legal(self, config: AttnBwdTriangleConfig, op: Backward, device: Device) -> str | None:
         numbers = (config.kv_rows, config.q_rows, config.kv_stages, config.q_stages)
         if config.consumers not in (1, 2) or min(numbers) < 1 or min(numbers[2:]) < 2 or config.parts < 0:
-            return f"consumers is {config.consumers}, rows and stages {numbers}, parts {config.parts}; they must be 1 or 2, at least 1, 2 and 0"
+            values = f"consumers is {config.consumers}, rows and stages {numbers}, parts {config.parts}"
+            return f"{values}; they must be 1 or 2, at least 1, 2 and 0"
         if reason := tiling.too_large_block(smem_bytes(config), device):
             return reason
         count, limit = accumulators(config, op.forward), {1: 220, 2: 216}[config.consumers]
@@ -129,7 +134,8 @@ class AttnBwdTriangle(BackwardKernel):
         return self.program(plain, device, DeltaPass(side, side, 8), [*before, *launches], _nothing_captured, tuple(buffers))
 
     def _launch(
-        self, op: Backward, config: AttnBwdTriangleConfig, device: Device, name: str, values: dict[str, float], grid: int, render: Any
+        self, op: Backward, config: AttnBwdTriangleConfig, device: Device, name: str, values: dict[str, float], grid: int,
+        render: Any,
     ) -> Launch:  # fmt: skip
         rendered = self._keep((name, op.kind, config, device.arch), lambda: render(op, config, device.arch))
         return Launch(name, *rendered, values, grid)

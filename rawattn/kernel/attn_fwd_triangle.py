@@ -11,7 +11,7 @@ from ..operation import Forward
 from ..operation.operand import Layout
 from ..variant import Option, rows, store
 from ..variant.element import BF16
-from ..variant.field import Field, Fields, TensorMap
+from ..variant.field import Field, Fields, Scratch, TensorMap
 from . import tiling, triangle
 from .base import OneLaunch
 from .program import Program
@@ -99,7 +99,7 @@ class AttnFwdTriangle(OneLaunch[Forward]):
     def fields(self, op: Forward, config: AttnFwdTriangleConfig) -> Fields:
         tensors = tuple(Field(name, "TmaTensor", TensorMap(name, triangle.SIDE)) for name in "qkv")
         of_options = (field for option in self.options(op, config).values() for field in option.fields)
-        tiles = Field("tiles", "float*", triangle.Scratch("bias_tiles"))
+        tiles = Field("tiles", "float*", Scratch("bias_tiles"))
         return tuple(dict.fromkeys((*tensors, tiles, Field("scale", "float"), *triangle.SIZES, *of_options)))
 
     def render(self, op: Forward, config: AttnFwdTriangleConfig, arch: str) -> Source:

@@ -1,5 +1,5 @@
-"""Kernels whose bias of pairs is shared by many entries of the batch have this in common: which scores and masks are such, and the
-launches before them, pair_tiles.cu and key_bits.cu."""
+"""Kernels whose bias of pairs is shared by many entries of the batch have this in common: which scores and masks are such, and
+the launches before them, pair_tiles.cu and key_bits.cu."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class PairBias(NamedTuple):
     query: int
     shared: int
     biases: int
+    is_shared: bool  # whether its code lets entries share one
 
 
 @functools.lru_cache(maxsize=256)
@@ -44,7 +45,7 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
     if len(loads) != 1 or len(score.arrays) != 1 or score.checked or not any(_is_variable(x, "s") for x in root.args):
         return None
     array, indices = score.arrays[0], loads[0].args[2:]
-    axes, shared = dict[str, int](), batch
+    axes, shared = dict[str, int](), max(1, batch)
     for axis, index in enumerate(indices):
         name = next((name for name in ("b", "h", "q", "kv") if _is_variable(index, name)), None)
         count = None if name else _find_divisor(index, score.numbers)
@@ -59,7 +60,8 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
         axes[name] = axis
     if "q" not in axes or axes.get("kv") != len(indices) - 1 or array.element not in ("fp32", "bf16", "fp16"):
         return None
-    return PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared, -(-batch // max(1, shared)))
+    is_shared = "b" not in axes or not _is_variable(indices[axes["b"]], "b")
+    return PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared, -(-batch // shared), is_shared)
 
 
 def _is_variable(x: Any, name: str) -> bool:
@@ -80,6 +82,13 @@ def bias_of(op: Forward) -> PairBias | None:
     return _find_bias(op.score, op.batch) if isinstance(op.score, FunctionScore) else None
 
 
+def is_shared(op: Forward) -> bool:
+    """Says whether the operation's score is a bias of pairs that entries of its batch may share. It follows from its kind, and
+    from the batch."""
+    bias = bias_of(op)
+    return bias is not None and op.batch > 1 and bias.is_shared
+
+
 def keeps_by_bits(op: Forward) -> bool:
     """Says whether the operation's mask reads a bool for each key of an entry of the batch, and nothing else."""
     mask = op.mask
@@ -91,11 +100,9 @@ def keeps_by_bits(op: Forward) -> bool:
 
 def reasons(op: Forward) -> list[str]:
     """The reasons why no kernel of this kind computes the operation."""
-    bias, refusals = bias_of(op), []
-    if bias is None:
-        refusals.append("its score is no bias of pairs, as lambda s, b, h, q, kv: s + bias[h, q, kv], in fp32, bf16 or fp16")
-    elif bias.batch is not None and "floordiv" not in op.score.code or op.batch < 2:
-        refusals.append("no entries of its batch share the bias of pairs")
+    refusals = []
+    if not is_shared(op):
+        refusals.append("no entries of its batch share a bias of pairs, as s + bias[h, q, kv]")
     if not (isinstance(op.mask, Full) or keeps_by_bits(op)):
         refusals.append("its mask is none of a bool for each key, as lambda b, h, q, kv: keep[b, kv]")
     for wrong, words in (
@@ -188,7 +195,7 @@ def values(op: Forward) -> dict[str, float]:
 
 
 def before(op: Forward, device: Device, orders: tuple[Option, ...]) -> tuple[list[Launch], list[Buffer]]:
-    """The launches before a kernel, which make tiles of the bias in each of ``orders``, and bits of the mask, and their scratch."""
+    """The launches before a kernel, which make tiles of the bias in each of ``orders``, and bits of the mask; their scratch."""
     bias, count, numbers = bias_of(op), count_tiles(op), values(op)
     assert bias is not None
     launches, buffers = [], []

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from ..cpu.kernels import CPU, CPU_APPEND, CPU_BACKWARD, CPU_COMBINE, CPU_KVCACHE
 from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
+from ..kernel import triangle
 from ..kernel.append import APPEND
 from ..kernel.attn_bwd import ATTN_BWD
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
 from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from ..kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE
 from ..kernel.attn_bwd_wide import ATTN_BWD_WIDE
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
@@ -38,9 +40,7 @@ from ..kernel.program import Program
 from ..operation import Append, AttentionKVCache, Backward, Combine, Forward, Operation
 from ..operation.operand import PLAIN
 
-KERNELS: tuple[Any, ...] = (
-    ATTN_FWD_TRIANGLE, ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU,
-)  # fmt: skip  # best first
+KERNELS: tuple[Any, ...] = (ATTN_FWD, ATTN_FWD_WIDE, ATTN_FWD_MMA, ATTN_FWD_SIMT, CPU)  # best first
 KERNELS_BACKWARD: tuple[Any, ...] = (ATTN_BWD, ATTN_BWD_PAIR, ATTN_BWD_WIDE, ATTN_BWD_MMA, ATTN_BWD_SIMT, CPU_BACKWARD)
 KERNELS_OF: dict[type[Operation], tuple[Any, ...]] = {  # of each operation
     Forward: KERNELS, Backward: KERNELS_BACKWARD, Append: (APPEND, CPU_APPEND),
@@ -54,11 +54,15 @@ LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of key
     Forward: (ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
     AttentionKVCache: (ATTN_MLA_LISTED, ATTN_DECODE_LISTED, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
 }
+OF_PAIRS: dict[type[Operation], Any] = {Forward: ATTN_FWD_TRIANGLE, Backward: ATTN_BWD_TRIANGLE}  # of a bias that entries share
 
 
 def kernels_of(op: Operation) -> tuple[Any, ...]:
-    """The kernels that may compute an operation, the best first."""
-    return LISTED[type(op)] if getattr(op, "keys", None) is not None else KERNELS_OF[type(op)]
+    """The kernels that may compute an operation, the best first. Those of pairs are asked for a bias of pairs alone."""
+    if getattr(op, "keys", None) is not None:
+        return LISTED[type(op)]
+    kernels, forward = KERNELS_OF[type(op)], op.forward if isinstance(op, Backward) else op
+    return (OF_PAIRS[type(op)], *kernels) if isinstance(forward, Forward) and triangle.is_shared(forward) else kernels
 
 
 class Selection(NamedTuple):

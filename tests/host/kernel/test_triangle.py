@@ -1,5 +1,5 @@
-"""Kernels with a bias of pairs that entries of the batch share, thread by thread on the CPU: threads and copies come in any order. What is
-computed is compared with the formula, and its gradients by autograd, in float64."""
+"""Kernels with a bias of pairs that entries of the batch share, thread by thread on the CPU: threads and copies come in any
+order. What is computed is compared with the formula, and its gradients by autograd, in float64."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
+import rawattn
 from perf.lib.compiling import faults
 from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE, AttnBwdTriangleConfig
 from rawattn.kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE, AttnFwdTriangleConfig
 from rawattn.operation import Backward, Forward
-from rawattn.variant.element import BF16, ELEMENTS, FP16
+from rawattn.runtime.select import select
+from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.mask import Causal
 from tests import host_threads
+from tests.emulator import gpu
 from tests.operations import forward
 from tests.traced import function
 
 torch = pytest.importorskip("torch")
+
+from rawattn.integrations.cuequivariance import triangle_attention  # noqa: E402
+
 H200 = TYPICAL["sm_90a"]
 
 
@@ -101,7 +107,9 @@ class Call:
         return forward(ELEMENTS[case.element], sizes[0], *sizes[2:], case.heads, case.heads, *size, **options)
 
     def leaves(self) -> dict[str, Any]:
-        return {name: torch.tensor(self.arrays[name].astype(np.float64), requires_grad=True) for name in ("q", "k", "v", "score_0")}
+        return {
+            name: torch.tensor(self.arrays[name].astype(np.float64), requires_grad=True) for name in ("q", "k", "v", "score_0")
+        }
 
     def formula(self, q: Any, k: Any, v: Any, score_0: Any) -> tuple[Any, Any]:
         """o, and the logarithm of the sum."""
@@ -119,7 +127,10 @@ class Call:
         assert ATTN_FWD_TRIANGLE.supports(op, H200) == [] and ATTN_FWD_TRIANGLE.legal(case.config, op, H200) is None
         program = ATTN_FWD_TRIANGLE.lower(op, case.config, H200)
         shape = (len(self.arrays["q"]), case.q_len, case.heads, case.head_dim_v)
-        self.arrays |= {"o": np.full(shape, np.nan, op.element.dtype), "lse": np.full((shape[0], shape[2], shape[1]), np.nan, np.float32)}
+        self.arrays |= {
+            "o": np.full(shape, np.nan, op.element.dtype),
+            "lse": np.full((shape[0], shape[2], shape[1]), np.nan, np.float32),
+        }
         run(program, self.arrays, folder, case, source)
 
     def run_backward(self, folder: pathlib.Path, source: Any = lambda each: each) -> dict[str, Any]:
@@ -203,3 +214,107 @@ def test_backward(name: str, tmp_path: pathlib.Path) -> None:
         assert error_of(call.arrays[x], expected) < 1.5e-2, x
     for x in ("dq", "dk", "dv") if call.case.masked else ():
         assert not call.arrays[x][-1].any(), "of a row that keeps no key"
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize("leading", [(1,), (2,)])
+def test_call(leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """cuEquivariance's function goes to these kernels, with its gradients; another N among as many rows is another call."""
+    gpu.stand_in(monkeypatch, tmp_path)
+    launches: list[str] = []
+    emulated = gpu.emulated
+    monkeypatch.setattr(gpu, "emulated", lambda launch, *more: launches.append(launch.entry) or emulated(launch, *more))
+    q, k, v, do = (torch.randn(*leading, 4, 2, 40, 32).bfloat16() for _ in range(4))
+    bias, mask = torch.randn(*leading, 1, 2, 40, 40), torch.rand(*leading, 4, 1, 1, 40) > 0.3
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    o = triangle_attention(*leaves, mask)
+    s = (q.double() @ k.double().mT / 32**0.5 + bias.double()).masked_fill(~mask, -torch.inf)
+    wanted = s.softmax(-1) @ v.double()
+    assert error_of(o.detach().float().numpy(), wanted.detach().numpy()) < 1e-2
+    found = torch.autograd.grad(o, leaves, do)
+    for x, expected in zip(found, torch.autograd.grad(wanted, leaves, do.double()), strict=True):
+        assert error_of(x.float().numpy(), expected.float().numpy()) < 1.5e-2
+    backward = [
+        "attn_bwd_delta",
+        "pair_tiles",
+        "pair_tiles",
+        "key_bits",
+        "attn_bwd_triangle_dkdv",
+        "attn_bwd_triangle_dq",
+        "pair_sums",
+    ]
+    assert launches == ["pair_tiles", "key_bits", "attn_fwd_triangle", *backward]
+    assert all(
+        torch.equal(x, y) for x, y in zip(torch.autograd.grad(triangle_attention(*leaves, mask), leaves, do), found, strict=True)
+    )
+
+
+def test_other_numbers_and_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """How many entries share a bias is a number that the score captured, and launches depend on it."""
+    gpu.stand_in(monkeypatch, tmp_path)
+    x, bias = torch.randn(4, 40, 1, 16).bfloat16(), 3 * torch.randn(4, 1, 48, 48)
+    for n, q_len, kv_len in ((2, 40, 40), (1, 40, 40), (4, 40, 40), (3, 40, 40), (2, 40, 37), (2, 33, 40)):
+        q, k, index = x[:, :q_len], x[:, :kv_len], torch.arange(4) // n
+        o = rawattn.attention(q, k, k, score=lambda s, b, h, i, j: s + bias[b // n, h, i, j])  # noqa: B023
+        s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4 + bias.double()[index, :, :q_len, :kv_len]
+        wanted = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), k.double())
+        assert error_of(o.float().numpy(), wanted.numpy()) < 1e-2, (n, q_len, kv_len)
+
+
+# ---- which operations
+
+
+def test_reasons() -> None:
+    x = np.broadcast_to(np.zeros((), np.float32), (2, 4, 64, 64))
+    sizes = (8, 4, 64, 64)
+
+    def op(score: Any, **more: Any) -> Forward:
+        return forward(BF16, 8, 64, 64, 4, 4, 32, 32, score=function(score, "score", sizes)[0], **more)
+
+    shared = op(lambda s, b, h, q, kv: s + x[b // 4, h, q, kv])
+    assert select(shared, H200).kernel is ATTN_FWD_TRIANGLE and select(Backward(shared), H200).kernel is ATTN_BWD_TRIANGLE
+    assert select(op(lambda s, b, h, q, kv: s + x[0, 0, q, kv]), H200).kernel is ATTN_FWD_TRIANGLE
+    for other in (
+        op(lambda s, b, h, q, kv: s * 2 + x[b // 4, h, q, kv]), op(lambda s, b, h, q, kv: s + x[b // 4, h, kv, q]),
+        op(lambda s, b, h, q, kv: s + x[b // 4, h, q, kv - q]), op(lambda s, b, h, q, kv: s - x[b // 4, h, q, kv]),
+        dataclasses.replace(shared, batch=1, total_q=64, total_kv=64), dataclasses.replace(shared, head_dim=128),
+    ):  # fmt: skip
+        assert select(other, H200).kernel.name != "attn_fwd_triangle"
+        assert select(Backward(other), H200).kernel.name != "attn_bwd_triangle"
+    for changes, said in (
+        ({"mask": Causal()}, "none of a bool for each key"), ({"dropout": 0.5}, "drops weights"),
+        ({"invariant": True}, "the batch"),
+        ({"constant_time": True}, "depends on the data"), ({"q_offset": 1}, "offsets"),
+    ):  # fmt: skip
+        assert said in "; ".join(ATTN_FWD_TRIANGLE.supports(op(lambda s, b, h, q, kv: s + x[0, h, q, kv], **changes), H200))
+    assert select(shared, TYPICAL["sm_80"]).kernel.name == "attn_fwd_mma"
+    for config, said in (
+        (AttnFwdTriangleConfig(rows=8), "spills"), (AttnFwdTriangleConfig(consumers=4), "consumers 4"),
+        (AttnFwdTriangleConfig(polynomial_each=1), "polynomial_each is 1"), (AttnFwdTriangleConfig(stages=20), "shared memory"),
+    ):  # fmt: skip
+        assert said in str(ATTN_FWD_TRIANGLE.legal(config, shared, H200))
+    for config, said in (
+        (AttnBwdTriangleConfig(kv_rows=4), "spills"), (AttnBwdTriangleConfig(consumers=3), "consumers is 3"),
+        (AttnBwdTriangleConfig(q_rows=5), "shared memory"),
+    ):  # fmt: skip
+        assert said in str(ATTN_BWD_TRIANGLE.legal(config, Backward(shared), H200))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nothing_spills_and_products_follow_each_other(head_dim: int, masked: bool) -> None:
+    case = Case(head_dim=head_dim, head_dim_v=head_dim, masked=masked, shared=8)
+    op = Call(case).op
+    backward = Backward(op, wrt=("score_0",))
+    programs = [
+        kernel.lower(each, kernel.candidates(each, H200)[0], H200)
+        for kernel, each in ((ATTN_FWD_TRIANGLE, op), (ATTN_BWD_TRIANGLE, backward))
+    ]
+    for config in (AttnFwdTriangleConfig(2, 3), AttnFwdTriangleConfig(2, polynomial_each=4)):
+        if ATTN_FWD_TRIANGLE.legal(config, op, H200) is None:
+            programs.append(ATTN_FWD_TRIANGLE.lower(op, config, H200))
+    for launch in (launch for program in programs for launch in program.launches):
+        binary = compiler.compile(launch.source)
+        assert not faults(binary), (launch.entry, faults(binary))
