@@ -4,7 +4,7 @@
 // along the queries. A tile of the bias is brought once for these n. S and dP are transposed, a key in each row, so that P and dS are left
 // operands from registers. A unit is one n and one tile of queries.
 //
-//   start dk of the unit before, S, dP | wait S (and that dk) | P, start dv | wait dP | dS
+//   start dk of the unit before, S, dP | wait S (and that dk) | P, start dv | wait dP and dv | dS
 //
 //   barrier                        arrives                         waits             protects
 //   kv_full[r]                     TMA (K and V of n r)            each consumer     smem.k, smem.v of n r until read
@@ -115,7 +115,7 @@ struct Consumer {
     u32 kv_parity = 0, bias_parity = 0;
     float s[SMma::accumulators], dp[SMma::accumulators], bias[PairTile::each];
     float dk[rows][DkMma::accumulators], dv[rows][DvMma::accumulators];
-    u32 p[SMma::accumulators / 2], ds[SMma::accumulators / 2];
+    u32 p[SMma::accumulators / 2];  // P, then dS in its place
 
     __device__ Consumer(const Args& args, Smem& smem)
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
@@ -155,7 +155,7 @@ struct Consumer {
         const SmemDescriptor<QTile> b = q_rows.stage(stage);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < SMma::accumulators / 8; ++i) DkMma::multiply(dk[r], ds + 4 * i, b.rows(i), true);
+        for (int i = 0; i < SMma::accumulators / 8; ++i) DkMma::multiply(dk[r], p + 4 * i, b.rows(i), true);
         ptx::wgmma_commit();
     }
     __device__ void take_bias() {
@@ -188,12 +188,12 @@ struct Consumer {
             p[i / 2] = Element::pack(s[i], s[i + 1]);
         }
         start_dv(r);
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<0>();
         if (tile == tiles - 1) release(smem.kv_empty[r]);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
             const float2 d = delta(i);
-            ds[i / 2] = Element::pack(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
+            p[i / 2] = Element::pack(s[i] * (dp[i] - d.x), s[i + 1] * (dp[i + 1] - d.y));
         }
     }
 

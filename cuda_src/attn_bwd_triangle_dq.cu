@@ -8,11 +8,10 @@
 //   start dq of the unit before, S, dP | wait S (and that dq) | P | wait dP | dS, sum | after the last n: add the sum
 //
 //   barrier                        arrives                         waits             protects
-//   q_full[r]                      TMA (Q and dO of n r)           each consumer     smem.q, smem.d_o of n r until read
+//   q_full[r]                      TMA (Q, dO, lse, delta of n r)  each consumer     smem.q, .d_o, .lse_log2, .delta of n r until read
 //   q_empty[r]                     one lane per consumer warp      producer          the same until refilled
 //   kv_full[s], kv_empty[s]: the same for a unit's K and V
 //   bias_full[c], bias_empty[c]: the same for the bias tile of consumer c, whose four warps alone read it
-//   the option PairSum may have named barriers of a consumer's threads
 //
 // N may be cut in parts, whose sums pair_sums.cu adds in order.
 
@@ -40,7 +39,7 @@ struct Smem {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
     PairTile bias[cfg::consumers];
-    PairSum::Board sums;
+    alignas(16) float lse_log2[cfg::rows * cfg::consumers][64], delta[cfg::rows * cfg::consumers][64];
     ptx::Mbarrier q_full[cfg::rows], q_empty[cfg::rows], kv_full[cfg::stages], kv_empty[cfg::stages];
     ptx::Mbarrier bias_full[cfg::consumers], bias_empty[cfg::consumers];
 };
@@ -65,8 +64,11 @@ struct Producer {
 
     __device__ void load_q(const TriangleWork& work, int r) {
         smem.q_empty[r].wait(q_parity);
-        smem.q_full[r].arrive_expect(cfg::consumers * (QTile::bytes + DoTile::bytes));
+        smem.q_full[r].arrive_expect(cfg::consumers * (QTile::bytes + DoTile::bytes + 2 * 4 * 64));
         for (int c = 0; c < cfg::consumers; ++c) {
+            const i64 first = work.statistics(args, r) + min(work.begin / 64 + c, PairTile::count(args.q_len) - 1) * 64;
+            ptx::bulk_load(smem.lse_log2[r * cfg::consumers + c], args.lse_log2 + first, 4 * 64, smem.q_full[r]);
+            ptx::bulk_load(smem.delta[r * cfg::consumers + c], args.delta + first, 4 * 64, smem.q_full[r]);
             load_tile(args.q, smem.q[r * cfg::consumers + c], smem.q_full[r], work.entry(r), work.begin + c * 64, work.head);
             load_tile(args.d_o, smem.d_o[r * cfg::consumers + c], smem.q_full[r], work.entry(r), work.begin + c * 64, work.head);
         }
@@ -122,7 +124,6 @@ struct Consumer {
     const i32 tiles;
     Ring<cfg::stages> kv{};
     u32 q_parity = 0, bias_parity = 0;
-    float lse_log2[rows][2], delta[rows][2];  // of this thread's rows
     float s[SMma::accumulators], dp[SMma::accumulators], dq[rows][DqMma::accumulators], bias[PairTile::each];
     PairSum sum;
     u32 ds[SMma::accumulators / 2];
@@ -131,8 +132,7 @@ struct Consumer {
         : args(args), smem(smem), index(ptx::uniform(threadIdx.x / 128) - 1), lane(threadIdx.x % 128),
           q_rows(SmemDescriptor<QTile>::of_columns(smem.q).stage(index)), do_rows(SmemDescriptor<DoTile>::of_columns(smem.d_o).stage(index)),
           k_columns(SmemDescriptor<KTile>::of_columns(smem.k)), k_rows(SmemDescriptor<KTile>::of_rows(smem.k)),
-          v_columns(SmemDescriptor<VTile>::of_columns(smem.v)), scale_log2(args.scale * float(log2_e)), tiles(PairTile::count(args.kv_len)),
-          sum(smem.sums, index, lane) {}
+          v_columns(SmemDescriptor<VTile>::of_columns(smem.v)), scale_log2(args.scale * float(log2_e)), tiles(PairTile::count(args.kv_len)) {}
 
     // Said by each warp when it has read a stage.
     __device__ void release(ptx::Mbarrier& empty) const {
@@ -170,13 +170,15 @@ struct Consumer {
 
     // S, dP and dS of a unit; where it is `later`, dq of the unit before, of n `before`, runs beside them.
     template <bool later>
-    __device__ void step(int r, int before, i32 tile, Keys::Word word) {
+    __device__ void step(int r, int before, const TriangleWork& work, i32 tile, Keys::Word word) {
         const u32 stage = kv.stage;
         if constexpr (later) {
             start_dq(before, stage);
             kv.advance();
         }
         start_s_and_dp(r, tile);
+        float lse_log2[2], delta[2];  // read anew for each unit: kept, they take four registers for each n
+        load_statistics(r, work, lse_log2, delta);
         if (r == 0) take_bias();
         ptx::wgmma_wait<1>();
         if constexpr (later) release(smem.kv_empty[stage]);
@@ -184,12 +186,12 @@ struct Consumer {
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
         Keys::apply(word, s);
 #pragma unroll
-        for (int i = 0; i < SMma::accumulators; ++i) s[i] = ptx::exp2(s[i] - lse_log2[r][fragment_row(i)]);
+        for (int i = 0; i < SMma::accumulators; ++i) s[i] = ptx::exp2(s[i] - lse_log2[fragment_row(i)]);
         ptx::wgmma_wait<0>();
         if (tile == tiles - 1) release(smem.q_empty[r]);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) {
-            s[i] *= dp[i] - delta[r][fragment_row(i)];
+            s[i] *= dp[i] - delta[fragment_row(i)];
             sum.take(r, i, s[i]);
         }
 #pragma unroll
@@ -204,20 +206,19 @@ struct Consumer {
 #pragma unroll
             for (float& x : dq[r]) x = 0.f;
         }
-        load_statistics(work);
-        step<false>(0, 0, 0, words[0]);
+        step<false>(0, 0, work, 0, words[0]);
 #pragma unroll 1
         for (i32 next = 1;; ++next) {
             const i32 ahead = min(next, tiles - 1);  // words are asked for long before they are used
             words[0] = Keys::word(args, work.entry(0).index, ahead);
 #pragma unroll
             for (int r = 1; r < rows; ++r) {
-                step<true>(r, r - 1, next - 1, words[r]);
+                step<true>(r, r - 1, work, next - 1, words[r]);
                 words[r] = Keys::word(args, work.entry(r).index, ahead);
             }
-            sum.add(args, work, next - 1, is_first);
+            sum.add(args, work, work.begin / 64 + index, next - 1, is_first);
             if (next == tiles) break;
-            step<true>(0, rows - 1, next, words[0]);
+            step<true>(0, rows - 1, work, next, words[0]);
         }
         q_parity ^= 1;
         start_dq(rows - 1, kv.stage);
@@ -227,17 +228,14 @@ struct Consumer {
         store(work);
     }
     __device__ i32 row(const TriangleWork& work) const { return work.begin + i32(index) * 64 + lane / 32 * 16 + lane % 32 / 4; }
-    // Of what is none, an n or a query, P is 0.
-    __device__ void load_statistics(const TriangleWork& work) {
+    // Of this thread's rows. P of an n that is none is 0; a query that is none has lse of +inf (attn_bwd_delta.cu), and beside them nothing is
+    // stored.
+    __device__ void load_statistics(int r, const TriangleWork& work, float (&lse_log2)[2], float (&delta)[2]) const {
 #pragma unroll
-        for (int r = 0; r < rows; ++r) {
-            const i64 first = work.statistics(args, r);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const bool inside = work.has(r) && row(work) + 8 * i < args.q_len;
-                lse_log2[r][i] = inside ? args.lse_log2[first + row(work) + 8 * i] : -minus_inf;
-                delta[r][i] = inside ? args.delta[first + row(work) + 8 * i] : 0.f;
-            }
+        for (int i = 0; i < 2; ++i) {
+            const u32 at = lane / 32 * 16 + lane % 32 / 4 + 8 * i;
+            lse_log2[i] = work.has(r) ? smem.lse_log2[r * cfg::consumers + index][at] : -minus_inf;
+            delta[i] = smem.delta[r * cfg::consumers + index][at];
         }
     }
     __device__ void store(const TriangleWork& work) const {
@@ -257,7 +255,6 @@ __device__ void consume(const Args& args, Smem& smem) {
         const TriangleWork work = works.at();
         for (i32 n = work.n_begin; n < work.n_end; n += cfg::rows) consumer.attend(some_of(work, n), n == work.n_begin);
     }
-    consumer.sum.finish();
 }
 
 extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn_bwd_triangle_dq(const __grid_constant__ Args args) {

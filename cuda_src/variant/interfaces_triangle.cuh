@@ -20,7 +20,5 @@ template <class E> struct ExponentOption : GivenPairs {
 // pair sum: what becomes of dS besides dq.
 template <class P> struct PairSumOption : GivenPairs {
     static P p;
-    static typename P::Board& board;
-    static_assert(requires { P(board, 0u, 0u); }, "PairSum: Board in shared memory, PairSum(board, warpgroup, thread)");
-    static_assert(requires { p.take(0, 0, 0.f), p.add(args, work, i, true), p.finish(); }, "PairSum: take(r, i, ds), add(args, work, tile, is_first), finish()");
+    static_assert(requires { p.take(0, 0, 0.f), p.add(args, work, i, i, true); }, "PairSum: take(r, i, ds), add(args, work, strip, tile, is_first)");
 };

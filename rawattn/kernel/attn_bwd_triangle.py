@@ -44,7 +44,7 @@ class NoPairSum(Option):
 class AttnBwdTriangleConfig:
     """The configuration of attn_bwd_triangle_dkdv.cu and attn_bwd_triangle_dq.cu."""
 
-    kv_rows: int = 2  # entries of the batch whose dk and dv a warpgroup keeps
+    kv_rows: int = 3  # entries of the batch whose dk and dv a warpgroup keeps
     q_rows: int = 3  # and whose dq
     kv_stages: int = 3  # tiles of Q and dO
     q_stages: int = 3  # tiles of K and V
@@ -64,14 +64,15 @@ def smem_bytes(config: AttnBwdTriangleConfig) -> int:
         + triangle.TILE_BYTES * config.consumers
         + 512 * config.kv_stages
     )
-    q = 16384 * (config.q_rows * config.consumers + config.q_stages) + 2 * triangle.TILE_BYTES * config.consumers
+    q = 16384 * (config.q_rows * config.consumers + config.q_stages) + triangle.TILE_BYTES * config.consumers
+    q += 512 * config.q_rows * config.consumers
     return max(kv, q) + 1024
 
 
 def accumulators(config: AttnBwdTriangleConfig, op: Forward) -> int:
     """The registers of a thread, at most, for sums, S, dP, the bias and what is multiplied."""
     qk, v = -(-op.head_dim // 8) * 4, -(-op.head_dim_v // 8) * 4
-    return max(config.kv_rows * (qk + v) + 96 + 32, config.q_rows * (qk + 4) + 128 + 16)
+    return max(config.kv_rows * (qk + v) + 96 + 16, config.q_rows * qk + 128 + 16)
 
 
 class AttnBwdTriangle(BackwardKernel):
@@ -90,6 +91,9 @@ class AttnBwdTriangle(BackwardKernel):
     def supports(self, op: Backward, device: Device) -> list[str]:
         refusals = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST) + triangle.reasons(op.forward)
         refusals += backward.reasons(op, triangle.SIDE, triangle.SIDE)
+        bias = triangle.bias_of(op.forward)
+        if bias is not None and {*op.wrt} - {bias.array.name}:
+            refusals.append("it makes no gradient of a bias of keys")
         return refusals + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -107,7 +111,7 @@ class AttnBwdTriangle(BackwardKernel):
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdTriangleConfig]:
         """Those with the most entries at once."""
-        found = [AttnBwdTriangleConfig(kv, q) for kv in (4, 3, 2, 1) for q in (3, 2, 1)]
+        found = [AttnBwdTriangleConfig(kv, q) for kv in (4, 3, 2, 1) for q in (3, 2, 1)]  # 4 spills some 32 bytes
         return [config for config in found if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnBwdTriangleConfig, op: Backward, device: Device) -> float:

@@ -83,11 +83,18 @@ class AttnFwdTriangle(OneLaunch[Forward]):
         return f"its accumulators take {count} registers of a thread; above {limit} it spills" if count > limit else None
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdTriangleConfig]:
-        found = [AttnFwdTriangleConfig(n) for n in (4, 3, 2, 1)]
-        return [config for config in found if self.legal(config, op, device) is None][:1]
+        """The most entries at once, and fewer, of which the last works may be fuller."""
+        found = [config for config in map(AttnFwdTriangleConfig, range(1, 7)) if self.legal(config, op, device) is None]
+        return found[-3:]
 
     def cost(self, config: AttnFwdTriangleConfig, op: Forward, device: Device) -> float:
-        return triangle.least_seconds(op, 350, device)
+        """A unit takes the clocks of its exponentials and what they wait, or of its bytes from L2, of which 21 come a clock."""
+        strips = config.consumers
+        bytes_each = triangle.TILE_BYTES / config.rows + 128 * (op.head_dim + op.head_dim_v) / strips
+        works = triangle.count_works(op, config.rows, op.q_len, triangle.SIDE * strips)
+        units = config.rows * strips * -(-op.kv_len // triangle.SIDE)  # of a work
+        clocks = -(-works // device.sm_count) * units * max(340.0, bytes_each / 21)
+        return clocks / 1.755e9 + 8e-6
 
     def options(self, op: Forward, config: AttnFwdTriangleConfig) -> dict[str, Option]:
         return {
@@ -115,7 +122,7 @@ class AttnFwdTriangle(OneLaunch[Forward]):
         return source(self.file, config_header(constants, self.fields(op, config), products, self.options(op, config)), arch)
 
     def rendered_kind(self, op: Forward, config: AttnFwdTriangleConfig) -> tuple[object, ...]:
-        return op.element, op.head_dim, op.head_dim_v, triangle.keeps_by_bits(op), op.return_lse
+        return op.element, op.head_dim, op.head_dim_v, triangle.keys_option(op), op.return_lse
 
     def values(self, op: Forward, config: AttnFwdTriangleConfig, device: Device) -> dict[str, float]:
         return triangle.values(op)

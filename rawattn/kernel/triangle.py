@@ -36,16 +36,22 @@ class PairBias(NamedTuple):
     shared: int
     biases: int
     is_shared: bool  # whether its code lets entries share one
+    keys: Any = None  # the array of a bias for each key of an entry, if the score adds one, too
 
 
 @functools.lru_cache(maxsize=256)
 def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
-    root = score.code.root
-    loads = [x for x in root.args if isinstance(x, Expr) and x.op == "load"] if root.op == "add" else []
-    if len(loads) != 1 or len(score.arrays) != 1 or score.checked or not any(_is_variable(x, "s") for x in root.args):
+    terms = _find_terms(score.code.root)
+    loads = [x for x in terms if x.op == "load"]
+    of_keys = [x for x in loads if _is_of_keys(x)]
+    of_pairs = [x for x in loads if not _is_of_keys(x)]
+    numbers = {x.args[0] for x in loads}
+    if len(of_pairs) != 1 or len(of_keys) > 1 or len(terms) != 1 + len(loads) or not any(_is_variable(x, "s") for x in terms):
         return None
-    array, indices = score.arrays[0], loads[0].args[2:]
-    axes, shared = dict[str, int](), max(1, batch)
+    if score.checked or len(numbers) != len(loads) or {score.arrays[i].element for i in numbers} - {"fp32", "bf16", "fp16"}:
+        return None
+    array, keys = score.arrays[of_pairs[0].args[0]], [score.arrays[x.args[0]] for x in of_keys]
+    indices, axes, shared = of_pairs[0].args[2:], dict[str, int](), max(1, batch)
     for axis, index in enumerate(indices):
         name = next((name for name in ("b", "h", "q", "kv") if _is_variable(index, name)), None)
         count = None if name else _find_divisor(index, score.numbers)
@@ -53,15 +59,26 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
             name, shared = "b", count
         elif name == "b":
             shared = 1
-        elif name is None and (index.op, index.args) == ("const", (0,)):
+        elif name is None and index.op == "const" and index.args[0] == 0:
             continue
         if name is None or name in axes:
             return None
         axes[name] = axis
-    if "q" not in axes or axes.get("kv") != len(indices) - 1 or array.element not in ("fp32", "bf16", "fp16"):
+    if "q" not in axes or axes.get("kv") != len(indices) - 1:
         return None
     is_shared = "b" not in axes or not _is_variable(indices[axes["b"]], "b")
-    return PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared, -(-batch // shared), is_shared)
+    biases = -(-batch // shared)
+    return PairBias(array, axes.get("b"), axes.get("h"), axes["q"], shared, biases, is_shared, keys[0] if keys else None)
+
+
+def _find_terms(x: Expr) -> list[Expr]:
+    """The terms of a sum."""
+    return [term for each in x.args for term in _find_terms(each)] if x.op == "add" and x.type == "float" else [x]
+
+
+def _is_of_keys(load: Expr) -> bool:
+    """Says whether an element is that of a key of an entry of the batch."""
+    return len(load.args) == 4 and _is_variable(load.args[2], "b") and _is_variable(load.args[3], "kv")
 
 
 def _is_variable(x: Any, name: str) -> bool:
@@ -94,8 +111,7 @@ def keeps_by_bits(op: Forward) -> bool:
     mask = op.mask
     if not isinstance(mask, FunctionMask) or mask.checked or len(mask.arrays) != 1 or mask.arrays[0].element != "bool":
         return False
-    root = mask.code.root
-    return root.op == "load" and len(root.args) == 4 and _is_variable(root.args[2], "b") and _is_variable(root.args[3], "kv")
+    return mask.code.root.op == "load" and _is_of_keys(mask.code.root)
 
 
 def reasons(op: Forward) -> list[str]:
@@ -105,6 +121,8 @@ def reasons(op: Forward) -> list[str]:
         refusals.append("no entries of its batch share a bias of pairs, as s + bias[h, q, kv]")
     if not (isinstance(op.mask, Full) or keeps_by_bits(op)):
         refusals.append("its mask is none of a bool for each key, as lambda b, h, q, kv: keep[b, kv]")
+    elif isinstance(keys_option(op), KeyBias) and not isinstance(op.mask, Full):
+        refusals.append("its keys have a bias and a mask")
     for wrong, words in (
         (op.varlen or any(op.lens), "its sequences have lengths of their own"), (op.sinks, "it has sinks"),
         (op.spec.dropout, "it drops weights"), (op.spec.offsets is not None, "its rows have offsets"),
@@ -146,6 +164,16 @@ class KeyBits(Option):
         return (Field("bits", "u64*", Scratch("key_bits")),)
 
 
+class KeyBias(Option):
+    """Each key has a bias."""
+
+    source: ClassVar[str] = "variant/keys/bias.cuh"
+
+    @property
+    def fields(self) -> Fields:
+        return (Field("key_bias", "float*", Scratch("key_bias")),)
+
+
 class Ex2(Option):
     """Every exponential is made by the instruction for it."""
 
@@ -182,8 +210,9 @@ TILES = {TilesOfQueries(): "bias_tiles", TilesOfKeys(): "bias_tiles_of_keys"}  #
 
 
 def keys_option(op: Forward) -> Option:
-    """The option that says which keys are kept."""
-    return KeyBits() if keeps_by_bits(op) else EveryKey()
+    """The option that says which keys are kept, or what is added for them."""
+    bias = bias_of(op)
+    return KeyBias() if bias is not None and bias.keys is not None else KeyBits() if keeps_by_bits(op) else EveryKey()
 
 
 def values(op: Forward) -> dict[str, float]:
@@ -203,6 +232,11 @@ def before(op: Forward, device: Device, orders: tuple[Option, ...]) -> tuple[lis
         rendered = _render_tiles(bias.array.name, bias.array.element, bias.batch, bias.head, bias.query, order, device.arch)
         launches.append(Launch("pair_tiles", *rendered, numbers, min(count, 16 * device.sm_count)))
         buffers.append(Buffer(TILES[order], TILE_BYTES * count))
+    if bias.keys is not None:
+        count = op.batch * -(-op.kv_len // SIDE) * SIDE
+        rendered = _render_key_bias(bias.keys.name, bias.keys.element, device.arch)
+        launches.append(Launch("key_bias", *rendered, numbers, min(-(-count // THREADS), 16 * device.sm_count)))
+        buffers.append(Buffer("key_bias", 4 * count))
     if keeps_by_bits(op):
         words = op.batch * -(-op.kv_len // SIDE)
         grid = min(-(-words * 32 // THREADS), 16 * device.sm_count)
@@ -224,6 +258,17 @@ def _render_tiles(
     )  # fmt: skip
     options: dict[str, Option] = {"Element": FP32, "Item": item, "PairTiles": order, "Launch": launch_of(arch)}
     return source("pair_tiles.cu", config_header({"threads": THREADS, "m_tiles_per_warp": 1}, fields, [], options), arch), fields
+
+
+@functools.lru_cache(maxsize=16)
+def _render_key_bias(name: str, element: str, arch: str) -> tuple[Source, Fields]:
+    item = Item(element)
+    fields: Fields = (
+        Field("bias", f"const {item.cuda_type}*", Pointer(name)), Field("bias_stride", "i64", AxisStride(name, 0)),
+        Field("key_bias", "float*", Scratch("key_bias")), Field("batches", "i32"), KV_LEN,
+    )  # fmt: skip
+    options: dict[str, Option] = {"Element": FP32, "Item": item, "Launch": launch_of(arch)}
+    return source("key_bias.cu", config_header({"threads": THREADS}, fields, [], options), arch), fields
 
 
 @functools.lru_cache(maxsize=8)

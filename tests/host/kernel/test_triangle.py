@@ -45,6 +45,7 @@ class Case:
     head_dim_v: int = 32
     bias: str = "fp32"
     masked: bool = False
+    key_bias: str = ""  # its format
     element: str = "bf16"
     one_head: bool = False  # the bias has no axis of heads
     scale: float = 0.3
@@ -89,6 +90,10 @@ class Call:
         self.keep[-1] = False
         self.keep[0, :64] = True
         self.arrays = {**arrays, "score_0": self.pairs, "mask_0": self.keep}
+        if case.key_bias:
+            kept = self.keep | ~self.keep.any(1, keepdims=True)  # where all keys have -1e9, float32 knows no difference
+            numbers = np.where(kept, rng.standard_normal(self.keep.shape, np.float32), np.float32(-1e9))
+            self.arrays["score_1"] = numbers.astype(ELEMENTS[case.key_bias].dtype)
 
     @property
     def op(self) -> Forward:
@@ -96,6 +101,9 @@ class Call:
         sizes = (case.biases * n, case.heads, case.q_len, case.kv_len)
         if case.one_head:
             score = lambda s, b, h, q, kv: s + pairs[b // n, q, kv]  # noqa: E731
+        elif case.key_bias:
+            of_keys = self.arrays["score_1"]
+            score = lambda s, b, h, q, kv: s + pairs[b // n, h, q, kv] + of_keys[b, kv]  # noqa: E731
         elif case.biases == 1:
             score = lambda s, b, h, q, kv: s + pairs[0, h, q, kv]  # noqa: E731
         else:
@@ -117,6 +125,8 @@ class Call:
         s = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.case.scale + pairs.repeat_interleave(self.case.shared, 0)
         if self.case.masked:
             s = s.masked_fill(~torch.tensor(self.keep)[:, None, None], -torch.inf)
+        if self.case.key_bias:
+            s = s + torch.tensor(self.arrays["score_1"].astype(np.float64))[:, None, None]
         none = torch.isinf(s.amax(-1, keepdim=True))
         p = torch.where(none, 0.0, torch.where(none, 0.0, s).softmax(-1))
         return torch.einsum("bhqk,bkhd->bqhd", p, v), s.detach().logsumexp(-1)
@@ -170,6 +180,7 @@ CASES = {
     "head_dim 64": Case(head_dim=64, head_dim_v=64, q_len=70, bias="bf16", stages=2),
     "head_dim 16": Case(head_dim=16, head_dim_v=16, rows=3, shared=3, heads=1, kv_len=17, q_len=17),
     "uneven heads": Case(head_dim=24, head_dim_v=40, heads=1, scale=-0.3),
+    "bias of keys": Case(key_bias="fp32", biases=2, shared=2, seed=5),
     "polynomial": Case(polynomial_each=4, masked=True, heads=1),
     "any order": Case(masked=True, seed=7, heads=1),
 }
@@ -196,6 +207,7 @@ BACKWARD = {
     "several biases": Case(biases=2, shared=2, q_rows=2, masked=True, kv_rows=1),
     "one head for all": Case(one_head=True, shared=2, bias="bf16", q_len=64),
     "no gradient of the bias": Case(wrt=False, kv_len=64, masked=True),
+    "bias of keys": Case(key_bias="bf16", shared=2, q_rows=2, seed=5),
     "one row at a time": Case(kv_rows=1, q_rows=1, consumers=1, shared=2, heads=1),
     "more rows in the bias": Case(larger=True, shared=2, heads=1, bias="fp16", kv_len=40, q_len=40),
     "head_dim 64": Case(head_dim=64, head_dim_v=64, kv_rows=1, q_rows=2, q_len=70, heads=1),
@@ -291,12 +303,12 @@ def test_reasons() -> None:
         assert said in "; ".join(ATTN_FWD_TRIANGLE.supports(op(lambda s, b, h, q, kv: s + x[0, h, q, kv], **changes), H200))
     assert select(shared, TYPICAL["sm_80"]).kernel.name == "attn_fwd_mma"
     for config, said in (
-        (AttnFwdTriangleConfig(rows=8), "spills"), (AttnFwdTriangleConfig(consumers=4), "consumers 4"),
+        (AttnFwdTriangleConfig(rows=9), "spills"), (AttnFwdTriangleConfig(consumers=4), "consumers 4"),
         (AttnFwdTriangleConfig(polynomial_each=1), "polynomial_each is 1"), (AttnFwdTriangleConfig(stages=20), "shared memory"),
     ):  # fmt: skip
         assert said in str(ATTN_FWD_TRIANGLE.legal(config, shared, H200))
     for config, said in (
-        (AttnBwdTriangleConfig(kv_rows=4), "spills"), (AttnBwdTriangleConfig(consumers=3), "consumers is 3"),
+        (AttnBwdTriangleConfig(kv_rows=5), "spills"), (AttnBwdTriangleConfig(consumers=3), "consumers is 3"),
         (AttnBwdTriangleConfig(q_rows=5), "shared memory"),
     ):  # fmt: skip
         assert said in str(ATTN_BWD_TRIANGLE.legal(config, Backward(shared), H200))
