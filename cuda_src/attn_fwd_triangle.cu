@@ -244,10 +244,11 @@ struct Consumer {
             const Store to(args, place, {work.entry(r).index, work.head, work.begin, 0});
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const bool inside = row + 8 * i<args.q_len, any = state[r].reference[i]> RowState::lowest;
+                const bool inside = row + 8 * i < args.q_len;
                 const float sum = quad_sum(state[r].sum[i]);
-                store_row(to.o(row + 8 * i), inside, o[r], i, any ? ptx::reciprocal(sum) : 0.f);
-                const float lse = any ? (state[r].reference[i] + __log2f(sum)) * float(ln_2) : minus_inf;
+                const bool none = state[r].reference[i] <= RowState::lowest && sum == sum;  // no key is kept; NaN goes on
+                store_row(to.o(row + 8 * i), inside, o[r], i, none ? 0.f : ptx::reciprocal(sum));
+                const float lse = none ? minus_inf : (state[r].reference[i] + __log2f(sum)) * float(ln_2);
                 if (threadIdx.x % 4 == 0 && inside) to.lse(row + 8 * i, lse);
             }
         }

@@ -303,7 +303,7 @@ def test_reasons() -> None:
         assert said in "; ".join(ATTN_FWD_TRIANGLE.supports(op(lambda s, b, h, q, kv: s + x[0, h, q, kv], **changes), H200))
     assert select(shared, TYPICAL["sm_80"]).kernel.name == "attn_fwd_mma"
     for config, said in (
-        (AttnFwdTriangleConfig(rows=9), "spills"), (AttnFwdTriangleConfig(consumers=4), "consumers 4"),
+        (AttnFwdTriangleConfig(rows=8, stages=2), "spills"), (AttnFwdTriangleConfig(consumers=4), "consumers 4"),
         (AttnFwdTriangleConfig(polynomial_each=1), "polynomial_each is 1"), (AttnFwdTriangleConfig(stages=20), "shared memory"),
     ):  # fmt: skip
         assert said in str(ATTN_FWD_TRIANGLE.legal(config, shared, H200))
