@@ -5,7 +5,7 @@
 // next ones. dq of these n and the sum of their dS over a tile of keys stay in registers. A tile's sum is then added to one in global memory
 // that no other block adds to: in one order, so that it always has the same bits. A unit is one n and one tile of keys.
 //
-//   start dq of the unit before, S, dP | wait S (and that dq) | P | wait dP | dS, sum | after the last n: add the sum
+//   start dq of the unit before, S | wait both | start dP, P | wait dP | dS, sum | after the last n: add the sum
 //
 //   barrier                        arrives                         waits             protects
 //   q_full[r]                      TMA (Q, dO, lse, delta of n r)  each consumer     smem.q, .d_o, .lse_log2, .delta of n r until read
@@ -139,17 +139,22 @@ struct Consumer {
         if (lane % 32 == 0) empty.arrive();
     }
 
-    __device__ void start_s_and_dp(int r, i32 tile) {
+    __device__ void start_s(int r, i32 tile) {
         const SmemDescriptor<QTile> q = q_rows.stage(r * cfg::consumers);
-        const SmemDescriptor<DoTile> d_o = do_rows.stage(r * cfg::consumers);
         const SmemDescriptor<KTile> k = k_columns.stage(kv.stage);
-        const SmemDescriptor<VTile> v = v_columns.stage(kv.stage);
         if (tile == 0) smem.q_full[r].wait(q_parity);
         smem.kv_full[kv.stage].wait(kv.parity);
+        ptx::wgmma_discard(s);
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < (cfg::head_dim + 15) / 16; ++i) SMma::multiply(s, q.columns(i), k.columns(i), i > 0);
         ptx::wgmma_commit();
+    }
+    __device__ void start_dp(int r) {
+        const SmemDescriptor<DoTile> d_o = do_rows.stage(r * cfg::consumers);
+        const SmemDescriptor<VTile> v = v_columns.stage(kv.stage);
+        ptx::wgmma_discard(dp);
+        ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < (cfg::head_dim_v + 15) / 16; ++i) DpMma::multiply(dp, d_o.columns(i), v.columns(i), i > 0);
         ptx::wgmma_commit();
@@ -168,7 +173,7 @@ struct Consumer {
         release(smem.bias_empty[index]);
     }
 
-    // S, dP and dS of a unit; where it is `later`, dq of the unit before, of n `before`, runs beside them.
+    // S, dP and dS of a unit; where it is `later`, dq of the unit before, of n `before`, runs beside S.
     template <bool later>
     __device__ void step(int r, int before, const TriangleWork& work, i32 tile, Keys::Word word) {
         const u32 stage = kv.stage;
@@ -176,12 +181,13 @@ struct Consumer {
             start_dq(before, stage);
             kv.advance();
         }
-        start_s_and_dp(r, tile);
+        start_s(r, tile);
         float lse_log2[2], delta[2];  // read anew for each unit: kept, they take four registers for each n
         load_statistics(r, work, lse_log2, delta);
         if (r == 0) take_bias();
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<0>();
         if constexpr (later) release(smem.kv_empty[stage]);
+        start_dp(r);  // when dS of the unit before has left its registers; it runs beside the exponentials
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
         Keys::apply(word, s);

@@ -110,8 +110,9 @@ class AttnBwdTriangle(BackwardKernel):
         return f"its accumulators take {count} registers of a thread; above {limit} it spills" if count > limit else None
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdTriangleConfig]:
-        """Those with the most entries at once."""
-        found = [AttnBwdTriangleConfig(kv, q) for kv in (4, 3, 2, 1) for q in (3, 2, 1)]  # 4 spills some 32 bytes
+        """The one with the most entries at once. Four whose dq is kept spill some 64 bytes above 24 columns."""
+        most = 4 if op.forward.head_dim <= 24 else 3
+        found = [AttnBwdTriangleConfig(kv, q) for kv in (4, 3, 2, 1) for q in range(most, 0, -1)]
         return [config for config in found if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnBwdTriangleConfig, op: Backward, device: Device) -> float:

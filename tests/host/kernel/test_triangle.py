@@ -308,7 +308,7 @@ def test_reasons() -> None:
     ):  # fmt: skip
         assert said in str(ATTN_FWD_TRIANGLE.legal(config, shared, H200))
     for config, said in (
-        (AttnBwdTriangleConfig(kv_rows=5), "spills"), (AttnBwdTriangleConfig(consumers=3), "consumers is 3"),
+        (AttnBwdTriangleConfig(kv_rows=4), "spills"), (AttnBwdTriangleConfig(consumers=3), "consumers is 3"),
         (AttnBwdTriangleConfig(q_rows=5), "shared memory"),
     ):  # fmt: skip
         assert said in str(ATTN_BWD_TRIANGLE.legal(config, Backward(shared), H200))
