@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 36900,
-    "perf": 6160,
-    "cuda_src": 18700,
-    "tests": 50250,
+    "rawattn": 36800,
+    "perf": 6080,
+    "cuda_src": 18580,
+    "tests": 50020,
 }
 FUNCTION_LINES = 60
 
