@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 37160,
-    "perf": 6180,
-    "cuda_src": 18170,
-    "tests": 50850,
+    "rawattn": 38060,
+    "perf": 6215,
+    "cuda_src": 19380,
+    "tests": 51880,
 }
 FUNCTION_LINES = 60
 
