@@ -52,12 +52,12 @@ def top_blocks(
     xp = _check(q, k, {"most": most, "block_q": block_q, "block_kv": block_kv}, {"first": first, "local": local}, score)
     with _without_gradients(xp):
         scores = _score(xp, q, k, (block_q, block_kv), q.shape[-1] ** -0.5 if scale is None else scale, score)
-        places = _places(q.shape[1], k.shape[1], block_q, block_kv, causal)
-        count = scores.shape[-1]
-        allowed = np.arange(count) <= places[:, None]
-        sure = allowed & ((np.arange(count) < first) | (np.arange(count) > places[:, None] - local))
-        scores = _weigh(xp, scores, _like(xp, allowed, scores), k.shape[2] if share_heads else q.shape[2])
-        scores = xp.where(_like(xp, sure, scores), float("inf"), scores)
+        places = _places(xp, q, (q.shape[1], k.shape[1]), (block_q, block_kv), causal)[:, None]
+        blocks = _count(xp, scores.shape[-1], q)
+        allowed = blocks <= places
+        sure = allowed & ((blocks < first) | (blocks > places - local))
+        scores = _weigh(xp, scores, allowed, k.shape[2] if share_heads else q.shape[2])
+        scores = xp.where(sure, float("inf"), scores)
         return Blocks(*_choose(xp, scores, most), block_q, block_kv)
 
 
@@ -82,16 +82,17 @@ def _without_gradients(xp: Any) -> Any:
     return xp.no_grad() if xp.__name__ == "torch" else contextlib.nullcontext()
 
 
-def _like(xp: Any, x: Any, other: Any) -> Any:
-    """A NumPy array in the library and on the device of another."""
-    return xp.asarray(x, device=other.device) if xp.__name__ == "torch" else xp.asarray(x)
+def _count(xp: Any, n: int, other: Any) -> Any:
+    """The numbers below n, in the library and on the device of another, made there: a copy would make the host wait."""
+    return xp.arange(n, device=other.device) if xp.__name__ == "torch" else xp.arange(n)
 
 
-def _places(q_len: int, kv_len: int, block_q: int, block_kv: int, causal: bool) -> Any:
-    """The last block of keys that each block of queries may have; -1 for none."""
-    blocks, end = -(-q_len // block_q), -(-kv_len // block_kv)
-    last = np.minimum((np.arange(blocks) + 1) * block_q, q_len) - 1 + kv_len - q_len  # the key of the block's last query
-    return last // block_kv if causal else np.full(blocks, end - 1)
+def _places(xp: Any, q: Any, lengths: tuple[int, int], sizes: tuple[int, int], causal: bool) -> Any:
+    """The last block of keys that each block of queries may have; less than 0 for none."""
+    (q_len, kv_len), (block_q, block_kv) = lengths, sizes
+    ends = (_count(xp, -(-q_len // block_q), q) + 1) * block_q
+    ends = xp.where(ends < q_len, ends, q_len) if causal else 0 * ends + q_len
+    return (ends - 1 + kv_len - q_len) // block_kv  # of the last query's key
 
 
 def _wide(xp: Any, x: Any) -> Any:
@@ -129,6 +130,7 @@ def _weigh(xp: Any, scores: Any, allowed: Any, heads: int) -> Any:
     if not scores.shape[-1]:
         return scores.reshape(scores.shape[0], scores.shape[1] * scores.shape[2], *scores.shape[3:])[:, :heads]
     scores = xp.where(allowed & ~xp.isnan(scores), scores, -float("inf"))
+    scores = xp.where(scores == float("inf"), float(xp.finfo(scores.dtype).max), scores)  # inf less inf would be NaN
     top = xp.amax(scores, -1)[..., None]
     weights = xp.exp(scores - xp.where(top == -float("inf"), 0.0, top))
     total = xp.sum(weights, -1)[..., None]

@@ -178,9 +178,10 @@ def attention_backward(
         arguments.refuse(attention_backward, unknown)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
+    *lists, kind = parted(keys)
     options = Options(causal, window, softcap, scale, mask, score, False, constant_time, deterministic, q_offset, kv_offset,
-                      dropout, keys=None if keys is None else keys.lists)  # fmt: skip
-    rest = seed_array(q, dropout, seed, "give that of the forward"), *parted(keys)[:2]
+                      dropout, keys=kind)  # fmt: skip
+    rest = seed_array(q, dropout, seed, "give that of the forward"), *lists
     inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, *rest)
     return backward(inputs, named(options), (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
 

@@ -126,9 +126,12 @@ def resolve(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Lim
 
 
 def resolve_by_intervals(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
-    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``."""
+    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``, but beside lists of keys,
+    whose kernels ask the function itself."""
     resolved = resolve(options, arrays, limits)
-    return {**resolved, "mask": by_intervals(resolved["mask"])} if "mask" in resolved else resolved
+    if "mask" not in resolved or options.get("keys") is not None:
+        return resolved
+    return {**resolved, "mask": by_intervals(resolved["mask"])}
 
 
 def check(titles: Mapping[str, str], arrays: Mapping[str, Array]) -> None:

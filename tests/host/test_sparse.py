@@ -80,6 +80,25 @@ def test_nan_is_the_smallest_score() -> None:
     assert top_blocks(q, k, 3).indices.tolist() == [[[[0, 2, 3]]]]
 
 
+@pytest.mark.parametrize("score", ["mean", "max"])
+def test_an_infinite_score_is_the_largest(score: str) -> None:
+    q, k = np.ones((1, 64, 1, 4), np.float32), np.ones((1, 256, 1, 4), np.float32)
+    k[0, 70] = np.inf
+    for put in (np.asarray, torch.tensor):
+        assert top_blocks(put(q), put(k), 2, score=score).indices.tolist() == [[[[0, 1]]]]
+        assert top_blocks(put(q), put(k), 1, score=score).indices.tolist() == [[[[1]]]]
+
+
+def test_nothing_is_copied_from_the_host() -> None:
+    """A copy makes the host wait for the device, and a CUDA graph cannot hold it; meta tensors take none."""
+    q, k = (torch.empty(2, 100, heads, 8, device="meta") for heads in (4, 2))
+    found = top_blocks(q, k, 2, causal=True, local=1, first=1)
+    assert found.indices.device.type == "meta" and found.indices.shape == (2, 2, 2, 2)
+    make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
+    graph = make_fx(lambda q, k: top_blocks(q, k, 2, causal=True).arrays)(torch.zeros(q.shape), torch.zeros(k.shape))
+    assert not [node for node in graph.graph.nodes if node.op == "get_attr" or "lift_fresh" in str(node.target)]
+
+
 WRONG = {
     "most": ({"most": 0}, "most is 0; it must be an int from 1 up"),
     "local": ({"local": -1}, "local is -1; it must be an int from 0 up"),

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 import rawattn
 from rawattn import Blocks, ProblemError, Step, TopK
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Forward, from_json
+from rawattn.runtime.select import select
+from rawattn.variant.field import Scratch
 from rawattn.variant.element import BF16, ELEMENTS
 from tests.block_lists import CASES as BLOCKS
 from tests.block_lists import BlockCase, block_cases
@@ -225,3 +228,23 @@ def test_the_size_of_an_operation() -> None:
     op = rawattn.plan(Q, KV, KV, keys=keys).op
     assert isinstance(op, Forward) and op.pairs == 5 * 4 * 64 and op.flops == 2 * 16 * 2 * 4 * op.pairs
     assert op.element != BF16 and op.kind != rawattn.plan(Q, KV, KV).op.kind
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "tokens"])
+def test_a_mask_of_intervals_beside_lists_has_the_scratch_memory_that_its_kernel_reads(blocks: bool, arch: str) -> None:
+    """Kernels over lists have no launch before that finds intervals: they ask the function."""
+    q, kv = np.zeros((1, 100, 2, 64), np.float16), np.zeros((1, 100, 2, 64), np.float16)
+    numbers = np.zeros((1, 2, 2, 2) if blocks else (100, 2), np.int32)
+    keys = Blocks(numbers, None, 64, 64) if blocks else TopK(numbers)
+    mask = rawattn.mask.Intervals(np.zeros((1, 100), np.int32), np.full((1, 100), 100, np.int32))
+    op, device = rawattn.plan(q, kv, kv, keys=keys, mask=mask).op, TYPICAL[arch]
+    program = next(select(op, device).programs(op, device))
+    read = {field.fill.name for launch in program.launches for field in launch.fields if isinstance(field.fill, Scratch)}
+    assert program.launches and read <= {buffer.name for buffer in program.scratch}
+
+
+def test_gradients_refuse_keys_that_are_no_lists() -> None:
+    rows, lse = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
+    with pytest.raises(ProblemError, match="keys is a ndarray; it must be a rawattn.TopK or a rawattn.Blocks"):
+        rawattn.attention_backward(rows, Q, KV, KV, rows, lse, keys=NUMBERS)
