@@ -78,7 +78,8 @@ class Blocks:
 
     Blocks of 64 or 128 keys and a multiple of 64 queries are whole tiles of kernels with tensor cores: these have gradients on
     GPUs, beside built-in masks, where a block counts as often as it is listed. On the CPU all lists have. Lists that rise share
-    most of what they read.
+    most of what they read. NaN or inf in a key may reach dq of queries that list its neighbour: a tile of gradients may have the
+    128 keys of two blocks, and all rows of the last one.
     """
 
     indices: Any
