@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35930,
+    "rawattn": 35970,
     "perf": 6060,
-    "cuda_src": 17380,
-    "tests": 49340,
+    "cuda_src": 17620,
+    "tests": 49520,
 }
 FUNCTION_LINES = 60
 
