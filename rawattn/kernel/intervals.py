@@ -12,7 +12,9 @@ from ..variant import Option
 from ..variant.element import FP32
 from ..variant.field import Field, Fields, Scratch
 from ..variant.intervals import BLOCKS, FIELDS, QUERIES, ROWS, SCANNED, IntervalMask
+from ..variant.lists import BesideLists
 from ..variant.scheduler import launch_of
+from . import tiling
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
@@ -56,7 +58,7 @@ def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tup
 def before(program: Program, op: Forward, rows: Option, device: Device, for_gradients: bool = False) -> Program:
     """The program, after the launch that finds which keys queries keep, where its mask asks for that. ``rows`` say where all
     queries of a head are, and ``values`` of the program's launches are those of the operation."""
-    mask: Any = op.mask
+    mask: Any = op.mask.base if isinstance(op.mask, BesideLists) else op.mask
     if not isinstance(mask, IntervalMask) or not program.launches:
         return program
     heads = op.heads if mask.differs_by_head else 1
@@ -73,3 +75,8 @@ def before(program: Program, op: Forward, rows: Option, device: Device, for_grad
     launch = Launch(NAME, text, fields, values, heads * op.batch)
     whole = Program((launch, *program.launches), (*buffers(op, heads, for_gradients), *program.scratch))
     return whole.with_values(blocks(op))
+
+
+def of_forward(program: Program, op: Forward, device: Device) -> Program:
+    """``before`` of the forward."""
+    return before(program, op, tiling.placed_rows(op, tiling.whole_rows(op)), device)
