@@ -201,6 +201,25 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
         np.testing.assert_allclose(x.double(), wanted, rtol=close, atol=close * size)
 
 
+@pytest.mark.parametrize("of_mask", [1, 4])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(("attn_fwd", "attn_bwd"), marks=pytest.mark.slow), ("attn_fwd_mma", "attn_bwd_mma")], ids=str
+)
+def test_beside_lists_of_blocks(kernels: Any, of_mask: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """The launch before is there for kernels over lists, too, which ask the mask for what it keeps of a listed tile."""
+    numbers = np.random.default_rng(0).integers(0, 4, (2, 2, 3, 3)).astype(np.int32)
+    keys = rawattn.Blocks(torch.from_numpy(numbers), None, block_q=64, block_kv=64)
+    call = Call(Case("random", kernels, heads=(4, 2, of_mask), head_dim=64, options={"keys": keys}))
+    (o, lse), gradients = call.wanted()
+    stand_in(monkeypatch, tmp_path, sm_count=1)
+    found, found_lse = call.forward()
+    np.testing.assert_allclose(found_lse.double(), lse, rtol=2e-5, atol=3e-5)
+    np.testing.assert_allclose(found.double(), o, rtol=1.5e-2, atol=1.5e-2)
+    for x, wanted in zip(call.backward(found, found_lse), gradients, strict=True):
+        size = float(np.abs(np.asarray(wanted)).max(initial=1))
+        np.testing.assert_allclose(x.double(), wanted, rtol=1.5e-2, atol=1.5e-2 * size)
+
+
 @pytest.mark.parametrize("kernels", [("attn_fwd", "attn_bwd"), ("attn_fwd_mma", "attn_bwd_mma")])
 def test_bits_of_a_built_in_mask(kernels: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     """Arrays that say what a window says give its bits in the same configurations."""
