@@ -135,11 +135,22 @@ struct Sequence {
     }
 };
 
+// Says whether schedules leave the sequence out, as it or one before lies outside of the tensors: then its scratch memory may be another's.
+// By a whole warp.
+__device__ bool is_left_out(const Args& args, i32 batch) {
+    bool is_cut = false;
+#pragma unroll 1
+    for (i32 i = i32(threadIdx.x) % 32; i <= batch; i += 32) is_cut |= Rows(args, i).is_cut;
+    return __any_sync(0xffffffffu, is_cut);
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void intervals(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Launch::wait();
     Launch::launch_dependents();
-    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), i32(blockIdx.x) % args.batches, i32(blockIdx.x) / args.batches);
+    const i32 batch = i32(blockIdx.x) % args.batches;
+    if (is_left_out(args, batch)) return;
+    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), batch, i32(blockIdx.x) / args.batches);
     sequence.find_rows();
     if (!cfg::for_gradients) return;
     __syncthreads();

@@ -97,6 +97,16 @@ def test_long_sequences(kind: str) -> None:
         assert (every[0][taken] & (every[1][taken] <= key) & (every[2][taken] >= key + 64)).all()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_cu_seqlens_that_fall(which: int) -> None:
+    """Sequences that schedules leave out write nowhere: their scratch memory may be another's."""
+    ends, wrong = (np.array(x, np.int32) for x in ([0, 256, 256, 300], [0, 256, 100, 300]))
+    first, end = intervals.arrays("random", 0, 300, 256)
+    packed = [wrong if i == which else ends for i in range(2)]
+    found = Found(rawattn.mask.Intervals(first, end), (3, 1, 256, 256), packed=packed)
+    found.check(first[:256], end[:256], (64, 128))
+
+
 class Case(NamedTuple):
     """A call. Lengths are those of each sequence, of q and of k; ``heads`` of q, of k and of the arrays; ``used`` are q_lens and
     kv_lens."""
