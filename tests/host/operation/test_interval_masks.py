@@ -80,7 +80,8 @@ def test_functions_of_that_form_are_intervals() -> None:
         (lambda b, h, q, kv: kv < E[b, q], True), (lambda b, h, q, kv: F[b, q] == F[b, kv], False),
         (lambda b, h, q, kv: (F[b, q] <= kv) | (kv < E[b, q]), False), (lambda b, h, q, kv: F[b, kv] <= q, False),
     ):  # fmt: skip
-        assert ("Intervals(" in str(rawattn.explain(q, k, v, mask=function))) == expected
+        found = rawattn.explain(q, k, v, mask=function)
+        assert ("Intervals(" in str(found)) == expected and found.tiles is not None
         o = rawattn.attention(q, k, v, mask=function)
         np.testing.assert_allclose(o, rawattn.reference.attention(q, k, v, mask=function), rtol=1e-4, atol=1e-4)
 
