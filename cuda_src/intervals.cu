@@ -1,7 +1,7 @@
 // The keys that each query keeps where these are one run, before the kernels whose mask asks for them (variant/mask/intervals.cuh): of every
 // row, and of blocks of 64 rows; for gradients also which blocks of rows keep some of 64 keys, and which all of them.
 //
-// A thread block has one sequence, for one head where heads differ. For gradients the runs of its blocks of rows are made wider until they rise:
+// A thread block has one sequence, for one head where heads differ, or without gradients a part of its rows. For gradients the runs of its blocks of rows are made wider until they rise:
 // none begins before one of an earlier row, and none ends after one of a later row. So the rows that keep a key lie side by side. Of documents, windows,
 // prefixes and padding this changes nothing; of others tiles are visited of which the mask then keeps nothing.
 //
@@ -89,9 +89,9 @@ struct Sequence {
         const KeptKeys kept = bounds.of(q);  // of keys that are there
         return kept.before < kept.end ? IntervalRow{kept.before, kept.end} : IntervalRow{0, 0};
     }
-    // Every warp has a block at a time, two rows a lane.
-    __device__ void find_rows() const {
-        for (i32 i = i32(threadIdx.x) / 32; i < q_count; i += threads / 32) {
+    // Every warp of the `parts` thread blocks of a sequence has a block at a time, two rows a lane.
+    __device__ void find_rows(i32 part, i32 parts) const {
+        for (i32 i = (part * threads + i32(threadIdx.x)) / 32; i < q_count; i += parts * (threads / 32)) {
             i32 begin = none, last_begin = -none, first_end = none, end = 0, gap = none;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -148,10 +148,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void intervals(const __grid_
     extern __shared__ __align__(16) unsigned char raw[];
     Launch::wait();
     Launch::launch_dependents();
-    const i32 batch = i32(blockIdx.x) % args.batches;
+    const i32 sequence_of_head = i32(blockIdx.x) / args.row_parts, batch = sequence_of_head % args.batches;
     if (is_left_out(args, batch)) return;
-    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), batch, i32(blockIdx.x) / args.batches);
-    sequence.find_rows();
+    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), batch, sequence_of_head / args.batches);
+    sequence.find_rows(i32(blockIdx.x) % args.row_parts, args.row_parts);
     if (!cfg::for_gradients) return;
     __syncthreads();
     sequence.rise();

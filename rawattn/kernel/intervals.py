@@ -20,6 +20,7 @@ from .render import config_header, source
 
 NAME, FILE = "intervals", "intervals.cu"
 SIDE = 64  # rows of a block, and keys
+WARPS = 32  # of a thread block
 
 
 def blocks(op: Forward) -> dict[str, int]:
@@ -46,6 +47,7 @@ def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tup
         Field(SCANNED, "void*", Scratch(SCANNED)),
         Field("batches", "i32"),
         Field("heads", "i32"),
+        Field("row_parts", "i32"),
         *rows.fields,
         *bounds.fields,
     )
@@ -53,6 +55,11 @@ def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tup
     constants = {"tile_q": SIDE, "tile_kv": SIDE, "for_gradients": int(for_gradients)}
     fields = tuple(dict.fromkeys(fields))
     return source(FILE, config_header(constants, fields, [], options), arch), fields
+
+
+def _count_parts(op: Forward, sequences: int, device: Device) -> int:
+    """The thread blocks that share the rows of a sequence: a block of rows for each of their warps, or as many as run at once."""
+    return max(1, min(-(-op.q_len // (SIDE * WARPS)), 2 * device.sm_count // max(1, sequences)))
 
 
 def before(program: Program, op: Forward, rows: Option, device: Device, for_gradients: bool = False) -> Program:
@@ -72,7 +79,8 @@ def before(program: Program, op: Forward, rows: Option, device: Device, for_grad
         "heads": op.heads,
     }
     values |= {"q_offset": q_offset, "kv_offset": kv_offset, **mask.values}
-    launch = Launch(NAME, text, fields, values, heads * op.batch)
+    values["row_parts"] = _count_parts(op, heads * op.batch, device) if not for_gradients else 1
+    launch = Launch(NAME, text, fields, values, heads * op.batch * values["row_parts"])
     whole = Program((launch, *program.launches), (*buffers(op, heads, for_gradients), *program.scratch))
     return whole.with_values(blocks(op))
 
