@@ -216,7 +216,7 @@ FUNCTIONS = {
         functools.partial(_packed, causal=True), by_batch=True,
     ),
     "intervals+sliding": Function(
-        "mask", functools.partial(intervals, causal=True, reach=WINDOW // 2),
+        "mask", lambda case, device: intervals(case, device, True, WINDOW // 2),
         lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
         lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
     ),
