@@ -1,7 +1,7 @@
 // The keys that each query keeps where these are one run, before the kernels whose mask asks for them (variant/mask/intervals.cuh): of every
 // row, and of blocks of 64 rows; for gradients also which blocks of rows keep some of 64 keys, and which all of them.
 //
-// A thread block has one sequence, for one head where heads differ. For gradients the runs of its blocks of rows are made wider until they rise:
+// A thread block has one sequence, for one head where heads differ, or without gradients a part of its rows. For gradients the runs of its blocks of rows are made wider until they rise:
 // none begins before one of an earlier row, and none ends after one of a later row. So the rows that keep a key lie side by side. Of documents, windows,
 // prefixes and padding this changes nothing; of others tiles are visited of which the mask then keeps nothing.
 //
@@ -89,9 +89,9 @@ struct Sequence {
         const KeptKeys kept = bounds.of(q);  // of keys that are there
         return kept.before < kept.end ? IntervalRow{kept.before, kept.end} : IntervalRow{0, 0};
     }
-    // Every warp has a block at a time, two rows a lane.
-    __device__ void find_rows() const {
-        for (i32 i = i32(threadIdx.x) / 32; i < q_count; i += threads / 32) {
+    // Every warp of the `parts` thread blocks of a sequence has a block at a time, two rows a lane.
+    __device__ void find_rows(i32 part, i32 parts) const {
+        for (i32 i = (part * threads + i32(threadIdx.x)) / 32; i < q_count; i += parts * (threads / 32)) {
             i32 begin = none, last_begin = -none, first_end = none, end = 0, gap = none;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -135,12 +135,23 @@ struct Sequence {
     }
 };
 
+// Says whether schedules leave the sequence out, as it or one before lies outside of the tensors: then its scratch memory may be another's.
+// By a whole warp.
+__device__ bool is_left_out(const Args& args, i32 batch) {
+    bool is_cut = false;
+#pragma unroll 1
+    for (i32 i = i32(threadIdx.x) % 32; i <= batch; i += 32) is_cut |= Rows(args, i).is_cut;
+    return __any_sync(0xffffffffu, is_cut);
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void intervals(const __grid_constant__ Args args) {
     extern __shared__ __align__(16) unsigned char raw[];
     Launch::wait();
     Launch::launch_dependents();
-    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), i32(blockIdx.x) % args.batches, i32(blockIdx.x) / args.batches);
-    sequence.find_rows();
+    const i32 sequence_of_head = i32(blockIdx.x) / args.row_parts, batch = sequence_of_head % args.batches;
+    if (is_left_out(args, batch)) return;
+    const Sequence sequence(args, *reinterpret_cast<Smem*>(raw), batch, sequence_of_head / args.batches);
+    sequence.find_rows(i32(blockIdx.x) % args.row_parts, args.row_parts);
     if (!cfg::for_gradients) return;
     __syncthreads();
     sequence.rise();

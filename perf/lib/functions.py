@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from rawattn import trace
+from rawattn.mask import Intervals
 from rawattn.testing import Case
 from rawattn.trace.capture import ELEMENTS
 from rawattn.trace.proofs import Limits
@@ -92,28 +93,15 @@ def documents_sliding(case: Case, device: str) -> Any:
     return lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv) & (q - kv <= WINDOW // 2)
 
 
-def _bounds(case: Case, device: str) -> tuple[Any, Any]:
-    """First and end of each query's document."""
+def intervals(case: Case, device: str, causal: bool = False, reach: int | None = None) -> Any:
+    """First and end of each query's document, cut as a causal mask or a window cuts it."""
     import torch
 
     each = [np.repeat([(end - n, end) for end, n in zip(np.cumsum(x), x, strict=True)], x, 0) for x in document_lengths(case)]
-    both = torch.from_numpy(np.stack(each).astype(np.int32)).to(device)
-    return both[..., 0].contiguous(), both[..., 1].contiguous()
-
-
-def intervals(case: Case, device: str) -> Any:
-    first, end = _bounds(case, device)
-    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q])
-
-
-def intervals_causal(case: Case, device: str) -> Any:
-    first, end = _bounds(case, device)
-    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]) & (q >= kv)
-
-
-def intervals_sliding(case: Case, device: str) -> Any:
-    first, end = _bounds(case, device)
-    return lambda b, h, q, kv: (first[b, q] <= kv) & (kv < end[b, q]) & (q >= kv) & (q - kv <= WINDOW // 2)
+    first, end = np.stack(each).astype(np.int32).transpose(2, 0, 1)
+    own = np.arange(case.q_len, dtype=np.int32)
+    first = first if reach is None else np.maximum(first, own - reach)
+    return Intervals(*(torch.from_numpy(x.copy()).to(device) for x in (first, np.minimum(end, own + 1) if causal else end)))
 
 
 def _document_pairs(option: Any, case: Case) -> int:
@@ -224,11 +212,12 @@ FUNCTIONS = {
     ),
     "intervals": Function("mask", intervals, functools.partial(_document_pairs, Window(None, None)), _packed, by_batch=True),
     "intervals+causal": Function(
-        "mask", intervals_causal, functools.partial(_document_pairs, Causal()),
+        "mask", functools.partial(intervals, causal=True), functools.partial(_document_pairs, Causal()),
         functools.partial(_packed, causal=True), by_batch=True,
     ),
     "intervals+sliding": Function(
-        "mask", intervals_sliding, lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
+        "mask", lambda case, device: intervals(case, device, True, WINDOW // 2),
+        lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
         lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
     ),
     "prefix": Function("mask", prefix, _prefix_pairs, by_batch=True),
@@ -257,8 +246,14 @@ def option(name: str, case: Case) -> Any:
     return by_intervals(option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len)))
 
 
+def mask_mod(function: Any) -> Any:
+    """A mask as a function of b, h, q and kv alone, as FlexAttention takes it."""
+    return (lambda b, h, q, kv: function(b, h, q, kv, 0, 0, 0)) if isinstance(function, Intervals) else function
+
+
 def of_part(role: str, function: Any, batch: int, head: int) -> Any:
     """The function for arrays that begin with a batch and a head of the call's."""
     if role == "mask":
+        function = mask_mod(function)
         return lambda b, h, q, kv: function(b + batch, h + head, q, kv)
     return lambda s, b, h, q, kv: function(s, b + batch, h + head, q, kv)

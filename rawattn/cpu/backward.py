@@ -162,7 +162,7 @@ def _run_by_formula(
     sums, units = {i: np.zeros(x.shape) for i, x in captured.items()}, list[_KeyUnit]()
     for x in rows:
         (kv_len, kv_heads), group = x.k.shape[:2], x.q.shape[1] // x.k.shape[1]
-        begin, end = key_bounds(formula.mask, group * kv_heads, len(x.q), kv_len)
+        begin, end = key_bounds(of_sequence(formula.mask, x.number), group * kv_heads, len(x.q), kv_len)
         for h in range(kv_heads):
             heads = slice(h * group, (h + 1) * group)
             inputs = x.do[:, heads], x.q[:, heads], x.k[:, h, None], x.v[:, h, None], x.o[:, heads]
@@ -273,6 +273,7 @@ def _compute(loops: Any, random: Array, factors: tuple[float, ...], share: tuple
 
 def _compute_by_formula(formula: Formula, unit: _KeyUnit) -> None:
     x = unit.rows
+    formula = dataclasses.replace(formula, mask=of_sequence(formula.mask, x.number))
     dq, dk, dv = (np.zeros(of.shape, x.delta.dtype) for of in (x.q, x.k, x.v))
     inputs = x.do, x.q, x.k, x.v, np.zeros_like(x.delta) if x.dlse is None else x.dlse, x.sinks.tolist()
     with np.errstate(all="ignore"):

@@ -226,8 +226,7 @@ class ForwardKernel(OneLaunch[Forward]):
         return op.kind, op.layout.tma_captured
 
     def lower(self, op: Any, config: Any, device: Device) -> Program:
-        rows = tiling.placed_rows(op, tiling.whole_rows(op))
-        return intervals.before(super().lower(op, config, device), op, rows, device)
+        return intervals.of_forward(super().lower(op, config, device), op, device)
 
     def tiles(self, op: Forward, config: Any, device: Device) -> tiling.QueryTiles:
         """The tiles of dense queries, from which the grid and some of ``values`` follow."""

@@ -12,12 +12,15 @@ from ..variant import Option
 from ..variant.element import FP32
 from ..variant.field import Field, Fields, Scratch
 from ..variant.intervals import BLOCKS, FIELDS, QUERIES, ROWS, SCANNED, IntervalMask
+from ..variant.lists import BesideLists
 from ..variant.scheduler import launch_of
+from . import tiling
 from .program import Buffer, Launch, Program
 from .render import config_header, source
 
 NAME, FILE = "intervals", "intervals.cu"
 SIDE = 64  # rows of a block, and keys
+WARPS = 32  # of a thread block
 
 
 def blocks(op: Forward) -> dict[str, int]:
@@ -44,6 +47,7 @@ def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tup
         Field(SCANNED, "void*", Scratch(SCANNED)),
         Field("batches", "i32"),
         Field("heads", "i32"),
+        Field("row_parts", "i32"),
         *rows.fields,
         *bounds.fields,
     )
@@ -53,10 +57,15 @@ def _render(bounds: Option, rows: Option, for_gradients: bool, arch: str) -> tup
     return source(FILE, config_header(constants, fields, [], options), arch), fields
 
 
+def _count_parts(op: Forward, sequences: int, device: Device) -> int:
+    """The thread blocks that share the rows of a sequence: a block of rows for each of their warps, or as many as run at once."""
+    return max(1, min(-(-op.q_len // (SIDE * WARPS)), 2 * device.sm_count // max(1, sequences)))
+
+
 def before(program: Program, op: Forward, rows: Option, device: Device, for_gradients: bool = False) -> Program:
     """The program, after the launch that finds which keys queries keep, where its mask asks for that. ``rows`` say where all
     queries of a head are, and ``values`` of the program's launches are those of the operation."""
-    mask: Any = op.mask
+    mask: Any = op.mask.base if isinstance(op.mask, BesideLists) else op.mask
     if not isinstance(mask, IntervalMask) or not program.launches:
         return program
     heads = op.heads if mask.differs_by_head else 1
@@ -70,6 +79,12 @@ def before(program: Program, op: Forward, rows: Option, device: Device, for_grad
         "heads": op.heads,
     }
     values |= {"q_offset": q_offset, "kv_offset": kv_offset, **mask.values}
-    launch = Launch(NAME, text, fields, values, heads * op.batch)
+    values["row_parts"] = _count_parts(op, heads * op.batch, device) if not for_gradients else 1
+    launch = Launch(NAME, text, fields, values, heads * op.batch * values["row_parts"])
     whole = Program((launch, *program.launches), (*buffers(op, heads, for_gradients), *program.scratch))
     return whole.with_values(blocks(op))
+
+
+def of_forward(program: Program, op: Forward, device: Device) -> Program:
+    """``before`` of the forward."""
+    return before(program, op, tiling.placed_rows(op, tiling.whole_rows(op)), device)

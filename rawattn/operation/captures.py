@@ -125,11 +125,15 @@ def resolve(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Lim
     return make_options(options, arrays, limits)
 
 
-def resolve_by_intervals(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits) -> dict[str, Any]:
-    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``, but beside lists of keys,
-    whose kernels ask the function itself."""
+def resolve_by_intervals(
+    options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits, for_gradients: bool = False
+) -> dict[str, Any]:
+    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``. For gradients on a GPU a
+    function of one's own keeps its lists of tiles, but beside lists of blocks: its arrays may fall, and rising runs that hold
+    theirs may be all tiles (cuda_src/intervals.cu)."""
     resolved = resolve(options, arrays, limits)
-    if "mask" not in resolved or options.get("keys") is not None:
+    own = any(role == "mask" and not function.sizes for role, function in among(options))
+    if "mask" not in resolved or (for_gradients and own and options.get("keys") is None and not arrays["q"].is_cpu):
         return resolved
     return {**resolved, "mask": by_intervals(resolved["mask"])}
 

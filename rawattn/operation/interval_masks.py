@@ -28,7 +28,9 @@ class Intervals(ReadyMask):
 
     Keys that are not there are not kept, and a query whose ``first`` is not before its ``end`` keeps none: its o is 0, its lse
     -inf, and its gradient 0. The arrays are read when the call runs, by a launch before, so new ones cost the host nothing. Their
-    order is free; gradients are fastest where neither falls from one query to the next.
+    order is free, but gradients on a GPU are for arrays that rise: a query visits tiles from the least ``first`` of those from
+    it on, to the greatest ``end`` of those up to it. One early query that keeps all keys makes all later ones visit them. Give a
+    function of that form where they fall: its gradients visit what is kept.
 
     Raises ProblemError for arrays of other shapes and dtypes.
     """

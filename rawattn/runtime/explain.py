@@ -11,6 +11,7 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..kernel.program import Program
 from ..operation import Backward, Forward, Operation, functions
+from ..variant.intervals import is_interval
 from ..variant.walk import lists
 from .select import Selection, select
 from .tile_classes import TileClasses, count
@@ -39,8 +40,9 @@ class Explanation:
 
     @property
     def has_list(self) -> bool:
-        """Says whether the mask is a function, whose tiles may have holes between them."""
-        return lists(getattr(self._forward, "mask", None))
+        """Says whether the mask is a function, whose tiles are found on the device."""
+        mask = getattr(self._forward, "mask", None)
+        return lists(mask) or is_interval(mask)
 
     @property
     def generated(self) -> dict[str, str]:

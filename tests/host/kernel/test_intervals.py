@@ -55,7 +55,7 @@ def test_the_last_tiles(kind: str, q_len: int, kv_len: int, tiles: tuple[int, in
 @pytest.mark.parametrize("kind", ("documents", "random", "padded", "sliding"))
 def test_of_the_forward(kind: str) -> None:
     """Without gradients tiles of keys are no wider than what their rows keep, whatever the order of these."""
-    for seed, (q_len, kv_len) in enumerate([(200, 300), (64, 65), (321, 129)]):
+    for seed, (q_len, kv_len) in enumerate([(200, 300), (64, 65), (321, 129), (4200, 300)]):  # the last by three thread blocks
         first, end = arrays(kind, seed, q_len, kv_len)
         found = Found(rawattn.mask.Intervals(first, end), (1, 1, q_len, kv_len), for_gradients=False)
         low, high = np.clip(first, 0, kv_len), np.clip(end, 0, kv_len)
@@ -95,6 +95,16 @@ def test_long_sequences(kind: str) -> None:
     for key, (_, full_begin, full_end, _) in zip(keys[::7], queries[::7], strict=True):
         taken = slice(full_begin, full_end)
         assert (every[0][taken] & (every[1][taken] <= key) & (every[2][taken] >= key + 64)).all()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_cu_seqlens_that_fall(which: int) -> None:
+    """Sequences that schedules leave out write nowhere: their scratch memory may be another's."""
+    ends, wrong = (np.array(x, np.int32) for x in ([0, 256, 256, 300], [0, 256, 100, 300]))
+    first, end = intervals.arrays("random", 0, 300, 256)
+    packed = [wrong if i == which else ends for i in range(2)]
+    found = Found(rawattn.mask.Intervals(first, end), (3, 1, 256, 256), packed=packed)
+    found.check(first[:256], end[:256], (64, 128))
 
 
 class Case(NamedTuple):
@@ -199,6 +209,25 @@ def test_kernels(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
         assert torch.equal(x, y)
         size = float(np.abs(np.asarray(wanted)).max(initial=1))
         np.testing.assert_allclose(x.double(), wanted, rtol=close, atol=close * size)
+
+
+@pytest.mark.parametrize("of_mask", [1, 4])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param(("attn_fwd", "attn_bwd"), marks=pytest.mark.slow), ("attn_fwd_mma", "attn_bwd_mma")], ids=str
+)
+def test_beside_lists_of_blocks(kernels: Any, of_mask: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """The launch before is there for kernels over lists, too, which ask the mask for what it keeps of a listed tile."""
+    numbers = np.random.default_rng(0).integers(0, 4, (2, 2, 3, 3)).astype(np.int32)
+    keys = rawattn.Blocks(torch.from_numpy(numbers), None, block_q=64, block_kv=64)
+    call = Call(Case("random", kernels, heads=(4, 2, of_mask), head_dim=64, options={"keys": keys}))
+    (o, lse), gradients = call.wanted()
+    stand_in(monkeypatch, tmp_path, sm_count=1)
+    found, found_lse = call.forward()
+    np.testing.assert_allclose(found_lse.double(), lse, rtol=2e-5, atol=3e-5)
+    np.testing.assert_allclose(found.double(), o, rtol=1.5e-2, atol=1.5e-2)
+    for x, wanted in zip(call.backward(found, found_lse), gradients, strict=True):
+        size = float(np.abs(np.asarray(wanted)).max(initial=1))
+        np.testing.assert_allclose(x.double(), wanted, rtol=1.5e-2, atol=1.5e-2 * size)
 
 
 @pytest.mark.parametrize("kernels", [("attn_fwd", "attn_bwd"), ("attn_fwd_mma", "attn_bwd_mma")])

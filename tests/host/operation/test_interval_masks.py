@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 import rawattn
 import rawattn.reference
+from rawattn.array.array import Array
 from rawattn.errors import ProblemError
 from rawattn.mask import Intervals
+from rawattn.operation import captures
+from rawattn.trace.proofs import Limits
+from rawattn.variant.intervals import is_interval
 from tests import intervals
 
 F, E = intervals.arrays("random", 0, 60, 60, 2)
@@ -71,12 +75,13 @@ def test_packed(axes: tuple[int, ...]) -> None:
 def test_functions_of_that_form_are_intervals() -> None:
     q, k, v, _ = inputs(60, 60, 2, 1)
     prefix = lambda b, h, q, kv: ((kv < E[b, q]) | (kv <= q)) & (F[b, q] <= kv) & (F[b, q] > 9)  # noqa: E731
-    for function, is_interval in (
+    for function, expected in (
         (prefix, True), (lambda b, h, q, kv: (F[b, q] <= kv) & (kv < E[b, q]), True),
         (lambda b, h, q, kv: kv < E[b, q], True), (lambda b, h, q, kv: F[b, q] == F[b, kv], False),
         (lambda b, h, q, kv: (F[b, q] <= kv) | (kv < E[b, q]), False), (lambda b, h, q, kv: F[b, kv] <= q, False),
     ):  # fmt: skip
-        assert ("Intervals(" in str(rawattn.explain(q, k, v, mask=function))) == is_interval
+        found = rawattn.explain(q, k, v, mask=function)
+        assert ("Intervals(" in str(found)) == expected and found.tiles is not None
         o = rawattn.attention(q, k, v, mask=function)
         np.testing.assert_allclose(o, rawattn.reference.attention(q, k, v, mask=function), rtol=1e-4, atol=1e-4)
 
@@ -123,3 +128,29 @@ def test_errors() -> None:
         with pytest.raises(ProblemError) as found:
             call()
         assert words in str(found.value), str(found.value)
+
+
+@pytest.mark.parametrize("others", ["score", "blocks"])
+@pytest.mark.parametrize("axes", [(2,), (2, 4)])
+def test_gradients_by_the_formula(axes: tuple[int, ...], others: str) -> None:
+    """Each sequence has its own intervals where no loop knows the score or the lists, too."""
+    numbers = np.random.default_rng(0).integers(0, 2, (2, 4, 2, 2)).astype(np.int32)
+    options: dict[str, Any] = {"mask": Intervals(*intervals.arrays("random", 1, 70, 90, *axes))}
+    if others == "score":
+        options["score"] = lambda s, b, h, q, kv: s + 0.1 * h - 0.01 * kv
+    else:
+        options["keys"] = rawattn.Blocks(numbers, None, block_q=64, block_kv=64)
+    check(*inputs(70, 90, 4, 2), lambda *x, **y: rawattn.attention(*x, **y, **options), options, options)
+
+
+def test_functions_keep_lists_for_gradients() -> None:
+    """Arrays of one's own may fall. Those of Intervals are said to rise, and lists of blocks say themselves what is visited."""
+    q = Array("torch", 0, "bf16", (2, 60, 2, 64), (7680, 128, 64, 1), 0, None)
+    arrays = {"q": q, "mask_0": q._replace(dtype="int32", shape=(2, 60), strides=(60, 1))}
+    arrays |= {"k": q, "v": q, "mask_1": arrays["mask_0"]}
+    keys = rawattn.Blocks(np.zeros((2, 2, 1, 1), np.int32), None, block_q=64, block_kv=64)
+    own = lambda b, h, q, kv: (F[b, q] <= kv) & (kv < E[b, q])  # noqa: E731
+    for mask, beside, rises in ((own, None, False), (own, keys, True), (Intervals(F, E), None, True)):
+        options, _ = captures.take({"mask": mask, "keys": beside})
+        forward, backward = (captures.resolve_by_intervals(options, arrays, Limits(2, 2, 60, 60), x) for x in (False, True))
+        assert is_interval(forward["mask"]) and is_interval(backward["mask"]) == rises
