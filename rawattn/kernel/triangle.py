@@ -22,6 +22,7 @@ from .program import Buffer, Launch
 from .render import config_header, source
 
 SIDE, TILE_BYTES = 64, 4 * 64 * 64  # of tile/pair_tile.cuh
+FEW_QUERIES = 16  # below so many most rows of a tile are none
 THREADS = 128
 
 
@@ -104,6 +105,11 @@ def is_shared(op: Forward) -> bool:
     from the batch."""
     bias = bias_of(op)
     return bias is not None and op.batch > 1 and bias.is_shared
+
+
+def has_many_queries(op: Forward) -> bool:
+    """Says whether queries fill a good part of a tile, so that no other kernel is asked first, which may split the keys."""
+    return op.q_len >= FEW_QUERIES
 
 
 def keeps_by_bits(op: Forward) -> bool:
