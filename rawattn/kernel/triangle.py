@@ -57,7 +57,7 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
         name = next((name for name in ("b", "h", "q", "kv") if _is_variable(index, name)), None)
         count = None if name else _find_divisor(index, score.numbers)
         if count is not None:
-            name, shared = "b", count
+            name, shared = "b", min(count, shared)
         elif name == "b":
             shared = 1
         elif name is None and index.op == "const" and index.args[0] == 0:

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 38070,
+    "rawattn": 38085,
     "perf": 6215,
     "cuda_src": 19600,
-    "tests": 51880,
+    "tests": 51945,
 }
 FUNCTION_LINES = 60
 

@@ -16,6 +16,7 @@ from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE, AttnBwdTriangleConfig
 from rawattn.kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE, AttnFwdTriangleConfig
+from rawattn.kernel.triangle import bias_of
 from rawattn.operation import Backward, Forward
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
@@ -341,6 +342,10 @@ def shared_by(batch: int, q_len: int, kv_len: int, heads: int, head_dim: int = 3
 def test_no_more_entries_at_once_than_share_a_bias(batch: int) -> None:
     op = shared_by(batch, 512, 512, 4)
     assert select(op, H200).config.rows <= batch
+    x = np.broadcast_to(np.zeros((), np.float32), (1, 1, 512, 512))
+    score = function(lambda s, b, h, q, kv: s + x[b // (1 << 30), 0, q, kv], "score", (batch, 4, 512, 512))[0]
+    found = bias_of(dataclasses.replace(op, spec=dataclasses.replace(op.spec, score=score)))
+    assert found is not None and (found.shared, found.biases) == (batch, 1)
     config = select(Backward(op, wrt=("score_0",)), H200).config
     assert config.kv_rows <= batch and config.q_rows <= batch
 
