@@ -292,6 +292,24 @@ def test_other_numbers_and_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
         assert error_of(o.float().numpy(), wanted.numpy()) < 1e-2, (n, q_len, kv_len)
 
 
+def test_strides_and_a_gradient_of_lse(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Parts of a larger bias, which all heads have, and a mask that all entries have are read where they lie."""
+    gpu.stand_in(monkeypatch, tmp_path)
+    q, kv = torch.randn(3, 40, 2, 16).bfloat16().requires_grad_(), torch.randn(3, 44, 2, 16).bfloat16().requires_grad_()
+    whole = torch.randn(1, 50, 56).requires_grad_()
+    bias, keep = whole[:, 3:43, 5:49].expand(2, 40, 44), (torch.rand(1, 44) > 0.3).expand(3, 44)
+    o, lse = rawattn.attention(q, kv, kv, bias=bias, mask=lambda b, h, i, j: keep[b, j], return_lse=True)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), kv.double()) / 4 + bias.double()
+    s = s.masked_fill(~keep[:, None, None], -torch.inf)
+    wanted = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), kv.double()), s.logsumexp(-1)
+    assert error_of(o.detach().float().numpy(), wanted[0].detach().numpy()) < 1e-2
+    assert error_of(lse.detach().numpy(), wanted[1].detach().numpy()) < 1e-5
+    do, dlse = torch.randn(o.shape).bfloat16(), torch.randn(lse.shape)
+    found = torch.autograd.grad((o, lse), (q, kv, whole), (do, dlse))
+    for x, expected in zip(found, torch.autograd.grad(wanted, (q, kv, whole), (do.double(), dlse.double())), strict=True):
+        assert error_of(x.float().numpy(), expected.float().numpy()) < 1.5e-2
+
+
 # ---- which operations
 
 
