@@ -90,7 +90,7 @@ class AttnBwdTriangle(BackwardKernel):
         return False  # others compute what it refuses
 
     def prefers(self, op: Backward, device: Device) -> bool:
-        return triangle.has_many_queries(op.forward)
+        return triangle.prefers(op.forward)
 
     def supports(self, op: Backward, device: Device) -> list[str]:
         refusals = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST) + triangle.reasons(op.forward)

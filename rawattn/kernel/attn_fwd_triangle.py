@@ -62,7 +62,7 @@ class AttnFwdTriangle(OneLaunch[Forward]):
         return False  # others compute what it refuses
 
     def prefers(self, op: Forward, device: Device) -> bool:
-        return triangle.has_many_queries(op)
+        return triangle.prefers(op)
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         refusals = self.device_reasons(device) + tiling.tensor_core_reasons(op, WIDEST) + triangle.reasons(op)

@@ -23,6 +23,7 @@ from .render import config_header, source
 
 SIDE, TILE_BYTES = 64, 4 * 64 * 64  # of tile/pair_tile.cuh
 FEW_QUERIES = 16  # below so many most rows of a tile are none
+MOST_BYTES = 1 << 32  # of the bias in float32, of which gradients have two, and a sum of as many
 THREADS = 128
 
 
@@ -107,9 +108,10 @@ def is_shared(op: Forward) -> bool:
     return bias is not None and op.batch > 1 and bias.is_shared
 
 
-def has_many_queries(op: Forward) -> bool:
-    """Says whether queries fill a good part of a tile, so that no other kernel is asked first, which may split the keys."""
-    return op.q_len >= FEW_QUERIES
+def prefers(op: Forward) -> bool:
+    """Says whether queries fill a good part of a tile, and a bias in float32 is not too much memory. Other kernels come first
+    where not: they may split the keys, and read a bias where it lies."""
+    return op.q_len >= FEW_QUERIES and TILE_BYTES * count_tiles(op) <= MOST_BYTES
 
 
 def keeps_by_bits(op: Forward) -> bool:

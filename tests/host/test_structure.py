@@ -17,7 +17,7 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 38085,
+    "rawattn": 38086,
     "perf": 6215,
     "cuda_src": 19600,
     "tests": 51945,

@@ -376,10 +376,13 @@ def test_sums_take_little_memory(length: int, heads: int) -> None:
     assert sums <= max(1 << 28, 4 * heads * length * length)
 
 
-def test_few_queries_go_elsewhere() -> None:
-    """Most rows of a tile are none for a step of decoding; other kernels have smaller tiles."""
-    for q_len, is_here in ((1, False), (12, False), (16, True)):
-        op = shared_by(8, q_len, 512, 4)
+def test_few_queries_and_large_biases_go_elsewhere() -> None:
+    """Most rows of a tile are none for a step of decoding; a copy of a large bias in float32 is more than a call may take."""
+    for sizes, is_here in (
+        ((8, 1, 512, 4), False), ((8, 12, 512, 4), False), ((8, 16, 512, 4), True),
+        ((4096, 4096, 4096, 32), True), ((2, 16384, 16384, 16), False),
+    ):  # fmt: skip
+        op = shared_by(*sizes)
         assert (select(op, H200).kernel is ATTN_FWD_TRIANGLE) == is_here
         assert (select(Backward(op), H200).kernel is ATTN_BWD_TRIANGLE) == is_here
 
