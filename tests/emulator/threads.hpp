@@ -126,7 +126,7 @@ struct Meeting {  // of a number of threads
 };
 // The blocks of a cluster run side by side. An address of shared memory has the block's rank from bit 24 on, as on a GPU.
 constexpr u32 shared_bytes = 228 * 1024, address_bits = 0xffffff;
-struct Block {
+struct BlockOfThreads {
     unsigned char* raw = new (std::align_val_t(1024)) unsigned char[shared_bytes];
     i32 rank, left;  // threads that have not ended
     Meeting named[16], of_warps[32];
@@ -136,19 +136,19 @@ struct Block {
     i32 spare_registers = 0;
     bool waited[1024];  // for the launch in front
 
-    Block(i32 rank, i32 threads, bool has_waited) : rank(rank), left(threads) {
+    BlockOfThreads(i32 rank, i32 threads, bool has_waited) : rank(rank), left(threads) {
         std::fill_n(reinterpret_cast<u16*>(raw), shared_bytes / 2, poison), memset(waited, has_waited, sizeof waited);
     }
-    ~Block() { operator delete[](raw, std::align_val_t(1024)); }
+    ~BlockOfThreads() { operator delete[](raw, std::align_val_t(1024)); }
 };
-static std::vector<std::unique_ptr<Block>> cluster;
+static std::vector<std::unique_ptr<BlockOfThreads>> cluster;
 static Meeting of_cluster;
-static Block* own;  // of the thread that runs
+static BlockOfThreads* own;  // of the thread that runs
 static unsigned char* raw;  // its shared memory
-static void enter(Block& block) { own = &block, raw = block.raw; }
+static void enter(BlockOfThreads& block) { own = &block, raw = block.raw; }
 template <class F>
 void in_block(i32 rank, F f) {
-    Block& before = *own;
+    BlockOfThreads& before = *own;
     if (cluster[rank]->left == 0) __builtin_trap();  // it has ended
     enter(*cluster[rank]), f(), enter(before);
 }
@@ -239,7 +239,7 @@ static int emulate(i32 blocks, i32 first, i32 end, i32 threads, u32 smem_bytes, 
     if (first % together || end % together) __builtin_trap();
     for (; first < end; first += together) {
         cluster.clear(), of_cluster = {};
-        for (i32 rank = 0; rank < together; ++rank) cluster.push_back(std::make_unique<Block>(rank, threads, !uses_pdl));
+        for (i32 rank = 0; rank < together; ++rank) cluster.push_back(std::make_unique<BlockOfThreads>(rank, threads, !uses_pdl));
         fibers.resize(threads * together);
         for (Fiber& fiber : fibers) fiber.begin(start);
         bool all = together == 1;  // have begun
