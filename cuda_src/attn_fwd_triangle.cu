@@ -100,7 +100,7 @@ __device__ void produce(const Args& args, Smem& smem) {
 
 // The softmax of one n: of a thread's two rows the reference, in log2 units, and the sum of its own columns.
 struct RowState {
-    static constexpr float lowest = -1e30f;  // a reference of nothing: what is below counts as -inf
+    static constexpr float lowest = -Limits<float>::largest;  // a reference of nothing
     float reference[2] = {lowest, lowest}, sum[2] = {0.f, 0.f};
 
     // From logits to weights. True, in the whole warp, where o must be multiplied by `shrink`: a reference follows its row's maximum at

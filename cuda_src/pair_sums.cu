@@ -1,5 +1,5 @@
 // A pass behind attn_bwd_triangle_dq.cu: the gradient of a bias of pairs, in its format, from the sums of the parts of the batch, which are
-// added in order. They lie in tiles (tile/pair_tile.cuh). No thread waits for another's memory, so there is no barrier.
+// added in order. They lie in tiles (tile/pair_tile.cuh). The last bias may have fewer entries, and then fewer parts: nobody wrote the others. No thread waits for another's memory, so there is no barrier.
 
 #include "config.cuh"  // rendered: cfg, Args, and the options Element, Item, Launch
 #include "tile/facts.cuh"
@@ -16,7 +16,9 @@ __device__ void add(const Args& args, i64 of_head, i64 tile, i64 tiles, float (&
     const i64 of_part = i64(args.biases) * args.heads * tiles;
 #pragma unroll
     for (float& each : x) each = 0.f;
-    for (i32 part = 0; part < args.parts; ++part)
+    const i32 entries = min(args.shared, args.batches - i32(of_head * args.heads_each / args.heads) * args.shared);
+    const i32 parts = (entries + args.part_rows - 1) / args.part_rows;
+    for (i32 part = 0; part < parts; ++part)
         for (i32 head = 0; head < args.heads_each; ++head) {
             float y[PairTile::each];
             sums[part * of_part + (of_head * args.heads_each + head) * tiles + tile].get(y, threadIdx.x);

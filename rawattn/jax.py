@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -157,8 +158,10 @@ def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scal
     for name, x in {"k": k, "v": v, "bias": bias, **({} if mask is None else {"mask": mask})}.items():
         if q.ndim < 4 or x.shape != wanted[name]:
             raise ProblemError(f"{name} has shape {tuple(x.shape)}; it must be {wanted[name]}, as q is {tuple(q.shape)}.")
-    pairs, count = bias.reshape(-1, *bias.shape[-3:]), int(np.prod(rows))
-    keep = None if mask is None else mask.reshape(count, -1)
+    if mask is not None and mask.dtype != bool:
+        raise ProblemError(f"mask is of {mask.dtype}; it must be of bools: whether a key is kept.")
+    pairs, count = bias.reshape(math.prod(rows[:-1]), *bias.shape[-3:]), math.prod(rows)
+    keep = None if mask is None else mask.reshape(count, columns[0])
     each = [jnp.swapaxes(x.reshape(count, *x.shape[-3:]), 1, 2) for x in (q, k, v)]
     o = attention(*each, scale=scale, **pair_options(pairs, rows[-1], keep=keep))
     return jnp.swapaxes(o, 1, 2).reshape(*q.shape[:-1], v.shape[-1])

@@ -8,7 +8,7 @@ from typing import Any
 def pair_options(bias: Any, n: int, key_bias: Any = None, keep: Any = None) -> dict[str, Any]:
     """The options of a call on (batch n, S, heads, head_dim), where ``n`` entries that follow each other share one of the biases
     of pairs, (batch, heads, S, S_k). ``key_bias`` is added for a key, (batch n, S_k), and ``keep`` says whether it is kept."""
-    options: dict[str, Any] = {}
+    n, options = max(1, n), dict[str, Any]()
     if bias is not None and key_bias is not None:
         options["score"] = lambda s, b, h, q, kv: s + bias[b // n, h, q, kv] + key_bias[b, kv]
     elif bias is not None:

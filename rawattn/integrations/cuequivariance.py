@@ -89,8 +89,8 @@ def _find_largest(qkv: Any, bias: Any, keep: Any, scale: float | None) -> Any:
     """Finds the largest logit of each query, row by row."""
     q, k, _ = (x.detach().transpose(1, 2) for x in qkv)
     n, found = len(q) // max(1, len(bias)), []
-    number = torch.float64 if q.dtype == torch.float64 else torch.float32
+    number = torch.float64 if q.dtype == torch.float64 else torch.float32  # a product in 16 bits would be rounded to these
     for i in range(len(q)):
-        logits = (q[i] @ k[i].mT).to(number) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale) + bias[i // n]
+        logits = q[i].to(number) @ k[i].to(number).mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale) + bias[i // n]
         found.append((logits if keep is None else logits.masked_fill(~keep[i], -math.inf)).amax(-1).to(number))
     return torch.stack(found) if found else q.new_empty(q.shape[:-1], dtype=number)

@@ -25,6 +25,7 @@ from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
 WIDEST, MOST_PARTS = 64, 32
+MOST_SUMS = 1 << 28  # bytes of the sums of all parts, where there are several
 
 
 class AddedPairSum(Option):
@@ -88,6 +89,9 @@ class AttnBwdTriangle(BackwardKernel):
     def meant_for(self, op: Backward, device: Device) -> bool:
         return False  # others compute what it refuses
 
+    def prefers(self, op: Backward, device: Device) -> bool:
+        return triangle.prefers(op.forward)
+
     def supports(self, op: Backward, device: Device) -> list[str]:
         refusals = self.device_reasons(device) + tiling.tensor_core_reasons(op.forward, WIDEST) + triangle.reasons(op.forward)
         refusals += backward.reasons(op, triangle.SIDE, triangle.SIDE)
@@ -110,9 +114,12 @@ class AttnBwdTriangle(BackwardKernel):
         return f"its accumulators take {count} registers of a thread; above {limit} it spills" if count > limit else None
 
     def candidates(self, op: Backward, device: Device) -> list[AttnBwdTriangleConfig]:
-        """The one with the most entries at once. Four whose dq is kept spill some 64 bytes above 24 columns."""
-        most = 4 if op.forward.head_dim <= 24 else 3
-        found = [AttnBwdTriangleConfig(kv, q) for kv in (4, 3, 2, 1) for q in range(most, 0, -1)]
+        """The one with the most entries at once, of those that there are. Four whose dq is kept spill some 64 bytes above 24
+        columns."""
+        bias = triangle.bias_of(op.forward)
+        assert bias is not None
+        kv_most, q_most = min(4, bias.shared), min(4 if op.forward.head_dim <= 24 else 3, bias.shared)
+        found = [AttnBwdTriangleConfig(kv, q) for kv in range(kv_most, 0, -1) for q in range(q_most, 0, -1)]
         return [config for config in found if self.legal(config, op, device) is None][:1]
 
     def cost(self, config: AttnBwdTriangleConfig, op: Backward, device: Device) -> float:
@@ -133,7 +140,7 @@ class AttnBwdTriangle(BackwardKernel):
         launches = [kind("attn_bwd_triangle_dkdv", shared, grids[0], _render_dkdv)]
         launches.append(kind("attn_bwd_triangle_dq", shared | {"part_rows": part_rows}, grids[1], _render_dq))
         if op.wrt:
-            more, buffer = self._sum(op, device, shared | {"parts": parts}, parts)
+            more, buffer = self._sum(op, device, shared | {"part_rows": part_rows}, parts)
             launches += more
             buffers.append(buffer)
         return self.program(plain, device, DeltaPass(side, side, 8), [*before, *launches], _nothing_captured, tuple(buffers))
@@ -173,16 +180,17 @@ def _find_steps(bias: triangle.PairBias) -> dict[str, int]:
 
 def find_parts(op: Forward, config: AttnBwdTriangleConfig, device: Device) -> tuple[int, int]:
     """The parts of the entries that share a bias, which have sums of their own, and the entries of each: as many parts as give
-    each multiprocessor a work, or leave few of them waiting."""
+    each multiprocessor a work, or leave few of them waiting, and whose sums take little memory."""
     bias = triangle.bias_of(op)
     assert bias is not None
     groups = -(-bias.shared // config.q_rows)
+    most = max(1, min(MOST_PARTS, groups, MOST_SUMS // (triangle.count_tiles(op) * triangle.TILE_BYTES)))
     works = triangle.count_works(op, bias.shared, op.q_len, triangle.SIDE * config.consumers)
 
     def seconds(parts: int) -> float:
         return -(-works * parts // device.sm_count) * -(-groups // parts) + 0.02 * parts * works / device.sm_count
 
-    wanted = config.parts or min(range(1, min(MOST_PARTS, groups) + 1), key=seconds)
+    wanted = config.parts or min(range(1, most + 1), key=seconds)
     rows = -(-groups // wanted) * config.q_rows
     return -(-bias.shared // rows), rows
 
@@ -232,7 +240,7 @@ def _render_dq(op: Backward, config: AttnBwdTriangleConfig, arch: str) -> tuple[
 def _render_sums(name: str, element: str, arch: str) -> tuple[Source, Fields]:
     item = Item(element)
     steps = tuple(Field(x, "i64") for x in ("batch_step", "head_step", "row_step"))
-    counts = tuple(Field(x, "i32", Value()) for x in ("parts", "heads_each"))
+    counts = tuple(Field(x, "i32", Value()) for x in ("part_rows", "heads_each"))
     fields: Fields = (
         Field("gradient", f"{item.cuda_type}*", Pointer(f"d{name}")), Field("sums", "float*", Scratch("pair_sums")),
         *steps, *counts, *triangle.SIZES,

@@ -53,6 +53,7 @@ class AttnFwdTriangle(OneLaunch[Forward]):
     file: ClassVar[str] = "attn_fwd_triangle.cu"
     config_type = AttnFwdTriangleConfig
     takes_numbers = False  # how many entries of the batch share a bias is one
+    places_back = 3.5  # behind attn_fwd_mma
 
     def runs_on(self, device: Device) -> bool:
         return device.arch == "sm_90a"
@@ -60,8 +61,12 @@ class AttnFwdTriangle(OneLaunch[Forward]):
     def meant_for(self, op: Forward, device: Device) -> bool:
         return False  # others compute what it refuses
 
+    def prefers(self, op: Forward, device: Device) -> bool:
+        return triangle.prefers(op)
+
     def supports(self, op: Forward, device: Device) -> list[str]:
         refusals = self.device_reasons(device) + tiling.tensor_core_reasons(op, WIDEST) + triangle.reasons(op)
+        refusals += tiling.too_many_tiles(op, triangle.SIDE)
         return refusals + tiling.reasons(self.layout_reason(op.layout))
 
     def layout_reason(self, layout: Layout) -> str | None:
@@ -83,9 +88,8 @@ class AttnFwdTriangle(OneLaunch[Forward]):
         return f"its accumulators take {count} registers of a thread; above {limit} it spills" if count > limit else None
 
     def candidates(self, op: Forward, device: Device) -> list[AttnFwdTriangleConfig]:
-        """The most entries at once, and fewer, of which the last works may be fuller."""
-        found = [config for config in map(AttnFwdTriangleConfig, range(1, 7)) if self.legal(config, op, device) is None]
-        return found[-3:]
+        """Any number of entries at once: with many of them the bias comes seldom, with fewer the last works are fuller."""
+        return [config for config in map(AttnFwdTriangleConfig, range(1, 7)) if self.legal(config, op, device) is None]
 
     def cost(self, config: AttnFwdTriangleConfig, op: Forward, device: Device) -> float:
         """A unit takes the clocks of its exponentials and what they wait, or of its bytes from L2, of which 21 come a clock."""

@@ -22,6 +22,8 @@ from .program import Buffer, Launch
 from .render import config_header, source
 
 SIDE, TILE_BYTES = 64, 4 * 64 * 64  # of tile/pair_tile.cuh
+FEW_QUERIES = 16  # below so many most rows of a tile are none
+MOST_BYTES = 1 << 32  # of the bias in float32, of which gradients have two, and a sum of as many
 THREADS = 128
 
 
@@ -56,7 +58,7 @@ def _find_bias(score: FunctionScore, batch: int) -> PairBias | None:
         name = next((name for name in ("b", "h", "q", "kv") if _is_variable(index, name)), None)
         count = None if name else _find_divisor(index, score.numbers)
         if count is not None:
-            name, shared = "b", count
+            name, shared = "b", min(count, shared)
         elif name == "b":
             shared = 1
         elif name is None and index.op == "const" and index.args[0] == 0:
@@ -104,6 +106,12 @@ def is_shared(op: Forward) -> bool:
     from the batch."""
     bias = bias_of(op)
     return bias is not None and op.batch > 1 and bias.is_shared
+
+
+def prefers(op: Forward) -> bool:
+    """Says whether queries fill a good part of a tile, and a bias in float32 is not too much memory. Other kernels come first
+    where not: they may split the keys, and read a bias where it lies."""
+    return op.q_len >= FEW_QUERIES and TILE_BYTES * count_tiles(op) <= MOST_BYTES
 
 
 def keeps_by_bits(op: Forward) -> bool:

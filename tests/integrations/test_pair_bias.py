@@ -95,6 +95,20 @@ def check_triangle(size: Any, dtype: Any, pair_dtype: Any, masked: str, device: 
     check(o, wanted, (q, k, v, bias), 5)
 
 
+def test_the_largest_logit_is_not_rounded_to_16_bits() -> None:
+    q, bias = make(1, 3, 2, 20, 16, dtype=torch.bfloat16), make(1, 1, 2, 20, 20, seed=3)
+    largest = triangle_attention(q, q, q, bias, return_aux=True)[2]
+    assert (largest.double() - formula(q, q, q, (bias,))[2]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 0, 8), (2, 0, 2, 4, 8), (0, 3, 2, 4, 8)])
+def test_nothing(shape: Any) -> None:
+    """Calls without rows, or without queries and keys."""
+    q, bias = make(*shape), make(shape[0], 1, shape[2], shape[3], shape[3])
+    assert triangle_attention(q, q, q, bias).shape == shape
+    assert DS4Sci_EvoformerAttention(*[q.transpose(2, 3)] * 3, [None, bias]).transpose(2, 3).shape == shape
+
+
 def test_four_dimensions_and_other_strides() -> None:
     q, k, v = (make(3, 20, 2, 16, seed=i).transpose(1, 2) for i in range(3))
     bias = make(1, 20, 20, 2, seed=3).permute(0, 3, 1, 2)  # as a projection of pairs lies
@@ -174,3 +188,7 @@ def test_jax() -> None:
         near(torch.tensor(np.asarray(g)), e.double())
     with pytest.raises(ProblemError, match="bias has shape"):
         rawattn.jax.triangle_attention(*given[:3], given[3][:, :, :1])
+    with pytest.raises(ProblemError, match="mask is of int32; it must be of bools"):
+        rawattn.jax.triangle_attention(*given[:4], given[4].astype("int32"))
+    nothing = given[0][..., :0, :]
+    assert rawattn.jax.triangle_attention(*[nothing] * 3, given[3][..., :0, :0]).shape == nothing.shape

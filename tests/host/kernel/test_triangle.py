@@ -16,6 +16,7 @@ from rawattn.compile import compiler
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE, AttnBwdTriangleConfig
 from rawattn.kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE, AttnFwdTriangleConfig
+from rawattn.kernel.triangle import bias_of
 from rawattn.operation import Backward, Forward
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
@@ -59,8 +60,13 @@ class Case:
     wrt: bool = True  # whether the bias has a gradient
     dlse: bool = False
     larger: bool = False  # the bias has more rows than there are queries
+    missing: int = 0  # entries that the last bias has less than the others
     grid: int = 2
     seed: int = 0
+
+    @property
+    def batch(self) -> int:
+        return self.biases * self.shared - self.missing
 
     @property
     def config(self) -> AttnFwdTriangleConfig:
@@ -77,7 +83,7 @@ class Call:
 
     def __init__(self, case: Case) -> None:
         self.case, rng = case, np.random.default_rng(case.seed)
-        batch, dtype = case.biases * case.shared, ELEMENTS[case.element].dtype
+        batch, dtype = case.batch, ELEMENTS[case.element].dtype
         sizes = {"q": (case.q_len, case.head_dim), "k": (case.kv_len, case.head_dim), "v": (case.kv_len, case.head_dim_v)}
         arrays = {x: rng.standard_normal((batch, n, case.heads, d), np.float32).astype(dtype) for x, (n, d) in sizes.items()}
         heads = () if case.one_head else (case.heads,)
@@ -98,7 +104,7 @@ class Call:
     @property
     def op(self) -> Forward:
         case, pairs, keep, n = self.case, self.pairs, self.keep, self.case.shared
-        sizes = (case.biases * n, case.heads, case.q_len, case.kv_len)
+        sizes = (case.batch, case.heads, case.q_len, case.kv_len)
         if case.one_head:
             score = lambda s, b, h, q, kv: s + pairs[b // n, q, kv]  # noqa: E731
         elif case.key_bias:
@@ -122,7 +128,8 @@ class Call:
     def formula(self, q: Any, k: Any, v: Any, score_0: Any) -> tuple[Any, Any]:
         """o, and the logarithm of the sum."""
         pairs = (score_0[:, None] if self.case.one_head else score_0)[..., : self.case.q_len, :]
-        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.case.scale + pairs.repeat_interleave(self.case.shared, 0)
+        s = torch.einsum("bqhd,bkhd->bhqk", q, k) * self.case.scale
+        s = s + pairs.repeat_interleave(self.case.shared, 0)[: self.case.batch]
         if self.case.masked:
             s = s.masked_fill(~torch.tensor(self.keep)[:, None, None], -torch.inf)
         if self.case.key_bias:
@@ -201,10 +208,20 @@ def test_forward(name: str, tmp_path: pathlib.Path) -> None:
     assert not call.arrays["o"][:, 5].any() and (not call.case.masked or not call.arrays["o"][-1].any())
 
 
+def test_finite_logits_count(tmp_path: pathlib.Path) -> None:
+    """A row whose logits are all far below others, but finite, is the mean of its values, as of kernels that take any score."""
+    call = Call(Case(heads=1, shared=2, q_len=64))
+    call.pairs[..., 7, :] = -1e32
+    call.run(tmp_path)
+    mean = call.arrays["v"].astype(np.float64).mean(1)
+    assert error_of(call.arrays["o"][:, 7], mean) < 1e-2 and np.all(call.arrays["lse"][..., 7] < -9e31)
+
+
 BACKWARD = {
     "plain": Case(),
     "parts": Case(shared=7, q_rows=2, parts=2, heads=1, masked=True),
     "several biases": Case(biases=2, shared=2, q_rows=2, masked=True, kv_rows=1),
+    "few entries of the last bias": Case(biases=2, shared=6, missing=4, q_rows=2, parts=3, heads=1, kv_len=64, q_len=64),
     "one head for all": Case(one_head=True, shared=2, bias="bf16", q_len=64),
     "no gradient of the bias": Case(wrt=False, kv_len=64, masked=True),
     "bias of keys": Case(key_bias="bf16", shared=2, q_rows=2, seed=5),
@@ -275,6 +292,24 @@ def test_other_numbers_and_lengths(monkeypatch: pytest.MonkeyPatch, tmp_path: pa
         assert error_of(o.float().numpy(), wanted.numpy()) < 1e-2, (n, q_len, kv_len)
 
 
+def test_strides_and_a_gradient_of_lse(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Parts of a larger bias, which all heads have, and a mask that all entries have are read where they lie."""
+    gpu.stand_in(monkeypatch, tmp_path)
+    q, kv = torch.randn(3, 40, 2, 16).bfloat16().requires_grad_(), torch.randn(3, 44, 2, 16).bfloat16().requires_grad_()
+    whole = torch.randn(1, 50, 56).requires_grad_()
+    bias, keep = whole[:, 3:43, 5:49].expand(2, 40, 44), (torch.rand(1, 44) > 0.3).expand(3, 44)
+    o, lse = rawattn.attention(q, kv, kv, bias=bias, mask=lambda b, h, i, j: keep[b, j], return_lse=True)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), kv.double()) / 4 + bias.double()
+    s = s.masked_fill(~keep[:, None, None], -torch.inf)
+    wanted = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), kv.double()), s.logsumexp(-1)
+    assert error_of(o.detach().float().numpy(), wanted[0].detach().numpy()) < 1e-2
+    assert error_of(lse.detach().numpy(), wanted[1].detach().numpy()) < 1e-5
+    do, dlse = torch.randn(o.shape).bfloat16(), torch.randn(lse.shape)
+    found = torch.autograd.grad((o, lse), (q, kv, whole), (do, dlse))
+    for x, expected in zip(found, torch.autograd.grad(wanted, (q, kv, whole), (do.double(), dlse.double())), strict=True):
+        assert error_of(x.float().numpy(), expected.float().numpy()) < 1.5e-2
+
+
 # ---- which operations
 
 
@@ -314,6 +349,44 @@ def test_reasons() -> None:
         assert said in str(ATTN_BWD_TRIANGLE.legal(config, Backward(shared), H200))
 
 
+def shared_by(batch: int, q_len: int, kv_len: int, heads: int, head_dim: int = 32) -> Forward:
+    """An operation whose whole batch has one bias."""
+    x = np.broadcast_to(np.zeros((), np.float32), (heads, q_len, kv_len))
+    score = function(lambda s, b, h, q, kv: s + x[h, q, kv], "score", (batch, heads, q_len, kv_len))[0]
+    return forward(BF16, batch, q_len, kv_len, heads, heads, head_dim, head_dim, score=score)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 64])
+def test_no_more_entries_at_once_than_share_a_bias(batch: int) -> None:
+    op = shared_by(batch, 512, 512, 4)
+    assert select(op, H200).config.rows <= batch
+    x = np.broadcast_to(np.zeros((), np.float32), (1, 1, 512, 512))
+    score = function(lambda s, b, h, q, kv: s + x[b // (1 << 30), 0, q, kv], "score", (batch, 4, 512, 512))[0]
+    found = bias_of(dataclasses.replace(op, spec=dataclasses.replace(op.spec, score=score)))
+    assert found is not None and (found.shared, found.biases) == (batch, 1)
+    config = select(Backward(op, wrt=("score_0",)), H200).config
+    assert config.kv_rows <= batch and config.q_rows <= batch
+
+
+@pytest.mark.parametrize(("length", "heads"), [(512, 1), (768, 16), (1536, 16), (2048, 16), (4096, 8), (4096, 16)])
+def test_sums_take_little_memory(length: int, heads: int) -> None:
+    """Parts of the batch have sums of their own; one part is as large as a bias in float32."""
+    op = Backward(shared_by(length, length, length, heads), wrt=("score_0",))
+    sums = {x.name: x.bytes for x in ATTN_BWD_TRIANGLE.lower(op, AttnBwdTriangleConfig(), H200).scratch}["pair_sums"]
+    assert sums <= max(1 << 28, 4 * heads * length * length)
+
+
+def test_few_queries_and_large_biases_go_elsewhere() -> None:
+    """Most rows of a tile are none for a step of decoding; a copy of a large bias in float32 is more than a call may take."""
+    for sizes, is_here in (
+        ((8, 1, 512, 4), False), ((8, 12, 512, 4), False), ((8, 16, 512, 4), True),
+        ((4096, 4096, 4096, 32), True), ((2, 16384, 16384, 16), False),
+    ):  # fmt: skip
+        op = shared_by(*sizes)
+        assert (select(op, H200).kernel is ATTN_FWD_TRIANGLE) == is_here
+        assert (select(Backward(op), H200).kernel is ATTN_BWD_TRIANGLE) == is_here
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 64])
 @pytest.mark.parametrize("masked", [False, True])
 def test_nothing_spills_and_products_follow_each_other(head_dim: int, masked: bool) -> None:
@@ -321,7 +394,7 @@ def test_nothing_spills_and_products_follow_each_other(head_dim: int, masked: bo
     op = Call(case).op
     backward = Backward(op, wrt=("score_0",))
     programs = [
-        kernel.lower(each, kernel.candidates(each, H200)[0], H200)
+        kernel.lower(each, kernel.candidates(each, H200)[-1], H200)
         for kernel, each in ((ATTN_FWD_TRIANGLE, op), (ATTN_BWD_TRIANGLE, backward))
     ]
     for config in (AttnFwdTriangleConfig(2, 3), AttnFwdTriangleConfig(2, polynomial_each=4)):
