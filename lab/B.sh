@@ -1,0 +1,9 @@
+mkdir -p /tmp/c && tar xJf .lab/gpucache.txz -C /tmp/c; export RAWATTN_CACHE=/tmp/c/gpucache PYTHONPATH=.:.lab/lab; echo "start $(date +%T)"; nproc
+timeout 60 python -m pytest tests/kernel/test_latent.py -q -x -p no:cacheprovider -p no:benchmark -k "clusters and few" > /tmp/smoke.txt 2>&1 || { tail -30 /tmp/smoke.txt; exit 9; }; echo "smoke $(date +%T)"
+timeout ${T:-430} python -m pytest tests -m "gpu and not slow and not matrix" -q -p no:cacheprovider -p no:benchmark -p insta -p twogpu -n ${N:-30} --record --resume $OUT/passed.txt > $OUT/suite.txt 2>&1
+echo "suite rc $? $(date +%T)"; grep -c ^passed /tmp/insta.txt; grep -c ^skipped /tmp/insta.txt; grep ^failed /tmp/insta.txt | cut -c1-230 | head -30; tail -2 $OUT/suite.txt | cut -c1-300; cp perf/record/h200/tests.json $OUT/ 2>/dev/null
+m() { CUDA_VISIBLE_DEVICES=1 timeout 60 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 7 python -m pytest tests/kernel/$1 -q -x -p no:cacheprovider -p no:benchmark -p no:xdist -k "$2" > /tmp/san-$3.txt 2>&1; echo "memcheck $1 $2 rc $? $(date +%T)"; grep -E "ERROR SUMMARY|passed|failed" /tmp/san-$3.txt | tail -3 | cut -c1-120; }
+(m test_latent.py "clusters and few" a) & (m test_records.py "apart_in_steps and 65" b) & (m test_records.py "lists_by_attn_mla and 61" c) & (m test_latent.py "small_pages" d) &
+b() { CUDA_VISIBLE_DEVICES=0 timeout 60 python -m perf.bench --quick --peers "" --out /tmp/rec --set $1 --kernel attn_mla > /tmp/b-$1.txt 2>&1; echo "== $1 rc $? $(date +%T)"; grep "us:" /tmp/b-$1.txt | sed 's/no peer *us://; s/ causal//; s#d576/512##' | cut -c1-90; tail -1 /tmp/b-$1.txt | cut -c1-60; }
+b mla-decode,mla-long; b mla-sparse,mla-pages,mla-records
+wait; cd /tmp && sort -t' ' -k2 -rn insta.txt | head -400 > slow.txt; tar cJf $OUT/rec.txz rec b-*.txt insta.txt slow.txt san-*.txt
