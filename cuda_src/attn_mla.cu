@@ -29,8 +29,7 @@
 //                     blocks of a cluster            block
 //   cluster           all threads of both blocks     they                    barriers until made; at the end a block until nobody reaches it
 //   named barrier 1   warpgroup 0                    warpgroup 0             the last columns of K, read by all of it, before P goes there; Q
-//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared;
-//                                                                           the position of the first loads, where all load
+//   named barrier 2   warpgroups 1, 2                warpgroups 1, 2         a stage, read by both, before what is parked comes there; rows that are cleared
 //
 // Warp 0 finds the next work before it computes one, when neither Q nor S is in registers. The loader may need a work that is not found
 // only behind the last tile of the one before the one in front of it: it loads there when the result is stored, and work_empty is said.

@@ -1,6 +1,6 @@
 #pragma once
-// Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh): all that multiply by values, eight rows each
-// warp. The warp looks its rows up, asks TMA for them when a stage is given back, and makes numbers of them while a product runs, one
+// Who loads the stages of attn_mla.cu where tiles come as records (variant/latent_loads.cuh): all that multiply by values, rows of its own each
+// warp. The warp looks these up, asks TMA for them when a stage is given back, and makes numbers of them while a product runs, one
 // stage later. So records have the time of Q K^T of a tile to come, and are numbers when P V of the next but one before them ends.
 //
 //   full[s][1]   a lane of each warp, and TMA   who makes numbers   a stage of records; behind it full[s][0] says that they are numbers

@@ -10,7 +10,7 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache
 from ..operation.kvcache import EVEN
 from ..operation.operand import Layout
-from ..variant import Option, kv, rows, scheduler, softmax, store
+from ..variant import Option, kv, members, rows, scheduler, softmax, store
 from ..variant.field import Field, Fields, PageBoxes, PagePool, PageRows, Scratch, View
 from ..variant.walk import WorkIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
@@ -188,7 +188,6 @@ class AttnMla(Kernel[AttentionKVCache]):
         """The option on each axis."""
         sums: Option = softmax.ConstantTime()
         pages = kv.PAGES[op.form]
-        by_rows = self.gathers(op)
         return {
             "Element": op.element,
             "Rows": paging.rows_option(op, rows.CacheRows(op.ragged, paging.lengths_option(op))),
@@ -197,9 +196,9 @@ class AttnMla(Kernel[AttentionKVCache]):
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "QColumns": rows.PairOfQ() if op.q_rope else rows.OneQ(),
             "Kv": gathered_option(op, kv.PagedKeys(pages), config.cluster)
-            if by_rows
+            if self.gathers(op)
             else kv_option(pages, page_rows(op, config), config.cluster),
-            "Members": kv.ClusterMembers() if config.cluster else kv.ApartMembers(),
+            "Members": members.ClusterMembers() if config.cluster else members.ApartMembers(),
             "Walk": WorkIntervalWalk(),
             "Scheduler": scheduler.EvenShares(config.members) if is_even(op) else scheduler.StreamK(config.members),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),

@@ -114,18 +114,6 @@ class LatentSharedPanelsKv(LatentPanelsKv):
     source: ClassVar[str] = "variant/kv/latent_shared_panels.cuh"
 
 
-class ApartMembers(Option):
-    """Blocks that have rows of the same works bring keys each for itself."""
-
-    source: ClassVar[str] = "variant/members/apart.cuh"
-
-
-class ClusterMembers(Option):
-    """They are a cluster, and go along the same tiles."""
-
-    source: ClassVar[str] = "variant/members/cluster.cuh"
-
-
 class LatentBoxesKv(PagedTmaKv):
     """The same of small pages, each of which TMA reads at once."""
 

@@ -17,9 +17,9 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35970,
+    "rawattn": 35980,
     "perf": 6060,
-    "cuda_src": 17620,
+    "cuda_src": 17605,
     "tests": 49520,
 }
 FUNCTION_LINES = 60

@@ -46,15 +46,20 @@ struct LatentRecordsKv {
     // Starts bringing the warp's records, which arrive on `come`.
     template <class Tile>
     __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
-        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
-        if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
+        load_rows<LatentRecordsKv>(tile, come, row);
+    }
+    __device__ static constexpr bool is_whole(u32 row) { return row < 4; }  // whether numbers and tail lie on end
+    template <class Kv, class Tile>
+    __device__ static void load_rows(Tile& tile, ptx::Mbarrier& come, Row row) {
+        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < Kv::rows && row != nullptr);
+        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(Kv::first_row());
+        if (there != (1u << Kv::rows) - 1) clear<Kv, Tile>(ptx::smem_address(first), ~there);
         __syncwarp();
         if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
         __syncwarp();
-        for_each_row<rows>(there, row, [&](u32 i, Row from) {
-            ptx::bulk_load(first + numbers_at<Tile>(i), from, i < 4 ? Record::bytes : Record::numbers, come);
-            if (i >= 4) ptx::bulk_load(first + tail_at<Tile>(i), from + Record::numbers, Record::tail, come);
+        for_each_row<Kv::rows>(there, row, [&](u32 i, Row from) {
+            ptx::bulk_load(first + Kv::template numbers_at<Tile>(i), from, Kv::is_whole(i) ? Record::bytes : Record::numbers, come);
+            if (!Kv::is_whole(i)) ptx::bulk_load(first + Kv::template tail_at<Tile>(i), from + Record::numbers, Record::tail, come);
         });
         __syncwarp();
     }
@@ -68,15 +73,15 @@ struct LatentRecordsKv {
         for (u32 i = 0; i < count; ++i)
             if (there >> i & 1 && ptx::elect()) call(i, of[i]);
     }
-    template <class Tile>
+    template <class Kv, class Tile>
     __device__ static void clear(u32 first, u32 missing) {
         const u32 lane = ptx::lane_id();
         const uint4 zeros = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-        for (u32 row = 0; row < rows; ++row) {
+        for (u32 row = 0; row < Kv::rows; ++row) {
             if (!(missing >> row & 1)) continue;
-            ptx::store_shared(first + numbers_at<Tile>(row) + lane * 16, zeros);
-            if (lane < Record::tail / 16) ptx::store_shared(first + tail_at<Tile>(row) + lane * 16, zeros);
+            ptx::store_shared(first + Kv::template numbers_at<Tile>(row) + lane * 16, zeros);
+            if (lane < Record::tail / 16) ptx::store_shared(first + Kv::template tail_at<Tile>(row) + lane * 16, zeros);
         }
     }
 

@@ -24,37 +24,19 @@ struct LatentSharedRecordsKv : LatentRecordsKv<Source> {
     __device__ Row row(i32 tile, i32 found) const { return this->source.row(this->args, key(tile), found); }
 
     template <class Tile>
-    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) {
-        const u32 there = __ballot_sync(0xffffffffu, ptx::lane_id() < rows && row != nullptr);
-        unsigned char* const first = reinterpret_cast<unsigned char*>(&tile) + Tile::row_offset(first_row());
-        if (there != (1u << rows) - 1) clear<Tile>(ptx::smem_address(first), ~there);
-        __syncwarp();
-        if (ptx::lane_id() == 0) come.arrive_expect(__popc(there) * Record::bytes);
-        __syncwarp();
-        Base::template for_each_row<rows>(there, row, [&](u32 i, Row from) {
-            ptx::bulk_load(first + i * Tile::panel_bytes, from, Record::numbers, come);
-            ptx::bulk_load(first + (rows + i) * Tile::panel_bytes, from + Record::numbers, Record::tail, come);
-        });
-        __syncwarp();
-    }
+    __device__ static u32 numbers_at(u32 row) { return row * Tile::panel_bytes; }
     template <class Tile>
-    __device__ static void clear(u32 first, u32 missing) {
-        const u32 lane = ptx::lane_id();
-        const uint4 zeros = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
-        for (u32 row = 0; row < rows; ++row) {
-            if (!(missing >> row & 1)) continue;
-            ptx::store_shared(first + row * Tile::panel_bytes + lane * 16, zeros);
-            if (lane < Record::tail / 16) ptx::store_shared(first + (rows + row) * Tile::panel_bytes + lane * 16, zeros);
-        }
-    }
+    __device__ static u32 tail_at(u32 row) { return (rows + row) * Tile::panel_bytes; }
+    __device__ static constexpr bool is_whole(u32) { return false; }
+    template <class Tile>
+    __device__ static void load(Tile& tile, ptx::Mbarrier& come, Row row) { Base::template load_rows<LatentSharedRecordsKv>(tile, come, row); }
 
     // Makes numbers, for both blocks. A lane has eight of each panel. Two rows that are read at once read other banks, as in the base.
     template <class Tile>
     __device__ static void widen(Tile& tile, ptx::Mbarrier& full) {
         const u32 lane = ptx::lane_id() % lanes, record = ptx::lane_id() / lanes, odd = record % 2, row = first_row() + record;
         const u32 first = ptx::smem_address(&tile) + Tile::row_offset(first_row());
-        const u32 from = first + record * Tile::panel_bytes + lane * 8, tail = first + (rows + record) * Tile::panel_bytes;
+        const u32 from = first + numbers_at<Tile>(record) + lane * 8, tail = first + tail_at<Tile>(record);
         const u32 to = ptx::smem_address(&tile) + Tile::row_offset(row) + (lane ^ row % 8) * 16;
         const u32 other = ptx::at_rank(to, rank() ^ 1), other_full = ptx::at_rank(ptx::smem_address(&full), rank() ^ 1);
         const auto place = [&](u32 i) { return i + (i % 2 ? 0u - odd : odd); };
