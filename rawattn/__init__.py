@@ -4,7 +4,7 @@
 >>> o = rawattn.attention(q, k, v, causal=True)  # torch, CuPy, NumPy, JAX ... arrays, (batch, length, heads, head_dim)
 """
 
-from . import mask, reference, score
+from . import mask, reference, score, sparse
 from .api.attention import attention, attention_backward, attention_varlen, explain, explain_backward, plan, plan_backward
 from .errors import CompileError, DeviceError, LayoutWarning, ProblemError, RawattnError, SlowKernelWarning, UnsupportedError
 from .operation import Append, AttentionKVCache, Backward, Combine, Forward
@@ -67,6 +67,7 @@ __all__ = [
     "reference",
     "save_bundle",
     "score",
+    "sparse",
     "violations",
     "warm_up",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -22,13 +23,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
 from .api.naming import naming
+from .api.pairs import pair_options
 from .array import reading
 from .array.array import CPU, DTYPES, Array, contiguous_strides
 from .driver.context import relaxed_capture
 from .errors import ProblemError, UnsupportedError
 from .operation import Backward, Forward, arguments, captures, functions
 from .operation.inputs import BackwardInputs, ForwardInputs
-from .operation.keys import NO_GRADIENT, Blocks, TopK, parted
+from .operation.keys import Blocks, TopK, parted
 from .operation.spec import MaskLike, Options, ScoreLike, Window, is_int, make_dropout, named
 from .runtime import calls
 from .runtime.request import request_for
@@ -141,6 +143,30 @@ def dot_product_attention(
     return (o, residual) if return_residual else o
 
 
+def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
+    """softmax(scale q k^T + bias) v for each of N rows, which share the bias, as of ``integrations.cuequivariance``.
+
+    >>> o = rawattn.jax.triangle_attention(q, k, v, bias, mask)
+
+    q, k and v are (..., N, heads, S, head_dim), bias (..., 1, heads, S, S), with a gradient in its own format, and mask
+    (..., N, 1, 1, S) of bools: whether a key is kept. Returns o, (..., N, heads, S, head_dim). A query whose row keeps no key
+    gives 0.
+    """
+    rows, heads, columns = q.shape[:-3], q.shape[-3], (k.shape[-2], k.shape[-1])
+    wanted = {"k": (*rows, heads, *columns), "v": (*rows, heads, columns[0], v.shape[-1])}
+    wanted |= {"bias": (*rows[:-1], 1, heads, q.shape[-2], columns[0]), "mask": (*rows, 1, 1, columns[0])}
+    for name, x in {"k": k, "v": v, "bias": bias, **({} if mask is None else {"mask": mask})}.items():
+        if q.ndim < 4 or x.shape != wanted[name]:
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; it must be {wanted[name]}, as q is {tuple(q.shape)}.")
+    if mask is not None and mask.dtype != bool:
+        raise ProblemError(f"mask is of {mask.dtype}; it must be of bools: whether a key is kept.")
+    pairs, count = bias.reshape(math.prod(rows[:-1]), *bias.shape[-3:]), math.prod(rows)
+    keep = None if mask is None else mask.reshape(count, columns[0])
+    each = [jnp.swapaxes(x.reshape(count, *x.shape[-3:]), 1, 2) for x in (q, k, v)]
+    o = attention(*each, scale=scale, **pair_options(pairs, rows[-1], keep=keep))
+    return jnp.swapaxes(o, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
+
+
 def _take(name: str, x: Any) -> Any:
     """Takes the argument ``name`` as a JAX array. Raises ProblemError for an array of another library than NumPy, and where JAX
     would round its numbers."""
@@ -233,8 +259,6 @@ def _attend_fwd(options: Items, primals: dict[str, Any]) -> tuple[tuple[Any, Any
         if name.startswith("mask"):
             words = captures.labels(dict(options))[name]
             raise UnsupportedError(f"{words} is differentiated, and a mask has no gradient; use stop_gradient on it.")
-    if dict(options)["keys"] is not None:
-        raise UnsupportedError(NO_GRADIENT)
     if dict(options)["constant_time"]:
         raise ProblemError("constant_time=True was given and a gradient was asked for; no gradient is shown to be constant-time.")
     o, lse = _attend(options, operands)

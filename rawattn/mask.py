@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from .operation.functions import BoundFunction, bound
+from .operation.interval_masks import Intervals
 from .operation.ready_masks import BlockTable, Chunked, Documents, Neighbourhood, Prefix, Tree
 from .variant.mask import And, Causal, Full, Mask, Window
 
 __all__ = [
-    "And", "BlockTable", "Causal", "Chunked", "Documents", "Full", "Mask", "Neighbourhood", "Prefix", "Tree", "Window",
-    "function",
+    "And", "BlockTable", "Causal", "Chunked", "Documents", "Full", "Intervals", "Mask", "Neighbourhood", "Prefix", "Tree",
+    "Window", "function",
 ]  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def ours(task: Task, name: str = "ours", kernel: str | None = None) -> Call:
 
 def captured(task: Task) -> tuple[Any, ...]:
     """The tensors of floats that the task's score captured."""
-    options = {"mask": None, "score": None} | task.functions
+    options = {"mask": None, "score": None} | {name: x for name, x in task.functions.items() if name != "keys"}
     return tuple(x for x in take(options)[1] if x.is_floating_point()) if options["score"] is not None else ()
 
 

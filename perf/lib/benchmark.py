@@ -171,6 +171,8 @@ def rivals(case: Case, peers: dict[str, Adapter]) -> list[str]:
     """The names of the contenders beside ours in a case: of functions FlexAttention alone, and what is built-in."""
     if isinstance(case, sets.FunctionCase):
         return ["built_in"] * (case.built_in is not None) + ["flex"] * ("flex" in peers)
+    if isinstance(case, sets.BlocksCase):
+        return []  # no peer that is installed takes lists
     if isinstance(case, StepCase) and case.latent:
         return ["read"]  # no peer that is installed takes them
     if isinstance(case, StepCase):

@@ -94,6 +94,9 @@ def part_of(options: dict[str, Any], batch: int, head: int) -> dict[str, Any]:
     found = dict(options)
     if "sinks" in options:
         found["sinks"] = options["sinks"][head : head + 1]
+    if (keys := options.get("keys")) is not None:
+        part = keys.indices[batch : batch + 1, head : head + 1]
+        found["keys"] = dataclasses.replace(keys, indices=part)
     for role in ("mask", "score"):
         if is_function(options.get(role)):
             found[role] = of_part(role, options[role], batch, head)

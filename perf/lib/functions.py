@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from rawattn import trace
+from rawattn.mask import Intervals
 from rawattn.testing import Case
 from rawattn.trace.capture import ELEMENTS
 from rawattn.trace.proofs import Limits
 from rawattn.variant.function import option_of
+from rawattn.variant.intervals import by_intervals
 from rawattn.variant.mask import Causal, Window, kept_pairs
 
 WINDOW, DOCUMENT, NEIGHBOURS, BLOCK, KEPT_BLOCKS, REACH = 1024, 1024, 13, 128, 0.1, 128
@@ -89,6 +91,17 @@ def documents_causal(case: Case, device: str) -> Any:
 def documents_sliding(case: Case, device: str) -> Any:
     ids = _ids(case, device)
     return lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv) & (q - kv <= WINDOW // 2)
+
+
+def intervals(case: Case, device: str, causal: bool = False, reach: int | None = None) -> Any:
+    """First and end of each query's document, cut as a causal mask or a window cuts it."""
+    import torch
+
+    each = [np.repeat([(end - n, end) for end, n in zip(np.cumsum(x), x, strict=True)], x, 0) for x in document_lengths(case)]
+    first, end = np.stack(each).astype(np.int32).transpose(2, 0, 1)
+    own = np.arange(case.q_len, dtype=np.int32)
+    first = first if reach is None else np.maximum(first, own - reach)
+    return Intervals(*(torch.from_numpy(x.copy()).to(device) for x in (first, np.minimum(end, own + 1) if causal else end)))
 
 
 def _document_pairs(option: Any, case: Case) -> int:
@@ -164,6 +177,11 @@ def pair_bias(case: Case, device: str) -> Any:
     return lambda s, b, h, q, kv: s + bias[b, h, q, kv]
 
 
+def triangle(case: Case, device: str, dtype: str = "float32") -> Any:
+    bias = _normal(device, case.heads, case.q_len, case.kv_len, dtype=dtype)  # of all sequences
+    return lambda s, b, h, q, kv: s + bias[h, q, kv]
+
+
 def temperature(case: Case, device: str) -> Any:
     factors = 1 + 0.1 * _normal(device, case.heads)
     return lambda s, b, h, q, kv: s * factors[h]
@@ -192,16 +210,32 @@ FUNCTIONS = {
         "mask", documents_sliding, lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
         lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
     ),
+    "intervals": Function("mask", intervals, functools.partial(_document_pairs, Window(None, None)), _packed, by_batch=True),
+    "intervals+causal": Function(
+        "mask", functools.partial(intervals, causal=True), functools.partial(_document_pairs, Causal()),
+        functools.partial(_packed, causal=True), by_batch=True,
+    ),
+    "intervals+sliding": Function(
+        "mask", lambda case, device: intervals(case, device, True, WINDOW // 2),
+        lambda case: _document_pairs(Window(WINDOW // 2, 0), case),
+        lambda case: _packed(case, causal=True, window=(WINDOW // 2, 0)), by_batch=True,
+    ),
     "prefix": Function("mask", prefix, _prefix_pairs, by_batch=True),
     "neighbours": Function("mask", neighbours, lambda case: case.batch * case.heads * case.q_len * NEIGHBOURS**2),
     "blocks": Function("mask", blocks, lambda case: case.batch * BLOCK**2 * int(_table(case).sum()), by_head=True),
     "alibi": Function("score", alibi, _pairs_of_score, _plain),
     "pair_bias": Function("score", pair_bias, _pairs_of_score, _plain),
+    "triangle": Function("score", triangle, _pairs_of_score, _plain),
+    "triangle16": Function("score", functools.partial(triangle, dtype="bfloat16"), _pairs_of_score, _plain),
     "temperature": Function("score", temperature, _pairs_of_score, _plain),
     "t5_table": Function("score", t5_table, _pairs_of_score, _plain),
 }  # fmt: skip
+DOCUMENTS = ("documents", "documents+causal", "documents+sliding")
+INTERVALS = ("intervals", "intervals+causal", "intervals+sliding")
 MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask")
-SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score")
+LISTS = tuple(name for name in MASKS if name not in INTERVALS)
+TRIANGLES = ("triangle", "triangle16")  # biases of pairs that all sequences share
+SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score" and name not in TRIANGLES)
 
 
 def option(name: str, case: Case) -> Any:
@@ -209,11 +243,17 @@ def option(name: str, case: Case) -> Any:
     role = FUNCTIONS[name].role
     traced, arrays, numbers = trace.bind(FUNCTIONS[name].make(case, "meta"), role)
     forms = tuple((ELEMENTS[str(x.dtype).rpartition(".")[2]][0], tuple(x.shape)) for x in arrays)
-    return option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len))
+    return by_intervals(option_of(traced, forms, numbers, Limits(case.batch, case.heads, case.q_len, case.kv_len)))
+
+
+def mask_mod(function: Any) -> Any:
+    """A mask as a function of b, h, q and kv alone, as FlexAttention takes it."""
+    return (lambda b, h, q, kv: function(b, h, q, kv, 0, 0, 0)) if isinstance(function, Intervals) else function
 
 
 def of_part(role: str, function: Any, batch: int, head: int) -> Any:
     """The function for arrays that begin with a batch and a head of the call's."""
     if role == "mask":
+        function = mask_mod(function)
         return lambda b, h, q, kv: function(b + batch, h + head, q, kv)
     return lambda s, b, h, q, kv: function(s, b + batch, h + head, q, kv)

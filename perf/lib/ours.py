@@ -166,7 +166,8 @@ def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], A
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
     inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
     plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks | task.functions)
-    captured = captures.take(task.functions)[1]
+    lists = [] if task.keys is None else [x for x in task.keys.arrays if x is not None]
+    captured = (*lists, *captures.take({name: x for name, x in task.functions.items() if name != "keys"})[1])
     return lambda: plan.run(*inputs, *captured, **task.sinks, out=out)
 
 

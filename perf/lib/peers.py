@@ -19,7 +19,7 @@ from typing import Any
 from rawattn.command.timing import Call
 from rawattn.testing import Case
 
-from .functions import FUNCTIONS
+from .functions import FUNCTIONS, mask_mod
 from .ours import built_in, ours
 from .task import Task, Unserved
 
@@ -78,13 +78,13 @@ def flex(task: Task) -> Call:
         task.refuse("lengths", "window", "softcap")
     torch._dynamo.reset()  # else the ninth function in a process is not compiled
     case, shift, own = task.case, task.case.kv_len - task.case.q_len, task.functions
-    mask_mod = own.get("mask", lambda b, h, i, j: j <= i + shift)
+    mod = mask_mod(own.get("mask", lambda b, h, i, j: j <= i + shift))
     sizes: tuple[int | None, int | None] = (None, None)
     if "mask" in own:
         differs = FUNCTIONS[getattr(case, "function", "")]
         sizes = case.batch if differs.by_batch else None, case.heads if differs.by_head else None
     make = torch.compile(create_block_mask)
-    before = functools.partial(make, mask_mod, *sizes, case.q_len, case.kv_len, device=str(task.q.device))
+    before = functools.partial(make, mod, *sizes, case.q_len, case.kv_len, device=str(task.q.device))
     has_mask = "mask" in own or case.causal
     more = {"block_mask": before() if has_mask else None, "score_mod": own.get("score")}
     more |= {"scale": case.scale, "enable_gqa": case.heads != case.kv_heads}

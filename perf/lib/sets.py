@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+import rawattn
 from rawattn.array.array import contiguous
 from rawattn.operation import AttentionKVCache, Backward, Forward
 from rawattn.operation.captures import FLOATS, with_captured
-from rawattn.operation.keys import KeyLists
+from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.operation.kvcache import EVEN
 from rawattn.operation.spec import Spec
 from rawattn.testing import Case
@@ -66,6 +67,44 @@ class FunctionBackwardCase(FunctionCase, BackwardCase):
     def built_in(self) -> Case | None:
         found = super().built_in
         return None if found is None else backward([found])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksCase(Case):
+    """A case in which each block of queries and each head has a list of blocks of keys, of ``block`` rows each: ``kept`` of them,
+    at random, or ``near``, those around its own place, as neighbours have in common."""
+
+    block: int = 64
+    kept: float = 0.1
+    near: bool = False
+
+    @property
+    def most(self) -> int:
+        """The blocks of a list."""
+        return max(1, round(self.kept * -(-self.kv_len // self.block)))
+
+    @property
+    def op(self) -> Forward:
+        op = super().op
+        spec = dataclasses.replace(op.spec, keys=KeyLists(False, self.block, self.block))
+        return dataclasses.replace(op, spec=spec, keys=ListSizes(self.most, self.heads, -(-self.q_len // self.block)))
+
+    def lists(self, device: str, seed: int) -> Any:
+        """Lists that rise."""
+        import torch
+
+        blocks, count = -(-self.q_len // self.block), -(-self.kv_len // self.block)
+        random = torch.Generator(device).manual_seed(seed)
+        weights = torch.rand(self.batch, self.heads, blocks, count, device=device, generator=random)
+        if self.near:
+            places = torch.arange(blocks, device=device)[:, None] - torch.arange(count, device=device)
+            weights = weights * self.most / 4 - places.abs()
+        return rawattn.Blocks(weights.topk(self.most).indices.sort().values.int(), None, self.block, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksBackwardCase(BlocksCase, BackwardCase):
+    """The same, whose gradients are timed."""
 
 
 SCALES = 1.25, 0.75  # of keys and values in eight bits
@@ -193,7 +232,9 @@ def backward(cases: list[Case], kernel: str = "") -> list[Case]:
 
 
 def _backward(**fields: Any) -> BackwardCase:
-    return FunctionBackwardCase(**fields) if "function" in fields else BackwardCase(**fields)
+    made: Any = FunctionBackwardCase if "function" in fields else BlocksBackwardCase if "block" in fields else BackwardCase
+    found: BackwardCase = made(**fields)
+    return found
 
 
 def constant_time(case: Case) -> Case:
@@ -256,10 +297,10 @@ SETS["wide-decode"] = [  # heads of 512 over caches, of Gemma 4 and DeepSeek-V4
     for heads, kv_heads in ((32, 4), (16, 1)) for kv_len in (8192, 32768) for n in (1, 8, 64) for split in ("auto", 512)
 ]  # fmt: skip
 SETS |= {  # of functions; a bias for each pair of 64k tokens would take 137 GB
-    "masks": of_functions(functions.MASKS, (4096, 16384)),
+    "masks": of_functions(functions.LISTS, (4096, 16384)),
     "scores": of_functions(functions.SCORES, (4096, 16384)),
     "functions": of_functions(("causal", "sliding", "documents", "neighbours", "blocks", "alibi", "pair_bias"), (4096,), (128,)),
-    "masks-64k": of_functions(functions.MASKS, (65536,)),
+    "masks-64k": of_functions(functions.LISTS, (65536,)),
     "scores-64k": of_functions(tuple(name for name in functions.SCORES if name != "pair_bias"), (65536,)),
 }
 SETS["paper-bwd"] = backward(SETS["paper"])
@@ -286,9 +327,27 @@ UNEVEN = [dense(b, n, h, 128, True, kv_heads=kv) for b, n, h, kv in ((2, 8192, 2
 GROUPS = [dense(b, n, h, 128, True, kv_heads=8) for b, n, h in ((1, 16384, 32), (2, 8192, 32), (1, 8192, 24), (4, 4096, 32))]
 SETS["few-bwd"] = backward([dense(1, n, h, size, True) for size in (64, 96, 128) for n, h in FEW] + UNEVEN + GROUPS)
 SETS["few-bwd"] += backward([dense(1, n, 1, size, False) for size in (64, 128) for n in (2048, 4096, 5000, 8192)])
+VIDEO: dict[str, Any] = {
+    "batch": 1,
+    "q_len": 40768,
+    "kv_len": 40768,
+    "heads": 16,
+    "kv_heads": 16,
+    "head_dim": 128,
+    "head_dim_v": 128,
+}
+SETS["blocks"] = [BlocksCase(**VIDEO, block=block, near=near) for block in (64, 128) for near in (False, True)]
+SETS["blocks"] += [BlocksCase(**{**VIDEO, "head_dim": 64, "head_dim_v": 64}, block=64)]
+SETS["blocks-bwd"] = backward(SETS["blocks"])
 SETS["masks-bwd"] = backward(of_functions(("documents+causal", "sliding", "neighbours"), (4096,), (128,)))
+SETS["intervals"] = of_functions((*functions.INTERVALS, *functions.DOCUMENTS), (4096, 16384))
+SETS["intervals-bwd"] = backward(SETS["intervals"])
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
+TRIANGLES = [(n, 4, 32, "triangle") for n in (256, 512, 1024, 2048)]  # N = S, heads, head_dim, and the bias's format
+TRIANGLES += [(n, 4, 32, "triangle16") for n in (512, 1024)] + [(512, 8, 16, "triangle"), (512, 4, 64, "triangle")]
+SETS["triangle"] = [FunctionCase("bf16", n, n, n, h, h, d, d, function=name) for n, h, d, name in TRIANGLES]
+SETS["triangle"] += backward(SETS["triangle"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
 LAYER = (4, 4096, 16, 128, True)  # batch, length, heads, head_dim, causal
@@ -324,6 +383,7 @@ def from_json(fields: dict[str, Any]) -> Case:
     fields = dict(fields)
     made: Any = _backward if fields.pop("backward", False) else FunctionCase if "function" in fields else Case
     made = ConstantTimeCase if fields.pop("constant_time", False) else StepCase if "kv_lens" in fields else made
+    made = BlocksCase if made is Case and "kept" in fields else made
     tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     if "lengths" in tuples:
         tuples["lengths"] = tuple(map(tuple, tuples["lengths"]))
@@ -336,6 +396,7 @@ def to_json(case: Case) -> dict[str, Any]:
         raise TypeError(f"{case.mask} cannot be written; cases for timing say causal and window")
     found = {f.name: getattr(case, f.name) for f in dataclasses.fields(case) if getattr(case, f.name) != f.default}
     kinds = {"backward": is_backward(case), "constant_time": isinstance(case, ConstantTimeCase)}
+    found |= {"block": case.block, "kept": case.kept} if isinstance(case, BlocksCase) else {}
     return found | {name: True for name, is_one in kinds.items() if is_one}
 
 
@@ -349,6 +410,8 @@ def label(case: Case) -> str:
     dim = f"d{case.head_dim}" if case.head_dim == case.head_dim_v else f"d{case.head_dim}/{case.head_dim_v}"
     rest = ["" if case.dtype == "bf16" else case.dtype, "bwd" if is_backward(case) else "", getattr(case, "kernel", "")]
     rest += ["constant_time" if isinstance(case, ConstantTimeCase) else ""]
+    if isinstance(case, BlocksCase):
+        rest += [f"blocks{case.block}", f"{case.kept:g}", "near" * case.near]
     return " ".join(filter(None, [shape, count, dim, mask_label(case), *rest]))
 
 
@@ -371,6 +434,8 @@ def flops(case: Case) -> int:
     columns = 3 * case.head_dim + 2 * case.head_dim_v if is_backward(case) else case.head_dim + case.head_dim_v
     if isinstance(case, FunctionCase):
         return 2 * columns * functions.FUNCTIONS[case.function].pairs(case)
+    if isinstance(case, BlocksCase):
+        return 2 * columns * case.heads * case.batch * case.op.pairs
     lengths = case.lengths if case.lengths is not None else ((case.q_len, case.kv_len),) * case.batch
     if isinstance(case, StepCase):
         lengths = tuple(zip(case.q_lens, case.kv_lens, strict=True))

@@ -66,9 +66,17 @@ class Task:
         name = getattr(self.case, "function", None)
         return None if name is None else FUNCTIONS[name].make(self.case, str(self.q.device))
 
+    @functools.cached_property
+    def keys(self) -> Any:
+        """The lists of blocks that the case has on q's device; None where it has none."""
+        made = getattr(self.case, "lists", None)
+        return None if made is None else made(str(self.q.device), 0)
+
     @property
     def functions(self) -> dict[str, Any]:
-        """The keyword argument ``mask`` or ``score`` for it."""
+        """The keyword argument ``mask`` or ``score`` for it, or ``keys``."""
+        if self.keys is not None:
+            return {"keys": self.keys}
         return {} if self.function is None else {FUNCTIONS[getattr(self.case, "function", "")].role: self.function}
 
     def refuse(self, *names: str) -> None:

@@ -62,7 +62,7 @@ def attention(
         seed: an int of 64 bits, an int64 array (1,) that is read when kernels run, or None, where torch's generator draws it.
         invariant: a row's bits follow from its own q, the keys that it keeps, the numbers of heads, the options and the GPU, not
             from the batch, q_len or other rows; of finite values. Not with dropout; gradients are as without it.
-        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``, lists of each query's keys; without dropout, offsets and gradients.
+        keys: a ``rawattn.TopK`` or ``rawattn.Blocks``, lists of each query's keys; without dropout and offsets.
         kernel, config: instead of what ``rawattn.explain`` shows. Not where torch traces, transforms or casts the call.
 
     Returns o, (batch, q_len, heads, head_dim_v), in q's dtype and library, on its device and the library's current stream; with
@@ -131,8 +131,8 @@ def attention_backward(
     causal: bool = False, window: Window | None = None, softcap: float | None = None, scale: float | None = None,
     mask: MaskLike | None = None, score: ScoreLike | None = None, alibi: Any = None, bias: Any = None,
     constant_time: bool = False, deterministic: bool = True, q_offset: int | None = None, kv_offset: int | None = None,
-    dropout: float = 0.0, seed: Any = None, wrt: Any = (), out: Any = None, kernel: str | None = None, config: Any = None,
-    **unknown: Unpack[Nothing],
+    dropout: float = 0.0, seed: Any = None, wrt: Any = (), keys: TopK | Blocks | None = None, out: Any = None,
+    kernel: str | None = None, config: Any = None, **unknown: Unpack[Nothing],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of a loss by q, k, v and the sinks, from those by the results of ``attention`` or ``attention_varlen``.
 
@@ -150,6 +150,7 @@ def attention_backward(
         causal, window, softcap, scale, mask, score, alibi, bias, q_offset, kv_offset: the options of the forward. A score of your
             own, written in CUDA, needs ``slope`` in Python and ``derivative`` in CUDA, its derivative.
         dropout, seed: those of the forward; the seed is needed where dropout is not 0.
+        keys: the lists of the forward; on a GPU ``Blocks`` of 64 or 128 queries and keys, or multiples of them.
         wrt: float arrays that score captured, or alibi and bias, whose gradients are wanted besides: a tuple of these arrays.
         constant_time: refused where True: no kernel of the backward is shown to take the same time for all numbers.
         deterministic: True for the same bits on every run, the default. False allows configurations that give others:
@@ -177,10 +178,11 @@ def attention_backward(
         arguments.refuse(attention_backward, unknown)
     if alibi is not None or bias is not None:
         score, softcap = functions.biased(softcap, score, alibi, bias), None
+    *lists, kind = parted(keys)
     options = Options(causal, window, softcap, scale, mask, score, False, constant_time, deterministic, q_offset, kv_offset,
-                      dropout)  # fmt: skip
-    seed = seed_array(q, dropout, seed, "give that of the forward")
-    inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, seed)
+                      dropout, keys=kind)  # fmt: skip
+    rest = seed_array(q, dropout, seed, "give that of the forward"), *lists
+    inputs = BackwardInputs(do, q, k, v, o, lse, dlse, cu_seqlens_q, cu_seqlens_kv, sinks, q_lens, kv_lens, *rest)
     return backward(inputs, named(options), (max_seqlen_q, max_seqlen_kv), wrt, kernel, config, out)
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from ..driver.device import cpu as this_cpu
 from ..errors import UnsupportedError
+from ..operation.keys import ListedKeys
 from ..reference.formula import Dropped, Formula
-from ..variant.mask import Pairs
+from ..variant.mask import Pairs, of_sequence
 from ..variant.score import Score
 from .cost import backward_seconds, threads_for
 from .forward import batch_of, formula_of, lse_batch_of, sink_logits_of
@@ -30,6 +31,7 @@ class _Rows(NamedTuple):
     """Arrays of a backward, of one sequence and all heads."""
 
     number: int  # of the sequence
+    token: int  # the number of its first row of q among those of all
     do: Array
     q: Array
     k: Array
@@ -73,12 +75,13 @@ def run_backward(
     do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dq: Array, dk: Array, dv: Array, mask: Pairs, score: Score,
     scale: float, dlse: Array | None = None, sinks: Array | None = None, dsinks: Array | None = None,
     cu_seqlens_q: Array | None = None, cu_seqlens_kv: Array | None = None, q_lens: Array | None = None,
-    kv_lens: Array | None = None, dropped: Dropped | None = None, captured: dict[int, Array] | None = None, *,
-    threads: int | None = None,
+    kv_lens: Array | None = None, dropped: Dropped | None = None, captured: dict[int, Array] | None = None,
+    lists: ListedKeys | None = None, *, threads: int | None = None,
 ) -> None:  # fmt: skip
     """Computes the gradients of the reference's ``attention_backward`` from o and lse of the forward, on NumPy arrays, writing
     dq, dk, dv and dsinks in place. Rows of no sequence, and those that q_lens and kv_lens leave unused, get 0. ``captured``
     are the gradients of arrays that the score captured, by their numbers, which are written too, summed in float64 by one thread.
+    Where queries have ``lists`` of keys, the formula computes all.
 
     ``threads`` are as many as pay unless given. Results are the same bits whatever their number, but for scores that the loops do
     not know. NaN or inf in a query, key or value may reach the gradients of rows that it is masked from.
@@ -91,7 +94,7 @@ def run_backward(
         dq[...] = 0
     if cu_seqlens_kv is not None or kv_lens is not None:
         dk[...], dv[...] = 0, 0
-    element, cap = element_of(q), cap_of(mask, score)
+    element, cap = element_of(q), None if lists else cap_of(mask, score)
     inputs = batch_of(do), batch_of(q), batch_of(k), batch_of(v), batch_of(o)
     statistics = lse_batch_of(lse, element), lse_batch_of(dlse, element)
     work = _BackwardWork(*inputs, *statistics, join_units([], []), batch_of(dq), batch_of(dk), batch_of(dv))
@@ -107,7 +110,8 @@ def run_backward(
         if dsinks is not None:
             dsinks[...] = sink_parts.sum(0)
     if cap is None:
-        _run_by_formula(rows, formula_of(element, mask, score, scale, dropped), captured or {}, threads)
+        formula = dataclasses.replace(formula_of(element, mask, score, scale, dropped), lists=lists)
+        _run_by_formula(rows, formula, captured or {}, threads)
     else:
         factors = scale / cap if cap else scale, cap, scale
         _run_by_loops(work, spots, is_dense, mask, factors, dropped, threads)
@@ -135,7 +139,17 @@ def _make_rows(x: _BackwardWork, spots: list[_Spot], sinks: Array, sink_parts: A
         statistics = x.lse[at], x.dlse[at] if x.dlse.size else None, delta[at], sinks, sink_parts[i]
         rows.append(
             _Rows(
-                i, x.do[q_rows], x.q[q_rows], x.k[keys], x.v[keys], x.o[q_rows], *statistics, x.dq[q_rows], x.dk[keys], x.dv[keys]
+                i,
+                batch * x.q.shape[1] + row,
+                x.do[q_rows],
+                x.q[q_rows],
+                x.k[keys],
+                x.v[keys],
+                x.o[q_rows],
+                *statistics,
+                x.dq[q_rows],
+                x.dk[keys],
+                x.dv[keys],
             )
         )
     return rows
@@ -148,12 +162,12 @@ def _run_by_formula(
     sums, units = {i: np.zeros(x.shape) for i, x in captured.items()}, list[_KeyUnit]()
     for x in rows:
         (kv_len, kv_heads), group = x.k.shape[:2], x.q.shape[1] // x.k.shape[1]
-        begin, end = key_bounds(formula.mask, group * kv_heads, len(x.q), kv_len)
+        begin, end = key_bounds(of_sequence(formula.mask, x.number), group * kv_heads, len(x.q), kv_len)
         for h in range(kv_heads):
             heads = slice(h * group, (h + 1) * group)
             inputs = x.do[:, heads], x.q[:, heads], x.k[:, h, None], x.v[:, h, None], x.o[:, heads]
             statistics = x.lse[heads], None if x.dlse is None else x.dlse[heads], x.delta[heads], x.sinks[heads], x.dsinks[heads]
-            rows_of_head = _Rows(x.number, *inputs, *statistics, x.dq[:, heads], x.dk[:, h, None], x.dv[:, h, None])
+            rows_of_head = _Rows(x.number, x.token, *inputs, *statistics, x.dq[:, heads], x.dk[:, h, None], x.dv[:, h, None])
             pairs = np.minimum(end[:, heads], kv_len) - np.maximum(begin[:, heads], 0)
             units.append(_KeyUnit(rows_of_head, heads.start, int(np.maximum(pairs, 0).sum())))
     units.sort(key=lambda unit: -unit.pairs)
@@ -189,10 +203,20 @@ def _make_works(
     """The units of a backward; and, of each head of sequences whose keys are in several units, dq and what they add to it."""
     (batch, q_len, heads), (kv_len, kv_heads) = whole.q.shape[:3], whole.k.shape[1:3]
     cuts = max(1, BACKWARD_UNITS // max(1, len(spots) * kv_heads))
-    if is_dense and len(spans_of(kv_len, cuts)) == 1 and q_len * heads <= SMALL and batch * kv_heads <= SMALL:
+    if (
+        is_dense
+        and mask.of_sequence is None
+        and len(spans_of(kv_len, cuts)) == 1
+        and q_len * heads <= SMALL
+        and batch * kv_heads <= SMALL
+    ):
         return [whole._replace(units=dense_key_units(mask, heads, kv_heads, batch, q_len, kv_len))], []
-    units_of = functools.cache(functools.partial(key_units, mask, heads, kv_heads, cuts))
-    each = [(i, spot, units_of(spot[2], spot[4])) for i, spot in enumerate(spots)]
+
+    @functools.cache
+    def units_of(number: int, n: int, keys: int) -> list[Units]:
+        return key_units(of_sequence(mask, number), heads, kv_heads, cuts, n, keys)
+
+    each = [(i, spot, units_of(0 if mask.of_sequence is None else i, spot[2], spot[4])) for i, spot in enumerate(spots)]
     uncut = [(spans[0], (spot[0], spot[1], spot[0], spot[3], i)) for i, spot, spans in each if len(spans) == 1]
     works, sums = [whole._replace(units=join_units([units for units, _ in uncut], [at for _, at in uncut]))], []
     for i, (number, row, n, key, _), spans in each:
@@ -249,10 +273,11 @@ def _compute(loops: Any, random: Array, factors: tuple[float, ...], share: tuple
 
 def _compute_by_formula(formula: Formula, unit: _KeyUnit) -> None:
     x = unit.rows
+    formula = dataclasses.replace(formula, mask=of_sequence(formula.mask, x.number))
     dq, dk, dv = (np.zeros(of.shape, x.delta.dtype) for of in (x.q, x.k, x.v))
     inputs = x.do, x.q, x.k, x.v, np.zeros_like(x.delta) if x.dlse is None else x.dlse, x.sinks.tolist()
     with np.errstate(all="ignore"):
-        formula.backward_sequence((x.number, unit.head), *inputs, dq, dk, dv, np.zeros_like(x.sinks), (x.lse, x.delta))
+        formula.backward_sequence((x.number, unit.head), *inputs, dq, dk, dv, np.zeros_like(x.sinks), (x.lse, x.delta), x.token)
     x.dq[...], x.dk[...], x.dv[...] = dq, dk, dv
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..reference.formula import Dropped, Formula
 from ..variant.element import Element
-from ..variant.mask import FirstQueries, Pairs
+from ..variant.mask import FirstQueries, Pairs, of_sequence
 from ..variant.score import Score
 from .loops import cap_of, dropout_of, element_of, in_threads, load, storage_of, table_of
 from .units import SMALL, Array, Units, dense_units, isolate, join_units, key_bounds, ragged_units, sequence_units, sequences_of
@@ -98,7 +98,7 @@ def run_forward(
     places = sequences_of(q, k, cu_seqlens_q, cu_seqlens_kv)
     if cap is not None:
         step, element = max(1, config.tile_q // (heads // kv_heads)), element_of(q)
-        is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None
+        is_dense = cu_seqlens_q is None and q_lens is None and kv_lens is None and mask.of_sequence is None
         if is_dense and q.shape[-3] * heads <= SMALL and len(q) * kv_heads <= SMALL:
             units = dense_units(mask, heads, kv_heads, step, len(q), q.shape[1], k.shape[1])
         else:
@@ -120,7 +120,8 @@ def sequences_alone(
         q_len, kv_len, out = len(q[rows]), len(k[keys]), (o[rows], None if lse is None else lse[at])
         kv_len = kv_len if kv_lens is None else int(kv_lens[i])
         used = q_len if q_lens is None else int(q_lens[i])
-        own_mask = mask if used == q_len else FirstQueries(mask, used)
+        own_mask = of_sequence(mask, i)
+        own_mask = own_mask if used == q_len else FirstQueries(own_mask, used)
         bounds, arrays = bounds_of(own_mask, q.shape[-2], q_len, kv_len), (q[rows], k[keys][None], v[keys][None])
         own_score = score.of_lengths(used, kv_len)
         sequences.append(Sequence(i, *arrays, ONE_PAGE, kv_len, *out, own_mask, own_score, *bounds))

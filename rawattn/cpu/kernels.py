@@ -8,6 +8,7 @@ from typing import Any
 
 from ..driver.device import Device
 from ..operation import Backward, Forward, host_functions
+from ..operation.keys import ListedKeys
 from ..operation.operand import Layout
 from ..reference.formula import Dropped
 from ..variant.mask import kept_pairs
@@ -103,7 +104,7 @@ class Cpu:
     ) -> None:  # fmt: skip
         """Computes the operation on NumPy arrays of its shapes, ``captured`` of which its functions captured: ``run_forward``."""
         lengths = (cu_seqlens_q, cu_seqlens_kv, q_lens, kv_lens)
-        spec, dropped = host_functions.on_host(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
+        spec, dropped = host_functions.for_loops(op.spec, captured, lengths[:2]), Dropped.of(op.spec, seed)
         options = spec.placed_mask, spec.placed_score, op.scale, sinks
         if keys is not None:
             places = sequences_of(q, k, *lengths[:2])
@@ -150,10 +151,12 @@ class CpuBackward(Cpu):
         """Computes the operation on NumPy arrays, by name: ``run_backward``."""
         inputs = {each.name: arrays.pop(each.name) for each in op.captured}
         starts = arrays.get("cu_seqlens_q"), arrays.get("cu_seqlens_kv")
-        spec, scale = host_functions.on_host(op.forward.spec, inputs, starts), op.forward.scale
+        spec, scale = host_functions.for_loops(op.forward.spec, inputs, starts), op.forward.scale
         options = {"mask": spec.placed_mask, "score": spec.placed_score, "scale": scale, "dropped": Dropped.of(spec, seed)}
         captured = {int(name.rpartition("_")[2]): arrays.pop(f"d{name}") for name in op.wrt}
-        run_backward(**arrays, **options, captured=captured, threads=config.threads)
+        numbers: dict[str, Any] = {name: arrays.pop(name) for name in ("keys", "keys_counts") if name in arrays}
+        lists = ListedKeys(op.forward.spec.keys, numbers, op.forward.heads) if numbers else None
+        run_backward(**arrays, **options, captured=captured, lists=lists, threads=config.threads)
 
 
 @dataclasses.dataclass(frozen=True)

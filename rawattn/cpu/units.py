@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ProblemError
-from ..variant.mask import FirstQueries, Pairs, of_head
+from ..variant.mask import FirstQueries, Pairs, of_head, of_sequence
 
 Array = npt.NDArray[Any]
 # The columns of a unit of work, a row of integers: some rows of a query tile, and their keys.
@@ -133,14 +133,15 @@ def ragged_units(
     """The units of a forward of sequences of any lengths."""
 
     @functools.cache
-    def units(used: int, q_len: int, kv_len: int) -> Units:
-        used_mask = mask if used == q_len else FirstQueries(mask, used)
+    def units(used: int, q_len: int, kv_len: int, batch: int) -> Units:
+        own = of_sequence(mask, batch)
+        used_mask = own if used == q_len else FirstQueries(own, used)
         return sequence_units(key_bounds(used_mask, heads, q_len, kv_len), kv_heads, step, kv_len)
 
     each = []
     for i, (rows, keys, _) in enumerate(places):
         q_len, kv_len = len(q[rows]), len(k[keys]) if kv_lens is None else int(kv_lens[i])
-        each.append(units(q_len if q_lens is None else int(q_lens[i]), q_len, kv_len))
+        each.append(units(q_len if q_lens is None else int(q_lens[i]), q_len, kv_len, 0 if mask.of_sequence is None else i))
     return join_units(each, [place_of(i, rows, keys) for i, (rows, keys, _) in enumerate(places)])
 
 

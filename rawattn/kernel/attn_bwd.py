@@ -18,10 +18,11 @@ from ..variant import Option, gradients, scheduler, weight
 from ..variant.element import FP32
 from ..variant.field import Fields
 from ..variant.function import FunctionScore
+from ..variant.intervals import IntervalMask, is_interval
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.walk import QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
+from ..variant.walk import QBlockWalk, QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -120,20 +121,21 @@ def _has_two_loops(op: Forward, config: AttnBwdConfig) -> bool:
         return True
     if config.order != "at_once" or not op.has_plain_score or op.spec.offsets is not None or packed_in_three:
         return False
-    return isinstance(op.mask, (Causal, Window, And)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
+    return isinstance(op.mask, (Causal, Window, And, IntervalMask)) or (isinstance(op.mask, Full) and (op.widest <= 64 or drops))
 
 
 def _choose_registers(op: Forward, store: str) -> AttnBwdConfig:
     """The configuration of one loop. Three warpgroups have no register to spare for a cap under a window, to make dq themselves,
-    or for a score that reads elements of pairs; nor for a window or a score where sequences use a part of their rows. Dropout
-    spills some in them, and is faster (notes/attn_bwd.md)."""
+    for first and last keys of queries, or for a score that reads elements of pairs; nor for a window or a score where sequences
+    use a part of their rows. Dropout spills some in them, and is faster (notes/attn_bwd.md)."""
     size, is_cut = op.widest, any(op.lens)
     has_window, is_plain = not isinstance(op.mask, (Full, Causal)), op.has_plain_score
     tight = store == "final" or (has_window and (is_cut or isinstance(op.score, Softcap)))
+    has_arrays = is_interval(op.mask)
     reads_pairs = getattr(op.score, "reads_pairs", False)  # their elements take registers before the products are there
     if op.spec.dropout and size <= 64 and _drops_in_three(op):
         return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=32, consumer_registers=160, store=store)
-    if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not reads_pairs:
+    if size <= (56 if tight else 64) and not op.spec.dropout and (is_plain or not is_cut) and not (reads_pairs or has_arrays):
         producer, consumer = (56, 152) if size <= 56 else (32, 160)
         return AttnBwdConfig(3, dq_columns=op.head_dim, producer_registers=producer, consumer_registers=consumer, store=store)
     if op.head_dim == WIDEST and is_cut and isinstance(op.mask, Window) and is_plain and not op.spec.dropout:
@@ -168,7 +170,7 @@ def list_configs_of(op: Forward) -> list[AttnBwdConfig]:
 
 def _generalize(mask: Any) -> Any:
     """A mask that takes the same registers: the mask itself, or one of its class that keeps the pairs of a causal mask."""
-    if isinstance(mask, Full) or lists(mask):
+    if isinstance(mask, Full) or lists(mask) or is_interval(mask):
         return mask
     if isinstance(mask, Window):
         return Window(LONGEST, 0)
@@ -399,14 +401,14 @@ class AttnBwd(BackwardKernel):
         """The time of the products at the full rate of the tensor cores, a lower bound, by how dq is finished and made.
 
         Where few key tiles add to a tile of dq, the last of them finishes it best, else a pass of its own; and then dq is better
-        made a step later (notes/attn_bwd.md). Where tiles are lists, only the device knows how many key tiles add: few are
-        expected, whatever the length."""
+        made a step later (notes/attn_bwd.md). Where tiles are lists, or keys are intervals of arrays, only the device knows how
+        many key tiles add: few are expected, whatever the length."""
         forward, seconds = op.forward, tiling.least_seconds(op.flops, device)
         if lists(forward.mask) and (config.store == "final" or config.steps == "apart"):
             return seconds * (0.9 if config.store == "final" else 0.97)
         if config.store != "final":
             return seconds * (0.98 if config.order == "step_later" else self._idle(config, forward, device))
-        has_few = attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64]
+        has_few = is_interval(forward.mask) or attn_bwd_works.count_kept_keys(forward) <= FINAL_KEYS[forward.widest <= 64]
         return seconds * (0.95 if has_few and not attn_bwd_works.needs_bands(op, config, device.sm_count) else 1.05)
 
     def _idle(self, config: AttnBwdConfig, op: Forward, device: Device) -> float:
@@ -478,7 +480,9 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         wgmma("DkMma", op.element, op.head_dim, a_in_registers=True, b_by_rows=True),
         *(wgmma(name, op.element, n, a_in_registers=False, b_by_rows=True) for name, n in of_dq),
     ]
-    walk = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    walk: Option = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
+    if op.spec.keys is not None:
+        walk = QBlockWalk(op.spec.keys.block_q)
     rotated, in_bands, of_part = config.walk == "rotated", config.walk == "bands", config.query_parts > 1
     if of_part and not in_bands:
         walk = QIntervalPart()
@@ -495,11 +499,18 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
         DqStore=_store_of(config)[0], Statistics=ORDERS[config.order][1], DsStore=ds, Elements=elements,
         StepOrder=ORDERS[config.order][0],
         DqShare=gradients.PartsOfSharedPanel() if shares else gradients.PartsOfPanels(),
-        Steps=gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask)),
+        Steps=_loops_of(op, config),
     )  # fmt: skip
     loads = backward.loads(op, config.tile_q, config.tile_kv)
     fields = (*loads, *every["Group"].fields, gradients.DQ, *backward.STATISTICS, *backward.HEADS)
     return backward.rendered("attn_bwd.cu", constants, fields, products, every, arch)
+
+
+def _loops_of(op: Forward, config: AttnBwdConfig) -> Option:
+    """The option for how a block goes over the steps of a work."""
+    if op.keys is not None:
+        return gradients.MemberLoops()
+    return gradients.OneLoop() if config.steps == "together" else gradients.TwoLoops(lists(op.mask))
 
 
 ATTN_BWD = AttnBwd()

@@ -13,7 +13,7 @@ from ..variant.element import BF16, FP16, FP32
 from ..variant.field import Fields
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Softcap
-from ..variant.walk import QIntervalSteps, QListSteps, lists
+from ..variant.walk import QBlockSteps, QIntervalSteps, QListSteps, lists
 from . import backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -247,6 +247,13 @@ class AttnBwdMma(BackwardKernel):
         return self.program(op, device, first, launches, make_launches, (*scratch, *backward.part_buffers(forward, config.parts)))
 
 
+def _walk_of(op: Forward, config: AttnBwdMmaConfig) -> Option:
+    """The option for the query tiles of a key tile."""
+    if op.spec.keys is not None:
+        return QBlockSteps(op.spec.keys.block_q)
+    return QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk])
+
+
 def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Source, Fields]:
     constants = {name: value for name, value in dataclasses.asdict(config).items() if isinstance(value, int)}
     del constants["warps"], constants["parts"]
@@ -257,7 +264,7 @@ def _render_main(op: Forward, config: AttnBwdMmaConfig, arch: str) -> tuple[Sour
         op, Blocks=blocks, Sharing=gradients.ByColumns() if is_wide(op) else gradients.ByQueries(),
         Score=backward.exact_score(op), Weight=op.spec.weight, Turn=backward.turn(op),
         **backward.group_options(config.parts), DkvBlocks=gradients.Blocks32() if config.parts > 1 else blocks,
-        Walk=QListSteps(config.store != "unordered") if lists(op.mask) else QIntervalSteps(group.WALKS[config.walk]),
+        Walk=_walk_of(op, config),
         DqStore=STORES[config.store][0],
         Scheduler=backward.kv_scheduler(op, config.direction, "SingleTile"), Launch=backward.launch_option(arch),
     )  # fmt: skip

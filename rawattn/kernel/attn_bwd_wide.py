@@ -10,6 +10,7 @@ from ..operation import Backward, Forward
 from ..operation.operand import PLAIN, Layout
 from ..variant import Option, gradients
 from ..variant.field import Field, Fields, TensorMap
+from ..variant.intervals import differs_by_head
 from ..variant.scheduler import LptScheduler, LptVarlenScheduler
 from ..variant.walk import lists
 from . import backward, group, tiling
@@ -99,8 +100,8 @@ class AttnBwdWide(BackwardKernel):
             reasons.append(f"{sizes}; it takes heads of which one is above 256")
         if any(forward.lens) and not forward.varlen:
             reasons.append("it takes q_lens and kv_lens of packed sequences alone")
-        reasons += [f"its {name} is a function" for name in ("mask", "score") if getattr(forward, name).is_function]
-        if lists(forward.mask) or forward.mask.of_head is not None:
+        reasons += tiling.list_reasons(forward)
+        if lists(forward.mask) or differs_by_head(forward.mask):
             reasons.append("its mask has holes between the tiles that it keeps, or differs by head")
         if forward.spec.dropout:
             reasons.append("it drops no weights")

@@ -67,11 +67,11 @@ _TOGETHER = {(1, 2): (40, 216), (1, 3): (32, 128), (2, 2): (32, 104)}
 
 def registers(config: AttnFwdConfig, op: Forward) -> tuple[int, int]:
     """Registers of a producer thread and of a consumer thread. A block has 65,536 in all; each warpgroup starts with an equal
-    part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles
-    needs more, and so do consumers whose score is a function."""
+    part of them (multiples of 8), and what the producer gives up the consumers take. A producer that asks a mask for its tiles,
+    or reads lists of them, needs more, and so do consumers whose score is a function."""
     if config.ctas_per_sm > 1:
         return _TOGETHER[config.consumers, config.ctas_per_sm]
-    if lists(op.mask):
+    if lists(op.mask) or op.keys is not None:
         return {1: (128, 256), 2: (72, 216), 3: (56, 152), 4: (32, 112)}[config.consumers]
     wide = config.tile_kv > 112 or op.score.is_function or op.spec.dropout
     return {1: (56, 256), 2: (40, 232), 3: (32, 160) if wide else (40, 152), 4: (32, 112)}[config.consumers]

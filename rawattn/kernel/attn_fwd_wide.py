@@ -85,7 +85,7 @@ class AttnFwdWide(ForwardKernel):
             reasons.append(f"head_dim is {op.head_dim} and head_dim_v {op.head_dim_v}; it takes heads of which one is above 256")
         if op.kv_lens and not op.varlen:
             reasons.append("it takes kv_lens of packed sequences alone")
-        reasons += [f"its {name} is a function" for name in ("mask", "score") if getattr(op, name).is_function]
+        reasons += tiling.list_reasons(op)
         if lists(op.mask):
             reasons.append("its mask has holes between the tiles that it keeps")
         reasons += tiling.too_many_tiles(op, ROWS)

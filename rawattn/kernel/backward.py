@@ -16,8 +16,8 @@ from ..operation import Backward, Forward
 from ..variant import Option, gradients, rows, scheduler
 from ..variant.field import Field, Fields, PageRows, Pointer, Scratch, TensorMap, View
 from ..variant.mask import Causal, Full
-from ..variant.walk import IntervalTurn, ListTurn, lists
-from . import group, pyramid, tiling
+from ..variant.walk import BlockTurn, IntervalTurn, ListTurn, lists
+from . import group, intervals, pyramid, tiling
 from .base import Kernel
 from .program import Buffer, Launch, Program
 from .render import config_header, source
@@ -101,7 +101,7 @@ def kv_scheduler(op: Forward, direction: str = "", draw: str = "DynamicPersisten
 
 def turn(op: Forward) -> Option:
     """The order in which key tiles add to a tile of dq."""
-    return ListTurn() if lists(op.mask) else IntervalTurn()
+    return BlockTurn() if op.keys is not None else ListTurn() if lists(op.mask) else IntervalTurn()
 
 
 def wrong_direction(op: Forward, direction: str) -> str | None:
@@ -283,6 +283,7 @@ class BackwardKernel(Kernel[Backward]):
         more, sums = captured(self, op, device, first, stored)
         buffers = (*statistics(forward, size), *scratch, *sums)
         program = Program(tuple(launch for launch in (*launches, *more) if launch.grid), buffers)
+        program = intervals.before(program, forward, options(forward)["Rows"], device, for_gradients=True)
         return pyramid.before(program, forward.mask, device)
 
 

@@ -16,7 +16,7 @@ from ..operation.operand import Layout
 from ..variant import Option
 from ..variant.field import Fields
 from ..variant.walk import lists
-from . import pyramid, tiling
+from . import intervals, pyramid, tiling
 from .program import Launch, Program
 
 Op = TypeVar("Op", bound=Operation)
@@ -34,6 +34,7 @@ class Kernel(abc.ABC, Generic[Op]):
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
     needs: ClassVar[str]  # the GPUs that it runs on, in words
+    takes_numbers: ClassVar[bool] = True  # whether a launch may be given other numbers that functions captured
     places_back: ClassVar[float] = 1.5  # that it goes back where it does not come first: behind the next one
 
     @abc.abstractmethod
@@ -223,6 +224,9 @@ class ForwardKernel(OneLaunch[Forward]):
 
     def rendered_kind(self, op: Forward, config: Any) -> tuple[Any, ...]:
         return op.kind, op.layout.tma_captured
+
+    def lower(self, op: Any, config: Any, device: Device) -> Program:
+        return intervals.of_forward(super().lower(op, config, device), op, device)
 
     def tiles(self, op: Forward, config: Any, device: Device) -> tiling.QueryTiles:
         """The tiles of dense queries, from which the grid and some of ``values`` follow."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..operation import Forward
 from ..variant import Option
+from ..variant.intervals import differs_by_head
 from ..variant.mask import Causal, Full
 from ..variant.walk import QIntervalBand, QIntervalByTiles, QIntervalRotated, QIntervalUneven, QIntervalWalk, lists
 
@@ -44,7 +45,7 @@ def wrong(op: Forward, config: Any) -> str | None:
     uneven = getattr(config, "walk", "") == "uneven" and 1 < config.parts <= op.heads_per_kv
     if config.parts and config.parts not in divisors(op) and not uneven:
         return f"parts is {config.parts}; it must be 0 or of {divisors(op)}, as {op.heads_per_kv} query heads share a key head"
-    walk, differ = getattr(config, "walk", ""), op.mask.lists or op.mask.of_head is not None
+    walk, differ = getattr(config, "walk", ""), op.mask.lists or differs_by_head(op.mask)
     if walk not in ("", *WALKS) or (walk == "by_tiles" and differ):
         return f"walk is {walk!r}; it must be of {[*WALKS]}; by_tiles needs one mask for all heads that is no list"
     return None

@@ -20,10 +20,11 @@ from ..variant.lists import BlockLists, ListedMask, ListedPages, ListedRows, Lis
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.score import Scale, Softcap
 from ..variant.walk import IntervalCursor
-from . import paging, tiling
+from . import intervals, paging, tiling
 from .attn_fwd_mma import ATTN_FWD_MMA, AttnFwdMmaConfig, strip_option
 from .attn_fwd_simt import ATTN_FWD_SIMT, AttnFwdSimtConfig
 from .base import OneLaunch
+from .program import Program
 from .render import config_header, source
 
 MOST_BLOCKS = 4096  # of queries, by which configurations are compared
@@ -194,6 +195,10 @@ class Listed(OneLaunch[Any]):
 
     def values(self, op: Any, config: Any, device: Device) -> dict[str, float]:
         return {**block_tiles(op, config.tile_q, device).at(rows_each(op))[0], **values(op)}
+
+    def lower(self, op: Any, config: Any, device: Device) -> Program:
+        whole = super().lower(op, config, device)
+        return intervals.of_forward(whole, op, device) if isinstance(op, Forward) else whole
 
 
 class AttnFwdMmaListed(Listed):

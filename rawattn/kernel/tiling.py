@@ -15,6 +15,7 @@ from ..operation import Forward
 from ..operation.base import FEW_QUERIES, KEYS_STEP, SPLIT_FROM
 from ..variant import Option, constant_time, element, rows, scheduler, softmax, weight
 from ..variant.field import Field, Fields
+from ..variant.intervals import is_interval
 from ..variant.mask import Causal, Full, Ints, Mask, Pairs, UsedQueriesMask
 from ..variant.walk import IntervalCursor, ListCursor, lists
 
@@ -68,6 +69,13 @@ def function_reasons(op: Forward) -> list[str]:
         return []
     names = " and its ".join(functions)
     return [f"its {names} may take any time, as functions do; constant_time is for built-in masks and scores"]
+
+
+def list_reasons(op: Forward) -> list[str]:
+    """The reasons why a kernel refuses a mask or a score that is a function, but for masks of intervals."""
+    return [
+        f"its {name} is a function" for name in ("mask", "score") if (x := getattr(op, name)).is_function and not is_interval(x)
+    ]
 
 
 def too_many_tiles(op: Forward, tile_q: int) -> list[str]:
@@ -130,21 +138,32 @@ def options(op: Forward, **kernel_options: Option) -> dict[str, Option]:
     """The option on each axis, by the name that a kernel has for it; ``kernel_options`` are for one kernel alone."""
     by_axis: dict[str, Option] = {
         "Element": op.element,
-        "Rows": rows.Varlen() if op.varlen else rows.Dense(),
+        "Rows": whole_rows(op),
         "Mask": op.mask,
         "Score": op.spec.placed_score,
         "Weight": op.spec.weight,
         **kernel_options,
     }
-    if op.kv_lens:
-        by_axis["Rows"] = rows.UsedKeys(by_axis["Rows"])
+    by_axis["Rows"] = placed_rows(op, by_axis["Rows"])
     if op.q_lens:
-        by_axis |= {"Rows": rows.UsedQueries(by_axis["Rows"]), "Mask": UsedQueriesMask(by_axis["Mask"])}
-    if op.spec.offsets is not None:
-        by_axis["Rows"] = rows.WithOffset(by_axis["Rows"])
+        by_axis["Mask"] = UsedQueriesMask(by_axis["Mask"])
     if op.sinks:
         by_axis["Softmax"] = softmax.WithSink(by_axis["Softmax"])
     return constant_time(by_axis) if op.spec.data_independent else by_axis
+
+
+def whole_rows(op: Forward) -> Option:
+    """The option for where the rows of sequences are."""
+    return rows.Varlen() if op.varlen else rows.Dense()
+
+
+def placed_rows(op: Forward, where: Option) -> Option:
+    """The option for rows that lie so, with the lengths that sequences use and the positions of the first rows."""
+    if op.kv_lens:
+        where = rows.UsedKeys(where)
+    if op.q_lens:
+        where = rows.UsedQueries(where)
+    return where if op.spec.offsets is None else rows.WithOffset(where)
 
 
 def packed_options(op: Forward, packed: Option) -> dict[str, Option]:

@@ -59,7 +59,7 @@ class Backward(Operation):
         wrt: tuple[str, ...] = options.pop("wrt", ())
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = captures.resolve(options, arrays, limits(arrays, options))
+            options = captures.resolve_by_intervals(options, arrays, limits(arrays, options), for_gradients=True)
         spec = Spec.of(**{**options, "invariant": False})  # that is of the forward alone
         op = cls.of(arrays, spec, *lengths)
         return dataclasses.replace(op, wrt=wrt) if wrt else op

@@ -14,6 +14,7 @@ from ..trace.capture import ELEMENTS
 from ..trace.pair_axes import PairAxes
 from ..trace.proofs import Limits
 from ..variant.function import FunctionScore, option_of
+from ..variant.intervals import by_intervals
 from ..variant.ready import NO_ARRAY
 from .functions import ROLES, among, parted, whole
 from .operand import Layout, Operand, check_contiguous, describe
@@ -124,6 +125,19 @@ def resolve(options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Lim
     return make_options(options, arrays, limits)
 
 
+def resolve_by_intervals(
+    options: Mapping[str, Any], arrays: Mapping[str, Array], limits: Limits, for_gradients: bool = False
+) -> dict[str, Any]:
+    """The same, where a launch may find which keys each query keeps: a mask may be an ``IntervalMask``. For gradients on a GPU a
+    function of one's own keeps its lists of tiles, but beside lists of blocks: its arrays may fall, and rising runs that hold
+    theirs may be all tiles (cuda_src/intervals.cu)."""
+    resolved = resolve(options, arrays, limits)
+    own = any(role == "mask" and not function.sizes for role, function in among(options))
+    if "mask" not in resolved or (for_gradients and own and options.get("keys") is None and not arrays["q"].is_cpu):
+        return resolved
+    return {**resolved, "mask": by_intervals(resolved["mask"])}
+
+
 def check(titles: Mapping[str, str], arrays: Mapping[str, Array]) -> None:
     """Raises ProblemError where a captured array is none that a kernel reads, or lies elsewhere than q. It reads no memory."""
     q = arrays["q"]
@@ -151,15 +165,18 @@ def check_sizes(options: Mapping[str, Any], arrays: Mapping[str, Array], limits:
     length = max(limits.q_len, limits.kv_len) if known else 0
     queries = limits.q_len if known else arrays["q"].shape[1] if "k_cache" in arrays and len(arrays["q"].shape) == 4 else 0
     needed = {"batch": limits.batch, "heads": limits.heads, "q_len": limits.q_len, "kv_len": limits.kv_len, "length": length}
+    is_packed = "k" in arrays and "cu_seqlens_q" in arrays  # whose arrays for each query are along q's rows
+    needed |= {"sequences": 1 if is_packed else limits.batch, "q_rows": arrays["q"].shape[0] if is_packed else limits.q_len}
     for role, function in among(options):
         for name, place, fixed, axes in function.sizes:
             shape = tuple(fixed or arrays[f"{role}_{place}"].shape)
             wanted = [-(-needed[dim] // block) if dim in needed else n for n, (dim, block, _) in zip(shape, axes, strict=True)]
             for n, need, (dim, block, may_be_one) in zip(shape, wanted, axes, strict=True):
-                is_length = dim not in ("batch", "heads")
+                is_length = dim not in ("batch", "sequences", "heads")
                 if dim == "nodes" and block == 1 and queries > n:
                     raise ProblemError(f"{name} has shape {shape}, {n} nodes, but there are {queries} queries; each is a node.")
-                if n == need or (may_be_one and n == 1) or (is_length and not (known and (whole or n < need))):
+                is_known = known or (dim == "q_rows" and is_packed)
+                if n == need or (may_be_one and n == 1) or (is_length and not (is_known and (whole or n < need))):
                     continue
                 if place == NO_ARRAY and n > need:
                     continue

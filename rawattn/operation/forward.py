@@ -18,6 +18,7 @@ from ..trace.proofs import Limits
 from ..variant import mask as masks
 from ..variant.element import ELEMENTS, FP8, Element
 from ..variant.function import Captures
+from ..variant.intervals import IntervalMask
 from . import captures, functions
 from .base import FEW_ROWS, OverKeys, in_steps, queries_in_steps, three_bits
 from .inputs import ForwardInputs
@@ -105,7 +106,7 @@ class Forward(OverKeys):
         """The operation of a call of ``rawattn.attention`` or ``attention_varlen``."""
         if functions.among(options):
             check_arrays(arrays, *lengths)
-            options = captures.resolve(options, arrays, limits(arrays, options))
+            options = captures.resolve_by_intervals(options, arrays, limits(arrays, options))
         return cls.of(arrays, Spec.of(**options), *lengths)
 
     def resized(self, batch: int, q_len: int, kv_len: int, offsets: tuple[int, int] | None = None) -> Forward:
@@ -318,6 +319,8 @@ class Forward(OverKeys):
         """As of any operation; not where an array must be as long as the keys, nor where one became a built-in option, nor where
         indices are checked, which fewer keys may not need."""
         traced = functions.among(options)
+        if isinstance(self.spec.mask, IntervalMask):  # whose scratch memory has a place for each row
+            return False
         fits = [isinstance(getattr(self.spec, role), Captures) and not function.sizes for role, function in traced]
         return all(fits) and self.takes_numbers and self.proved == self._most.limits
 
@@ -349,7 +352,7 @@ class Forward(OverKeys):
 
     def _resize_with_functions(self, arrays: Mapping[str, Array], options: dict[str, Any]) -> Forward | None:
         """The operation on these arrays, proved anew for their lengths and numbers; None where its kind is another."""
-        replaced = self._keep_kind(options, captures.resolve(options, arrays, limits(arrays, options)))
+        replaced = self._keep_kind(options, captures.resolve_by_intervals(options, arrays, limits(arrays, options)))
         if replaced is None:
             return None
         (batch, q_len), kv_len = arrays["q"].shape[:2], arrays["k"].shape[1]

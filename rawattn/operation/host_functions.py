@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ..variant import Pairwise
+from ..variant.intervals import is_interval
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +39,29 @@ class HostMask(_OnHost):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class HostIntervals(_OnHost):
+    """A mask of intervals as the loops of the CPU path take it: by first and last keys of queries, of one sequence and head."""
+
+    batch: int = 0
+    head: int = 0
+
+    def of_sequence(self, batch: int) -> HostIntervals:
+        """The pairs of one sequence."""
+        return dataclasses.replace(self, batch=batch)
+
+    @property
+    def of_head(self) -> Callable[[int], HostIntervals] | None:
+        return (lambda head: dataclasses.replace(self, head=head)) if self.option.differs_by_head else None
+
+    def interval(self, q: Any, q_len: int, kv_len: int) -> tuple[Any, Any]:
+        """The keys that each query keeps."""
+        found: tuple[Any, Any] = self.option.bounds_of(
+            self.captured, self.batch, self.head, q, q_len, kv_len, *self.start(self.batch)
+        )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class HostScore(_OnHost):
     """A score as the reference and the CPU path take it; ``lengths`` are those of the sequence."""
 
@@ -61,6 +85,14 @@ class HostScore(_OnHost):
         """The derivatives of the logits by the elements of captured arrays: ``FunctionScore.element_gradients``."""
         assert self.lengths is not None
         return self.option.element_gradients(xp, self.captured, s, batch, head, q, kv, *self.lengths, *self.start(batch))
+
+
+def for_loops(spec: Any, arrays: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:
+    """``on_host``, but that a mask of intervals is one that loops know."""
+    bound = on_host(spec, arrays, starts)
+    if not is_interval(spec.mask):
+        return bound
+    return dataclasses.replace(bound, mask=HostIntervals(spec.mask, bound.mask.captured, starts))
 
 
 def on_host(spec: Any, arrays: Mapping[str, Any], starts: tuple[Any, Any] = (None, None)) -> Any:

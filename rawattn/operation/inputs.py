@@ -37,9 +37,10 @@ class BackwardInputs(NamedTuple):
     q_lens: Any = None
     kv_lens: Any = None
     seed: Any = None
+    keys: Any = None
+    keys_counts: Any = None
 
     @classmethod
     def of(cls, do: Any, forward: ForwardInputs, o: Any, lse: Any, dlse: Any = None) -> BackwardInputs:
-        """The arrays that gradients of ``forward``, which has no lists of keys, read: its own, its results, and the gradients by
-        these."""
-        return cls(do, forward.q, forward.k, forward.v, o, lse, dlse, *forward[3:-2])
+        """The arrays that gradients of ``forward`` read: its own, its results, and the gradients by these."""
+        return cls(do, forward.q, forward.k, forward.v, o, lse, dlse, *forward[3:])

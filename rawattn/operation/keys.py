@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..array.array import Array
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from .operand import Operand, check_contiguous, check_int32, check_like
 
 NO_GRADIENT = (
-    "keys was given and an input requires grad, and lists of keys have no gradient yet; call under torch.no_grad(), or on "
-    "detached inputs."
+    "keys was given and an input requires grad, and on a GPU only Blocks of 64 or 128 keys and a multiple of 64 queries have "
+    "gradients; call under torch.no_grad(), or on detached inputs."
 )
 NO_ARRAYS = (int, float, str, bytes, list, tuple, dict, set, range)
 MOST_KEYS = 1 << 30  # of a list, each as often as it is listed
@@ -75,6 +75,11 @@ class Blocks:
         block_kv: keys of a block, a power of two up to 1024.
 
     -1 is none; the rest is as for ``TopK``. Where sequences are packed, queries behind the last block keep no key.
+
+    Blocks of 64 or 128 keys and a multiple of 64 queries are whole tiles of kernels with tensor cores: these have gradients on
+    GPUs, beside built-in masks, where a block counts as often as it is listed. On the CPU all lists have. Lists that rise share
+    most of what they read. NaN or inf in a key may reach dq of queries that list its neighbour: a tile of gradients may have the
+    128 keys of two blocks, and all rows of the last one.
     """
 
     indices: Any
@@ -151,6 +156,17 @@ def joined(numbers: Any, counts: Any, lists: KeyLists | None) -> TopK | Blocks |
     if lists is None or numbers is None:
         return None
     return TopK(numbers, counts, lists.physical) if lists.by_token else Blocks(numbers, counts, lists.block_q, lists.block_kv)
+
+
+def have_tiles(lists: KeyLists) -> bool:
+    """Says whether blocks are whole tiles of kernels with tensor cores: multiples of 64 queries and of 64 keys."""
+    return not lists.by_token and lists.block_q % 64 == 0 and lists.block_kv % 64 == 0
+
+
+def check_gradient(lists: KeyLists | None, is_cpu: bool) -> None:
+    """Raises UnsupportedError where a call with these lists has no gradients."""
+    if lists is not None and not is_cpu and not (have_tiles(lists) and lists.block_kv <= 128):
+        raise UnsupportedError(NO_GRADIENT)
 
 
 def make_lists(value: Any) -> KeyLists | None:

@@ -241,7 +241,7 @@ def make_mask(causal: Any, window: Any, mask: Any) -> masks.Mask:
         if (not isinstance(causal, (bool, np.bool_)) or causal) or window is not None:
             itself = (
                 "as lambda b, h, q, kv: f(b, h, q, kv) & (q >= kv) & (q - kv <= left); Chunked and Prefix are causal, and "
-                "Documents takes causal=True"
+                "Documents and Intervals take causal=True"
             )
             way = f"mask is a function, which says both itself, {itself}"
             if not (isinstance(mask, Option) and mask.is_function):

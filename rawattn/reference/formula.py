@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from ..array.torch_state import requires_grad
 from ..errors import ProblemError, UnsupportedError
 from ..operation import arguments, captures, functions, host_functions
 from ..operation.forward import limits as limits_of
-from ..operation.keys import NO_GRADIENT, KeyLists, ListedKeys, parted
+from ..operation.keys import KeyLists, ListedKeys, parted
 from ..operation.spec import Options, Spec, named
 from ..variant import weight
 from ..variant.mask import Pairs, of_head
@@ -107,10 +108,11 @@ def attention_backward(
     dk and dv of the keys that it keeps alone, and in a key or value dq of the queries that keep it, and through them dk and dv.
     Rows that q_lens and kv_lens leave unused have gradients of 0, and dlse of such a query reaches no sink.
     """
+    *lists, options["keys"] = parted(options.get("keys"))
     chosen, starts = arguments.choose(Options, attention_backward, options), (cu_seqlens_q, cu_seqlens_kv)
-    if chosen.keys is not None:
-        raise UnsupportedError(NO_GRADIENT)
     formula = make_formula(q, k, chosen, seed, starts=starts, rounded=rounded)
+    if chosen.keys is not None:
+        formula = dataclasses.replace(formula, lists=listed(chosen.keys, lists[0], lists[1], q.shape[-2]))
     return formula.backward(do, q, k, v, dlse, sinks, *starts, (chosen.score, wrt), (q_lens, kv_lens))
 
 
@@ -177,14 +179,15 @@ def kept_places(
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Some queries of a sequence, a run of keys that holds all that they keep, and which pairs they keep.
+    """Some queries of a sequence, a run of keys that holds all that they keep, or the places that their list names, and which
+    pairs they keep.
 
     ``q`` and ``kv`` are the positions in the sequence as a column and a row, ``lengths`` its numbers of queries and keys;
     ``rows`` says which of the wanted queries these are.
     """
 
     rows: slice
-    keys: slice
+    keys: Any
     q: Any
     kv: Any
     kept: Any
@@ -282,7 +285,8 @@ class Formula:
                 n, m = (slice(None if each is None else int(each[batch])) for each in lens)
                 dlse_i = cast((dlse[rows] if isinstance(rows, int) else dlse[:, rows])[:, n], self.dtype)
                 inputs = (do[rows][n], q[rows][n], k[keys][m], v[keys][m], dlse_i, numbers)
-                self.backward_sequence((batch, 0), *inputs, dq[rows][n], dk[keys][m], dv[keys][m], dsinks)
+                token = rows * q.shape[1] if isinstance(rows, int) else rows.start
+                self.backward_sequence((batch, 0), *inputs, dq[rows][n], dk[keys][m], dv[keys][m], dsinks, token=token)
         return (*gradients, dsinks) if sinks is not None else tuple(gradients)
 
     def _add_captured(self, score: Any, wrt: Sequence[Any], *rest: Any) -> tuple[Any, ...]:
@@ -347,6 +351,36 @@ class Formula:
                     kv, kept, low, high = kv[:, some], kept[:, some], low + some.start, low + some.stop
                 yield Tile(slice(first, first + len(chosen)), slice(low, high), q, kv, kept, (q_len, kv_len))
 
+    def tiles_of_head(self, batch_head: tuple[int, int], queries: Any, q_len: int, kv_len: int, token: int) -> Iterator[Tile]:
+        """The queries in ``tiles`` of one head, or, where they have lists, with the keys that these name."""
+        mask = of_head(self.mask, batch_head[1])
+        if self.lists is None:
+            yield from self.tiles(mask, batch_head, queries, q_len, kv_len)
+            return
+        lists, first = self.lists, 0
+        for _, some in itertools.groupby(queries.tolist(), lambda query: query // lists.lists.block_q):
+            chosen = np.array([*some])
+            places = lists.of(batch_head[0], token + int(chosen[0]), int(chosen[0]), batch_head[1], kv_len, strict=False)
+            begin, end = mask.interval(chosen, q_len, kv_len)
+            kept = (places >= begin[:, None]) & (places < end[:, None])
+            rows, first = slice(first, first + len(chosen)), first + len(chosen)
+            q, kv, kept, keys = (self.xp.asarray(x, **self.device) for x in (chosen[:, None], places[None], kept, places))
+            if mask.keep is not None and len(places):
+                kept = kept & mask.keep(self.xp, *batch_head, q, kv, q_len, kv_len)
+            if len(places) and bool(kept.any()):
+                yield Tile(rows, keys, q, kv, kept, (q_len, kv_len))
+
+    def rounds(self, places: Any) -> Iterator[tuple[Any, Any]]:
+        """Some of the listed places after the other, with their numbers in the list, none of them twice at once."""
+        at = to_numpy(places)
+        order = np.argsort(at, kind="stable")
+        begins = np.concatenate([[True], np.diff(at[order]) != 0])
+        nth = np.empty(len(at), np.int64)
+        nth[order] = np.arange(len(at)) - np.maximum.accumulate(np.where(begins, np.arange(len(at)), 0))
+        for i in range(int(nth.max()) + 1):
+            some = np.flatnonzero(nth == i)
+            yield tuple(self.xp.asarray(x, **self.device) for x in (some, at[some]))
+
     def forward_sequence(
         self, origin: tuple[int, int], q: Any, k: Any, v: Any, sinks: list[float], queries: Any, at: Any, o: Any, lse: Any
     ) -> None:
@@ -368,15 +402,13 @@ class Formula:
     ) -> None:
         """Writes the queries of one sequence as ``forward_sequence`` does, where each has a list of keys; its number and that of
         its first row are ``origin``."""
-        assert self.lists is not None
-        for query, row in zip(queries.tolist(), at.tolist(), strict=True):
-            for head, sink in enumerate(sinks):
-                batch_head, lengths, kv_head = (origin[0], head), (len(q), len(k)), head // (q.shape[1] // k.shape[1])
-                places = self.lists.of(origin[0], origin[1] + query, query, head, len(k), strict=False)
-                places = kept_places(self.xp, self.mask, batch_head, query, places, lengths, self.device)
-                at_places = self.xp.asarray(places, **self.device)
-                rows = q[query, head], k[at_places, kv_head], v[at_places, kv_head]
-                o[row, head], lse[head, row] = self.attend_listed(*rows, sink, batch_head, query, places, lengths)
+        for head, sink in enumerate(sinks):
+            batch_head, kv_head = (origin[0], head), head // (q.shape[1] // k.shape[1])
+            for tile in self.tiles_of_head(batch_head, queries, len(q), len(k), origin[1]):
+                to = self.xp.asarray(at[tile.rows], **self.device)
+                rows = q[:, head][tile.q[:, 0]], k[tile.keys, kv_head], v[tile.keys, kv_head]
+                inputs = [cast(x, self.dtype) for x in rows]
+                o[to, head], lse[head, to] = self.attend(inputs[0], inputs[1], inputs[2], sink, batch_head, tile)
 
     def attend_listed(
         self, q: Any, k: Any, v: Any, sink: float, batch_head: tuple[int, int], query: int, places: Any, lengths: tuple[int, int]
@@ -391,23 +423,25 @@ class Formula:
 
     def backward_sequence(
         self, origin: tuple[int, int], do: Any, q: Any, k: Any, v: Any, dlse: Any, sinks: list[float], dq: Any, dk: Any, dv: Any,
-        dsinks: Any, known: tuple[Any, Any] | None = None,
+        dsinks: Any, known: tuple[Any, Any] | None = None, token: int = 0,
     ) -> None:  # fmt: skip
-        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``.
-        ``known`` are lse and delta where they come from more keys than these."""
+        """Adds the gradients of one sequence to dq, dk, dv and dsinks; its number and that of the first head are ``origin``, that
+        of its first row among all that have lists ``token``. ``known`` are lse and delta where they come from more keys than
+        these."""
         for head, sink in enumerate(sinks):
             kv_head = head // (q.shape[1] // k.shape[1])
             lse, delta = self.xp.full_like(dlse[head], sink), -dlse[head]
             batch_head = origin[0], origin[1] + head
-            for tile in self.tiles(of_head(self.mask, batch_head[1]), batch_head, np.arange(len(q)), len(q), len(k)):
+            for tile in self.tiles_of_head(batch_head, np.arange(len(q)), len(q), len(k), token):
                 rows, keys = tile.rows, tile.keys
                 inputs = do[rows, head], q[rows, head], k[keys, kv_head], v[keys, kv_head]
                 x = [cast(x, self.dtype) for x in inputs]
                 known_rows = None if known is None else tuple(each[head, rows, None] for each in known)
                 gradients = self.gradients(x[0], x[1], x[2], x[3], dlse[head, rows, None], sink, batch_head, tile, known_rows)
                 dq[rows, head] += gradients[0]
-                dk[keys, kv_head] += gradients[1]
-                dv[keys, kv_head] += gradients[2]
+                for some, at in [(slice(None), keys)] if isinstance(keys, slice) else self.rounds(keys):
+                    dk[at, kv_head] += gradients[1][some]
+                    dv[at, kv_head] += gradients[2][some]
                 lse[rows], delta[rows] = gradients[3:]
             if sink != -INF:
                 p = self.xp.where(lse == sink, 1.0, self.xp.exp(sink - lse))  # 1 where both are inf

@@ -11,6 +11,7 @@ from ..driver.device import Device
 from ..errors import ProblemError
 from ..kernel.program import Program
 from ..operation import Backward, Forward, Operation, functions
+from ..variant.intervals import is_interval
 from ..variant.walk import lists
 from .select import Selection, select
 from .tile_classes import TileClasses, count
@@ -39,13 +40,15 @@ class Explanation:
 
     @property
     def has_list(self) -> bool:
-        """Says whether the mask is a function, whose tiles may have holes between them."""
-        return lists(getattr(self._forward, "mask", None))
+        """Says whether the mask is a function, whose tiles are found on the device."""
+        mask = getattr(self._forward, "mask", None)
+        return lists(mask) or is_interval(mask)
 
     @property
     def generated(self) -> dict[str, str]:
         """The CUDA C that was written for functions, by the name of the file that it stands for."""
-        options = (getattr(self._forward, name, None) for name in functions.ROLES)
+        options = [getattr(self._forward, name, None) for name in functions.ROLES]
+        options += [getattr(option, "bounds", None) for option in options]
         return {name: text for option in options for name, text in getattr(option, "texts", {}).items()}
 
     def count_tiles(self, **tensors: Any) -> TileClasses:

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..array import making, reading
 from ..array.array import Array
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError
 from ..operation import Operation, arguments, captures, functions
-from ..operation.inputs import ForwardInputs
-from ..operation.keys import NO_GRADIENT, parted
+from ..operation.keys import parted
 from ..operation.spec import Options, is_int, make_dropout, named, with_functions
 from . import front_end
 
@@ -142,9 +141,7 @@ def arrays_and_options(
     *lists, options["keys"] = parted(options.get("keys"))
     chosen = arguments.choose(Options, caller, options)
     if chosen.keys is not None:
-        if not isinstance(inputs, ForwardInputs):
-            raise UnsupportedError(NO_GRADIENT)
-        inputs = inputs._replace(keys=lists[0], keys_counts=lists[1])
+        inputs = inputs._replace(keys=lists[0], keys_counts=lists[1])  # type: ignore[attr-defined]
     if any(x is not None for x in shorthands):
         score = functions.biased(chosen.softcap, chosen.score, *shorthands)
         chosen = chosen._replace(softcap=None, score=score)

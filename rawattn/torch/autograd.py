@@ -10,10 +10,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..errors import ProblemError, UnsupportedError
+from ..errors import ProblemError
 from ..operation import Backward, Forward, captures, functions
 from ..operation.inputs import BackwardInputs, ForwardInputs
-from ..operation.keys import NO_GRADIENT
+from ..operation.keys import check_gradient
 from ..operation.spec import Spec
 from ..runtime import calls
 from ..runtime.request import Request, request_for
@@ -171,6 +171,7 @@ def differentiable(inputs: ForwardInputs, request: Request, out: Any, captured: 
             "out was given and an input requires grad, but autograd follows new results only; leave out away, or call under "
             "torch.no_grad() or on detached inputs."
         )
+    check_gradient(request.options["keys"], inputs.q.is_cpu)
     wrt = captures.find_followed(request.options, captured) if captured else ()
     if wrt not in request.followed:
         request.followed[wrt] = _make_request(request.options, request.lengths, request.kernel, request.config, wrt)
@@ -183,8 +184,6 @@ def _make_request(
     options: dict[str, Any], lengths: tuple[Any, ...], kernel: str | None, config: Any, wrt: tuple[str, ...] = ()
 ) -> AutogradRequest:
     """Makes the request of a call that autograd follows. Raises ProblemError where the call has no gradient."""
-    if options["keys"] is not None:
-        raise UnsupportedError(NO_GRADIENT)
     if type(options["return_lse"]) is not bool or options["constant_time"]:
         Spec.of(**functions.without(options))  # raises where it is none
         if options["constant_time"]:
@@ -202,8 +201,7 @@ def _follow(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
     if wrt and type(q).__name__ == "DTensor":
         captures.check_no_grad(options_of(args.spec), captured, NO_GRADIENT_OF_PARTS)
     if grad_enabled() and (wrt or any_requires_grad(*inputs)):
-        if options_of(args.spec)["keys"] is not None:
-            raise UnsupportedError(NO_GRADIENT)
+        check_gradient(options_of(args.spec)["keys"], q.is_cpu)
         if options_of(args.spec)["constant_time"]:
             raise ProblemError(NO_CONSTANT_TIME)
         request = AutogradRequest(args.spec, args.lengths, True, wrt=wrt)

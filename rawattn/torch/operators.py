@@ -54,8 +54,8 @@ class Rest(NamedTuple):
     ) -> Rest:
         """Returns the arguments of a call on these tensors."""
         starts = inputs.cu_seqlens_q, inputs.cu_seqlens_kv
-        lists = (inputs.keys, inputs.keys_counts) if isinstance(inputs, ForwardInputs) else (None, None)
-        return cls(inputs.sinks, *starts, *lengths, text, inputs.seed, captured or None, inputs.q_lens, inputs.kv_lens, *lists)
+        rest = inputs.q_lens, inputs.kv_lens, inputs.keys, inputs.keys_counts
+        return cls(inputs.sinks, *starts, *lengths, text, inputs.seed, captured or None, *rest)
 
     @property
     def lengths(self) -> tuple[Any, Any]:

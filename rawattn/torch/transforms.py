@@ -60,9 +60,11 @@ def _join(x: Any, dim: int | None, count: int) -> Any:
 
 def _vmap_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Joins the mapped dimension to the batch. With sinks, whose gradient is a sum over the batch, for varlen, which has no
-    batch, for functions, which see it, and with a seed for each element, computes one element after the other."""
+    batch, for functions and lists of keys, which see it, and with a seed for each element, computes one element after the
+    other."""
     count, rest, dims = info.batch_size, Rest(*args[7:]), Rest(*in_dims[7:])
-    is_split = dims.seed is not None or bool(functions.among(options_of(rest.spec)))  # as the forward was
+    has_functions = bool(functions.among(options_of(rest.spec)))
+    is_split = dims.seed is not None or has_functions or rest.keys is not None  # as the forward was
     if rest.seed is not None and rest.sinks is not None and not is_split:
         raise ProblemError(
             "dropout and sinks were given under vmap, whose gradients are computed one by one; leave out one of them."

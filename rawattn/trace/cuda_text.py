@@ -21,6 +21,7 @@ from .diagonals import diagonal
 from .expressions import Expr, nodes
 from .fields import FieldContent
 from .gradients import by_elements, slope
+from .interval import interval_of
 from .placement import LESS, Lowering, position
 
 
@@ -202,6 +203,18 @@ struct FunctionGradient : FunctionGradientHead {{
     __device__ FunctionGradientRow row(i32 q, i32 first) const {{ return FunctionGradientRow(*this, q, first); }}
 }};
 """
+_BOUNDS_STRUCT = """\
+struct FunctionBounds : FunctionBoundsHead {{
+    using FunctionBoundsHead::FunctionBoundsHead;
+
+    // The keys that a query keeps, by their numbers in the sequence.
+    __device__ KeptKeys of(i32 query) const {{
+        const i32 q = query + q_offset;{lines}
+        if (!({keeps})) return {{0, 0}};
+        return {{max({first}, kv_offset) - kv_offset, min({last}, last_kv + kv_offset) + 1 - kv_offset}};
+    }}
+}};
+"""
 _INCLUDES = (
     "function/sequence.cuh",
     "function/integer.cuh",
@@ -357,6 +370,27 @@ def _write_on_diagonal(whole: Writer, x: Expr | None, root: Expr, checked: set[t
     rest.name(x, "diagonal")
     result = rest.add(root, checked)
     return _ON_DIAGONAL.format(inside=_declare(rest.lines["element"]), lines=rest.body(), result=result)
+
+
+@functools.lru_cache(maxsize=256)
+def bounds(code: Code, checked: tuple[tuple[int, int], ...], q_below: bool = False) -> Written:
+    """The struct that says which keys a query keeps, of a mask for which they are an interval. ``checked`` and ``q_below`` are as
+    of ``write``."""
+    interval, order = interval_of(code), nodes(code.root)
+    assert interval is not None
+    inside = {(order[i], axis) for i, axis in checked}
+    whole = Writer(code, "float", q_below=q_below)
+    writer = whole.of_pairs("u")
+    first, last, keeps = (
+        text if x is None else writer.add(x, inside)
+        for x, text in ((interval.first, "kv_offset"), (interval.last, "last_kv + kv_offset"), (interval.keeps, ""))
+    )
+    head = _HEAD.format(
+        role="mask, as bounds of its keys", code=code, name="FunctionBounds", head_members=whole.members("head"),
+        head=whole.assign("head"), includes=_include(*_INCLUDES, "tile/range.cuh"),
+    )  # fmt: skip
+    body = _BOUNDS_STRUCT.format(lines=writer.whole_body(), first=first, last=last, keeps=keeps)
+    return Written(head + body, _sort(writer.fields), (0,) * len(code.arrays))
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,6 +49,11 @@ class Pairwise:
         return None
 
     @property
+    def of_sequence(self) -> Callable[[int], Any] | None:
+        """Of a mask on the host that differs by sequence: ``of_sequence(batch)`` gives the pairs of one of them."""
+        return None
+
+    @property
     def logit(self) -> Callable[..., Any] | None:
         """Of a score: its definition, ``score.Score``."""
         return None

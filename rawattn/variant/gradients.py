@@ -134,6 +134,12 @@ class TwoLoops(Option):
         return f"TwoLoops<{str(not self.of_list).lower()}>"
 
 
+class MemberLoops(Option):
+    """The same of lists of blocks, whose steps may have keys of some warpgroups alone."""
+
+    source: ClassVar[str] = "variant/step/member_loops.cuh"
+
+
 class DqAtOnce(Option):
     """A step makes its own part of dq."""
 

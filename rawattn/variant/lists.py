@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from . import Option, Wrapper
 from .field import AxisStride, Field, Fields, Pointer, Violations
@@ -45,6 +45,61 @@ class BlockLists(TokenLists):
     @property
     def fields(self) -> Fields:
         return (*super().fields, Field("listed_blocks", "i32"))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockWalk(Option):
+    """Key tiles of attn_fwd: those that lists of blocks of ``block_kv`` keys name, of which each ``block_q`` queries have one."""
+
+    numbers: BlockLists
+    block_q: int
+    block_kv: int
+    source: ClassVar[str] = "variant/walk/blocks.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return f"{self.cuda_name}<{self.numbers.cuda_type}>"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.numbers.sources, self.source)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"listed_block_q": self.block_q, "listed_block_kv": self.block_kv}
+
+    @property
+    def fields(self) -> Fields:
+        return (*self.numbers.fields, Field("listed_heads", "i32"), Field("violations", "u32*", Violations()))
+
+
+@dataclasses.dataclass(frozen=True)
+class BesideLists(Wrapper):
+    """A mask beside lists of blocks, which say what tiles are visited: it says what of them is kept."""
+
+    base: Any
+
+    @property
+    def cuda_type(self) -> str:
+        return str(self.base.cuda_type)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(self.base.sources)
+
+    @property
+    def values(self) -> dict[str, float]:
+        return dict(self.base.values)
+
+    @property
+    def lists(self) -> bool:
+        return True
+
+
+class BlockPairWalk(BlockWalk):
+    """The same, where each half of a tile of queries has a list."""
+
+    source: ClassVar[str] = "variant/walk/block_pairs.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

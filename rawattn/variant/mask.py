@@ -236,6 +236,12 @@ def of_head(mask: Pairs, head: int) -> Pairs:
     return pairs
 
 
+def of_sequence(mask: Pairs, batch: int) -> Pairs:
+    """The pairs of one sequence."""
+    pairs: Pairs = mask if mask.of_sequence is None else mask.of_sequence(batch)
+    return pairs
+
+
 class UsedQueriesMask(Wrapper):
     """A mask that keeps no key for queries that are not used, as rows of ``UsedQueries`` need it."""
 

@@ -29,6 +29,11 @@ class OffsetMask(Pairs):
         return of_head and (lambda head: OffsetMask(of_head(head), self.q_offset, self.kv_offset))
 
     @property
+    def of_sequence(self) -> Callable[[int], OffsetMask] | None:
+        of_sequence = self.base.of_sequence
+        return of_sequence and (lambda batch: OffsetMask(of_sequence(batch), self.q_offset, self.kv_offset))
+
+    @property
     def keep(self) -> Callable[..., Any] | None:
         base = self.base.keep
         if base is None:

@@ -9,7 +9,10 @@ import dataclasses
 from typing import ClassVar
 
 from . import Option, Pairwise, Wrapper
-from .field import Field, Fields
+from .field import Field, Fields, Scratch
+
+# Lists of blocks transposed, in scratch: the steps of each key tile, and where those of each begin.
+TILE_LISTS: Fields = tuple(Field(name, "const i32*", Scratch(name)) for name in ("tile_steps", "tile_begins"))
 
 
 def lists(mask: Pairwise | None) -> bool:
@@ -189,6 +192,36 @@ class QListSteps(QListWalk):
         return f"QListSteps<{str(self.ordered).lower()}>"
 
 
+@dataclasses.dataclass(frozen=True)
+class QBlockWalk(Option):
+    """Query tiles of a key tile, those whose lists name it, one for ``block_q`` queries, as ``block_lists.cu`` sorts them."""
+
+    block_q: int
+    source: ClassVar[str] = "variant/walk/q_blocks.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"listed_block_q": self.block_q}
+
+    @property
+    def cuda_type(self) -> str:
+        return "QBlockWalk<>"
+
+    @property
+    def fields(self) -> Fields:
+        return (*TILE_LISTS, *(Field(name, "i32") for name in ("listed", "listed_blocks", "listed_heads", "listed_tiles")))
+
+
+class QBlockSteps(QBlockWalk):
+    """The same, which one thread reads for its block."""
+
+    source: ClassVar[str] = "variant/walk/q_block_steps.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return self.cuda_name
+
+
 class IntervalTurn(Option):
     """Key tiles that add to a tile of dq are counted."""
 
@@ -199,6 +232,12 @@ class RotatedTurn(Option):
     """Key tiles that add to a tile of dq are counted as they come to it, window by window, each in its round."""
 
     source: ClassVar[str] = "variant/walk/turn_rotated.cuh"
+
+
+class BlockTurn(Option):
+    """Steps of lists of blocks know how many add to a tile of dq before them."""
+
+    source: ClassVar[str] = "variant/walk/turn_blocks.cuh"
 
 
 class ListTurn(Option):

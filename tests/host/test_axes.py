@@ -15,9 +15,11 @@ from rawattn.compile.compiler import Source
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import render
 from rawattn.operation import Append, Backward, Combine
+from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
-from rawattn.variant.mask import Causal
+from rawattn.variant.intervals import by_intervals
+from rawattn.variant.mask import Causal, Full
 from tests import decode
 from tests.operations import forward, replace
 from tests.traced import function
@@ -25,7 +27,8 @@ from tests.traced import function
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
 BEGIN, END = "<!-- axes: python -m tests.host.test_axes -->\n", "<!-- axes end -->\n"
 TABLE = np.zeros((4, 64), np.float32)
-ORDER = np.zeros(300, np.int32)
+ORDER, ENDS = np.zeros((2, 300), np.int32)
+PAIRS, KEEP, KEYS = np.zeros((4, 64, 64), np.float32), np.zeros((2, 64), np.bool_), np.zeros((2, 64), np.float32)
 
 
 def operations() -> Iterator[tuple[Any, ...]]:
@@ -35,17 +38,27 @@ def operations() -> Iterator[tuple[Any, ...]]:
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
     blocks, _ = function(lambda b, h, q, kv: ORDER[q] >= ORDER[kv], "mask", (2, 4, 300, 300))
+    runs, _ = function(lambda b, h, q, kv: (ORDER[q] <= kv) & (kv < ENDS[q]), "mask", (2, 4, 300, 300))
+    yield "sm_90a", Backward(replace(plain, mask=by_intervals(runs), q_len=300, kv_len=300))
     scored = replace(plain, score=one, mask=blocks, q_len=300, kv_len=300)
     shared = replace(plain, kv_heads=1, sinks=True, q_lens=True, kv_lens=True)
     for arch in ("sm_90a", "sm_80"):
         yield from ((arch, op) for op in (plain, narrow, replace(plain, batch=1, q_len=1, kv_len=65536)))
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
+    listed = dataclasses.replace(replace(plain, keys=KeyLists(False, 64, 64)), keys=ListSizes(8, 4, 32, True))
+    yield from (("sm_90a", listed), ("sm_90a", Backward(listed)), ("sm_80", Backward(listed)))
     yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512))
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
     yield "sm_90a", replace(plain, head_dim=512)
+    pairs, _ = function(lambda s, b, h, q, kv: s + PAIRS[h, q, kv], "score", (2, 4, 64, 64))
+    keep, _ = function(lambda b, h, q, kv: KEEP[b, kv], "mask", (2, 4, 64, 64))
+    triangle = replace(plain, score=pairs, mask=keep, q_len=64, kv_len=64, head_dim=32, head_dim_v=32)
+    biased, _ = function(lambda s, b, h, q, kv: s + PAIRS[h, q, kv] + KEYS[b, kv], "score", (2, 4, 64, 64))
+    yield "sm_90a", replace(triangle, score=biased, mask=Full())
+    yield from (("sm_90a", op) for op in (triangle, Backward(triangle, wrt=("score_0",))))
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
     step = decode.Decode(page=64, kv_heads=1, head_dim=576, head_dim_v=512).operation

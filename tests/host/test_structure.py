@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35980,
-    "perf": 6060,
-    "cuda_src": 17605,
-    "tests": 49520,
+    "rawattn": 38300,
+    "perf": 6230,
+    "cuda_src": 19700,
+    "tests": 52400,
 }
 FUNCTION_LINES = 60
 
@@ -38,7 +38,7 @@ FLOORS = (
     ("array",),
     ("variant",),
     ("operation",),
-    ("kernel", "mask", "reference", "score"),
+    ("kernel", "mask", "reference", "score", "sparse"),
     ("cpu",),
     ("runtime",),
     ("api", "serving", "testing"),

@@ -34,7 +34,7 @@ def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pairs_are_counted(name: str) -> None:
     case = CASES[name]
     b, h, q, kv = torch.meshgrid(*(torch.arange(n) for n in (2, 2, 256, 256)), indexing="ij")
-    kept = functions.FUNCTIONS[name].make(case, "cpu")(b, h, q, kv).expand(b.shape)
+    kept = functions.mask_mod(functions.FUNCTIONS[name].make(case, "cpu"))(b, h, q, kv).expand(b.shape)
     assert functions.FUNCTIONS[name].pairs(case) == int(kept.sum()) < kept.numel()
     assert sets.flops(case) == 64 * int(kept.sum())
     own = functions.FUNCTIONS[name]
@@ -62,7 +62,7 @@ def test_what_is_compiled_ahead_is_what_runs(name: str) -> None:
     task = Task.make(CASES[name], device="cpu")
     op, found = rawattn.explain(task.q, task.k, task.v, **task.functions).op, sets.operation(CASES[name])
     assert op == dataclasses.replace(found, layout=op.layout), "but for what a GPU asks"
-    assert (found.layout.tma_captured != ()) == (name == "pair_bias")
+    assert (found.layout.tma_captured != ()) == (name in ("pair_bias", "triangle16"))
     assert hasattr(getattr(op, functions.FUNCTIONS[name].role), "code"), "a function, and not what it was recognised as"
 
 

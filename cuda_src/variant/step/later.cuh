@@ -54,6 +54,20 @@ struct DqStepLater {
         ptx::wgmma_wait<1>();
         own.free_do(own.step);
     }
+    // A step whose dS of this warpgroup are zeros: the part of the step before has waited for others' dS only.
+    template <class Consumer>
+    __device__ void skip_step(Consumer& own, const Rows& rows, const Walk& at, const Mask& mask) {
+        const Step before = {own.step.count - 1};
+        own.await_space_of_ds();
+        own.leave_ds();
+        if (owes) {
+            own.start_dq(before);
+            ptx::wgmma_wait<0>();
+            own.await_space_of_dq(before);
+            own.give_dq(rows, owed, before);
+        }
+        owed = {at.head, at.tile, at.turn(mask)}, owes = true;
+    }
     // The part of a work's last step, beside which there is no other.
     template <class Consumer>
     __device__ void end_work(Consumer& own, const Rows& rows) {

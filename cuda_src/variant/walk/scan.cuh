@@ -4,6 +4,7 @@
 #include "tile/range.cuh"
 #include "function/range.cuh"
 #include "variant/interfaces.cuh"
+#include "variant/walk/visit.cuh"
 
 using Bounds = function::Ints;
 template struct ListMaskOption<Mask, Bounds>;
@@ -50,12 +51,6 @@ struct QueryTiles : Boxes {
     __device__ i32 classify(i32 first, i32 tiles = 1) const {
         return Boxes::classify(first * cfg::tile_q, tiles * cfg::tile_q, kv_tile * cfg::tile_kv, cfg::tile_kv);
     }
-};
-
-// A tile that is visited: its classes are not 0. Those of none are.
-struct Visit {
-    i32 tile;
-    u32 classes;
 };
 
 // In the direction of these, or as `up` says.

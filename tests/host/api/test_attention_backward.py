@@ -256,7 +256,7 @@ def changed(op: Backward, **changes: Any) -> Backward:
 def test_operation() -> None:
     forward = OP.forward
     assert [each.name for each in OP.inputs] == ["do", "q", "k", "v", "o", "lse"]
-    assert [each.name for each in VARLEN.inputs] == [*Backward.names[:-3]]  # there are no lengths and no seed
+    assert [each.name for each in VARLEN.inputs] == [*Backward.names[:-5]]  # there are no lengths, no seed and no lists
     assert [each.name for each in VARLEN.outputs] == ["dq", "dk", "dv", "dsinks"]
     assert [each.shape for each in VARLEN.outputs] == [(200, 16, 128), (150, 16, 128), (150, 16, 64), (16,)]
     assert {each.role for each in OP.inputs} == {"in"} and {each.role for each in OP.outputs} == {"out"}

@@ -12,9 +12,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import rawattn
-from rawattn import Blocks, ProblemError, Step, TopK, UnsupportedError
+from rawattn import Blocks, ProblemError, Step, TopK
+from rawattn.driver.device import TYPICAL
 from rawattn.operation import Forward, from_json
+from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
+from rawattn.variant.field import Scratch
+from tests.block_lists import CASES as BLOCKS
+from tests.block_lists import BlockCase, block_cases
 from tests.caches import caches
 from tests.key_lists import CASES, OTHERS, STEPS, ListedCase, ListedStep, lists, to_numpy
 
@@ -164,13 +169,41 @@ def test_physical_keys_have_no_positions() -> None:
     assert (step.form, step.is_causal) == ("rows", False)
 
 
-def test_gradients_are_refused() -> None:
-    arrays = (Q, Q, KV, KV, Q, np.zeros((2, 4, 5), np.float32))
-    for call in (rawattn.plan_backward, rawattn.explain_backward):
-        with pytest.raises(UnsupportedError, match="lists of keys have no gradient yet"):
-            call(*arrays, keys=TopK(NUMBERS))
-    with pytest.raises(UnsupportedError, match="lists of keys have no gradient yet"):
-        rawattn.reference.attention_backward(Q, Q, KV, KV, keys=rawattn.operation.keys.KeyLists())
+@pytest.mark.parametrize("name", [name for name, case in BLOCKS.items() if "wrong" not in case.kind])
+def test_gradients_of_blocks(name: str) -> None:
+    case = dataclasses.replace(BLOCKS[name], dtype="fp64")
+    check_blocks(case)
+
+
+@settings(max_examples=40)
+@given(block_cases())
+def test_any_gradients_of_blocks(case: BlockCase) -> None:
+    check_blocks(case)
+
+
+def check_blocks(case: BlockCase) -> None:
+    """... and the reference."""
+    o, lse = case.forward(put)
+    case.check(("o", "lse"), (o, lse))
+    case.check(case.gradient_names(), case.backward(put, o, lse))
+    qkv, options, (do, dlse) = case.inputs(put)
+    case.check(("o", "lse"), rawattn.reference.attention(**qkv, **options, return_lse=True), 1e-6)
+    gradients = rawattn.reference.attention_backward(do, **qkv, dlse=dlse, **options)
+    case.check(case.gradient_names(), gradients, 1e-6)
+
+
+def test_gradients_of_tokens() -> None:
+    """... by the case of blocks of one query and one key."""
+    rng = np.random.default_rng(0)
+    q, do = rng.standard_normal((2, 2, 5, 4, 8))
+    kv, numbers = rng.standard_normal((2, 9, 2, 8)), rng.integers(-1, 9, (10, 6)).astype(np.int32)
+    blocks = Blocks(np.repeat(numbers.reshape(2, 1, 5, 6), 2, 1), block_q=1, block_kv=1)
+    results = []
+    for keys in (TopK(numbers), blocks):
+        o, lse = rawattn.attention(q, kv, kv, causal=True, keys=keys, return_lse=True)
+        results.append(rawattn.attention_backward(do, q, kv, kv, o, lse, causal=True, keys=keys))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +228,23 @@ def test_the_size_of_an_operation() -> None:
     op = rawattn.plan(Q, KV, KV, keys=keys).op
     assert isinstance(op, Forward) and op.pairs == 5 * 4 * 64 and op.flops == 2 * 16 * 2 * 4 * op.pairs
     assert op.element != BF16 and op.kind != rawattn.plan(Q, KV, KV).op.kind
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "tokens"])
+def test_a_mask_of_intervals_beside_lists_has_the_scratch_memory_that_its_kernel_reads(blocks: bool, arch: str) -> None:
+    """Kernels over lists have no launch before that finds intervals: they ask the function."""
+    q, kv = np.zeros((1, 100, 2, 64), np.float16), np.zeros((1, 100, 2, 64), np.float16)
+    numbers = np.zeros((1, 2, 2, 2) if blocks else (100, 2), np.int32)
+    keys = Blocks(numbers, None, 64, 64) if blocks else TopK(numbers)
+    mask = rawattn.mask.Intervals(np.zeros((1, 100), np.int32), np.full((1, 100), 100, np.int32))
+    op, device = rawattn.plan(q, kv, kv, keys=keys, mask=mask).op, TYPICAL[arch]
+    program = next(select(op, device).programs(op, device))
+    read = {field.fill.name for launch in program.launches for field in launch.fields if isinstance(field.fill, Scratch)}
+    assert program.launches and read <= {buffer.name for buffer in program.scratch}
+
+
+def test_gradients_refuse_keys_that_are_no_lists() -> None:
+    rows, lse = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 4, 5), np.float32)
+    with pytest.raises(ProblemError, match=r"keys is a ndarray; it must be a rawattn\.TopK"):
+        rawattn.attention_backward(rows, Q, KV, KV, rows, lse, keys=NUMBERS)

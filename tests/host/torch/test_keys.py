@@ -1,4 +1,4 @@
-"""Lists of keys as torch's operators have them, and JAX: compiled, as fake tensors, mapped, over caches, without gradients."""
+"""Lists of keys as torch's operators have them, and JAX: compiled, as fake tensors, mapped, over caches, with gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rawattn
-from rawattn import Blocks, ProblemError, Step, TopK, UnsupportedError
+from rawattn import Blocks, ProblemError, Step, TopK
 
 torch = pytest.importorskip("torch")
 Q, KV = torch.randn(2, 5, 4, 16), torch.randn(2, 37, 2, 16)
@@ -47,11 +47,20 @@ def test_the_operator(name: str) -> None:
 
 
 @EACH
-def test_gradients_are_refused(name: str) -> None:
-    for call in (rawattn.attention, torch.compile(rawattn.attention, backend="aot_eager")):
-        with pytest.raises(Exception, match="lists of keys have no gradient yet") as raised:
-            call(Q.clone().requires_grad_(), KV, KV, keys=KEYS[name])
-        assert isinstance(raised.value, UnsupportedError) or call is not rawattn.attention
+def test_gradients(name: str) -> None:
+    """Eager, compiled and mapped, by the operators and without them."""
+    keys, results = KEYS[name], []
+    attend = rawattn.attention
+    for call in (attend, torch.compile(attend, backend="aot_eager"), torch.vmap(attend, (0, None, None))):
+        q = Q.clone().requires_grad_()
+        given = q[None] if call not in (attend,) and not hasattr(call, "_torchdynamo_orig_callable") else q
+        call(given, KV, KV, causal=True, keys=keys).sum().backward()
+        results.append(q.grad)
+    assert all(torch.equal(x, results[0]) for x in results) and results[0].any()
+    spec = json.dumps(rawattn.Spec.of(causal=True, keys=keys.lists).to_json())
+    arrays = dict(zip(("keys", "keys_counts"), keys.arrays, strict=True))
+    args = (Q.clone().requires_grad_(), KV, KV)
+    torch.library.opcheck(torch.ops.rawattn.attention.default, args, {"spec": spec, **arrays}, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("physical", [False, True])
@@ -76,5 +85,7 @@ def test_jax(name: str) -> None:
     q, kv = Q.numpy(), KV.numpy()
     attend = jax.jit(lambda q, arrays: attention(q, kv, kv, causal=True, keys=remade(keys, *arrays)))
     assert (attend(q, arrays) == rawattn.attention(Q, KV, KV, causal=True, keys=keys).numpy()).all()
-    with pytest.raises(UnsupportedError, match="lists of keys have no gradient yet"):
-        jax.grad(lambda q: attend(q, arrays).sum())(q)
+    gradient = jax.grad(lambda q: attend(q, arrays).sum())(q)
+    followed = Q.clone().requires_grad_()
+    rawattn.attention(followed, KV, KV, causal=True, keys=keys).sum().backward()
+    assert (gradient == followed.grad.numpy()).all()

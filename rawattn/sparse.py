@@ -1,0 +1,157 @@
+"""Which blocks of keys are worth attention: scores of blocks and their largest, as lists for ``attention(keys=...)``.
+
+A block of queries is scored by the mean of its rows, a block of keys by the mean of its own (MoBA, arXiv 2502.13189; VSA, arXiv
+2505.13389), or by the largest product that any of its keys has (MiniMax-M3's indexer). A softmax over blocks makes scores of
+heads comparable, whose sum chooses for heads that share keys (NSA, arXiv 2502.11089).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from .errors import ProblemError
+from .operation.keys import Blocks
+
+SCORES = ("mean", "max")
+
+
+def top_blocks(
+    q: Any, k: Any, most: int, *, block_q: int = 64, block_kv: int = 64, causal: bool = False, scale: float | None = None,
+    score: str = "mean", share_heads: bool = True, first: int = 0, local: int = 0,
+) -> Blocks:  # fmt: skip
+    """The blocks of keys with the largest scores, for each block of queries.
+
+    >>> keys = rawattn.sparse.top_blocks(q, k, 32, causal=True, local=1)
+    >>> o = rawattn.attention(q, k, v, causal=True, keys=keys)
+
+    Args:
+        q: (batch, q_len, heads, head_dim) floats: a torch tensor, or an array of CuPy or NumPy.
+        k: (batch, kv_len, kv_heads, head_dim), in q's library. Both may be those of an indexer, with heads of their own.
+        most: blocks of a list, an int from 1 up.
+        block_q, block_kv: queries and keys of a block; the last block of a sequence may have fewer, whose mean is its own.
+        causal: leaves out blocks behind the last query of a block. The last query stands at the last key.
+        scale: a factor of products, 1 / sqrt(head_dim) by default.
+        score: "mean" of a block's keys, or "max", the largest product of any of its keys with the mean of a block of queries.
+        share_heads: the heads of q that share a key head have one list, by the sum of their probabilities; else each has its own.
+        first, local: blocks that count as the best: the first of the sequence, and the last up to that of the queries' own place.
+
+    Returns:
+        ``Blocks`` with lists that rise, -1 behind, and counts. Of blocks with equal scores the first is taken, and a NaN is the
+        smallest score, so that equal inputs give equal lists. Scores are float32 (float64 for fp64), and a softmax over blocks
+        makes probabilities of them. Nothing of a list has a gradient.
+
+    MoBA is ``causal=True, local=1, share_heads=False``, and ``block_q=1`` for its gate of single queries; VSA
+    ``share_heads=False``; MiniMax-M3's indexer ``score="max", block_q=1, block_kv=128, first=1, local=1`` of its own q and k.
+
+    Raises ProblemError where an argument is wrong.
+    """
+    xp = _check(q, k, {"most": most, "block_q": block_q, "block_kv": block_kv}, {"first": first, "local": local}, score)
+    with _without_gradients(xp):
+        scores = _score(xp, q, k, (block_q, block_kv), q.shape[-1] ** -0.5 if scale is None else scale, score)
+        places = _places(xp, q, (q.shape[1], k.shape[1]), (block_q, block_kv), causal)[:, None]
+        blocks = _count(xp, scores.shape[-1], q)
+        allowed = blocks <= places
+        sure = allowed & ((blocks < first) | (blocks > places - local))
+        scores = _weigh(xp, scores, allowed, k.shape[2] if share_heads else q.shape[2])
+        scores = xp.where(sure, float("inf"), scores)
+        return Blocks(*_choose(xp, scores, most), block_q, block_kv)
+
+
+def _check(q: Any, k: Any, sizes: dict[str, Any], counts: dict[str, Any], score: str) -> Any:
+    """The library of q. Raises ProblemError where an argument is wrong."""
+    for name, value, least in (*((n, x, 1) for n, x in sizes.items()), *((n, x, 0) for n, x in counts.items())):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ProblemError(f"{name} is {value!r}; it must be an int from {least} up.")
+    if score not in SCORES:
+        raise ProblemError(f"score is {score!r}; it must be one of {', '.join(map(repr, SCORES))}.")
+    library = type(q).__module__.partition(".")[0]
+    if library not in ("torch", "cupy", "numpy") or type(k).__module__.partition(".")[0] != library:
+        raise ProblemError(f"q is a {type(q).__name__} and k a {type(k).__name__}; they must be of torch, CuPy or NumPy, both.")
+    fits = len(q.shape) == len(k.shape) == 4 and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
+        need = "(batch, q_len, heads, head_dim) and (batch, kv_len, kv_heads, head_dim), heads a multiple of kv_heads"
+        raise ProblemError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; they must be {need}.")
+    return sys.modules[library]
+
+
+def _without_gradients(xp: Any) -> Any:
+    return xp.no_grad() if xp.__name__ == "torch" else contextlib.nullcontext()
+
+
+def _count(xp: Any, n: int, other: Any) -> Any:
+    """The numbers below n, in the library and on the device of another, made there: a copy would make the host wait."""
+    return xp.arange(n, device=other.device) if xp.__name__ == "torch" else xp.arange(n)
+
+
+def _places(xp: Any, q: Any, lengths: tuple[int, int], sizes: tuple[int, int], causal: bool) -> Any:
+    """The last block of keys that each block of queries may have; less than 0 for none."""
+    (q_len, kv_len), (block_q, block_kv) = lengths, sizes
+    ends = (_count(xp, -(-q_len // block_q), q) + 1) * block_q
+    ends = xp.where(ends < q_len, ends, q_len) if causal else 0 * ends + q_len
+    return (ends - 1 + kv_len - q_len) // block_kv  # of the last query's key
+
+
+def _wide(xp: Any, x: Any) -> Any:
+    """In float32, or in float64 as it was."""
+    if xp.__name__ == "torch":
+        return x if x.dtype == xp.float64 else x.float()
+    return x if x.dtype == xp.float64 else x.astype(xp.float32)
+
+
+def _means(xp: Any, x: Any, block: int) -> Any:
+    """The mean of each block of rows: (batch, blocks, heads, columns)."""
+    batch, rows, heads, columns = x.shape
+    whole = rows // block * block
+    parts = [xp.sum(x[:, :whole].reshape(batch, -1, block, heads, columns), 2) / block] if whole else []
+    if whole < rows:
+        parts.append(xp.sum(x[:, whole:], 1)[:, None] / (rows - whole))
+    return xp.concatenate(parts, 1) if parts else x
+
+
+def _score(xp: Any, q: Any, k: Any, blocks: tuple[int, int], scale: float, score: str) -> Any:
+    """The scores of blocks: (batch, kv_heads, heads of each, blocks of queries, blocks of keys)."""
+    q, k = _means(xp, _wide(xp, q), blocks[0]), _wide(xp, k)
+    q = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3]) * scale
+    if score == "mean":
+        return xp.einsum("bihgd,bjhd->bhgij", q, _means(xp, k, blocks[1]))
+    found = []
+    for begin in range(0, k.shape[1], blocks[1]):  # of one block of keys at a time, since all products may not fit memory
+        found.append(xp.amax(xp.einsum("bihgd,bjhd->bhgij", q, k[:, begin : begin + blocks[1]]), -1))
+    return xp.stack(found, -1) if found else xp.einsum("bihgd,bjhd->bhgij", q, k)
+
+
+def _weigh(xp: Any, scores: Any, allowed: Any, heads: int) -> Any:
+    """Probabilities of blocks, (batch, heads, blocks of queries, blocks of keys), summed over heads that share; -inf for those
+    that are not allowed."""
+    if not scores.shape[-1]:
+        return scores.reshape(scores.shape[0], scores.shape[1] * scores.shape[2], *scores.shape[3:])[:, :heads]
+    scores = xp.where(allowed & ~xp.isnan(scores), scores, -float("inf"))
+    scores = xp.where(scores == float("inf"), float(xp.finfo(scores.dtype).max), scores)  # inf less inf would be NaN
+    top = xp.amax(scores, -1)[..., None]
+    weights = xp.exp(scores - xp.where(top == -float("inf"), 0.0, top))
+    total = xp.sum(weights, -1)[..., None]
+    weights = weights / xp.where(total == 0, 1.0, total)
+    batch, kv_heads, group = scores.shape[:3]
+    weights = xp.sum(weights, 2) if heads == kv_heads else weights.reshape(batch, kv_heads * group, *scores.shape[3:])
+    return xp.where(allowed, weights, -float("inf"))
+
+
+def _choose(xp: Any, scores: Any, most: int) -> tuple[Any, Any]:
+    """The numbers of the largest scores of each row, the first of equal ones first, in rising order, and how many they are."""
+    count, is_torch = scores.shape[-1], xp.__name__ == "torch"
+    kinds = {"dtype": xp.int32, **({"device": scores.device} if is_torch else {})}
+    order = xp.argsort(-scores, dim=-1, stable=True) if is_torch else xp.argsort(-scores, axis=-1, kind="stable")
+    order = order[..., :most]
+    kept = xp.isfinite(scores) | (scores > 0)
+    kept = xp.take_along_dim(kept, order, -1) if is_torch else xp.take_along_axis(kept, order, -1)
+    numbers = xp.sort(xp.where(kept, order, count), -1)
+    numbers = numbers[0] if is_torch else numbers
+    numbers = xp.where(numbers == count, -1, numbers)
+    padding = xp.full((*numbers.shape[:-1], max(0, most - count)), -1, **kinds)
+    numbers = xp.concatenate([numbers.to(xp.int32) if is_torch else numbers.astype(xp.int32), padding], -1)
+    total = xp.sum(numbers >= 0, -1)
+    return numbers, total.to(xp.int32) if is_torch else total.astype(xp.int32)

@@ -1,0 +1,112 @@
+"""Lists of blocks on a GPU: results and gradients against the dense formula, the same bits on every run, and graphs.
+
+Small cases come first: where a kernel waits for ever, this says where."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import rawattn
+from rawattn.kernel.attn_fwd import AttnFwdConfig
+from rawattn.testing import _move
+from tests.block_lists import CASES, BlockCase, block_cases
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu("any")
+hopper = pytest.mark.gpu
+CONFIGS = {"alone": AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2), "pair": AttnFwdConfig(128, 64, 5, 1)}
+LONG = {  # a few hundred lists of many blocks
+    "long": BlockCase("random", 20, lengths=((4000, 4100),), heads=4, kv_heads=2, list_heads=4, head_dim=128, head_dim_v=128),
+    "long, causal": BlockCase("duplicates", 24, lengths=((3000, 3000),) * 2, heads=2, list_heads=1, causal=True, counts=True),
+    "long, 128": BlockCase("descending", 12, 128, 128, ((4000, 4100),), 2, 2, 2, 128, 128, seed=1),
+    "long, one block": BlockCase("one", 3, lengths=((4000, 4100),), heads=2, list_heads=1),
+}
+
+
+def put(x: Any) -> Any:
+    return _move(x, "torch", "cuda")
+
+
+def gradients(case: BlockCase, kernel: str | None = None, **more: Any) -> Any:
+    o, lse = case.forward(put)
+    return case.backward(put, o, lse, kernel=kernel, **more)
+
+
+@pytest.mark.parametrize("kernel", [None, "attn_fwd_mma"])
+@pytest.mark.parametrize("name", [*CASES, *LONG])
+def test_forward(name: str, kernel: str | None) -> None:
+    case = (CASES | LONG)[name]
+    case.check(("o", "lse"), case.forward(put, kernel=kernel))
+    assert [said.partition(":")[0] for said in rawattn.violations()] == ["keys"] * (case.kind == "wrong")
+
+
+@hopper
+@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("name", [name for name, case in (CASES | LONG).items() if case.block_q == case.block_kv == 64])
+def test_forms_of_the_forward(name: str, form: str) -> None:
+    case = (CASES | LONG)[name]
+    case.check(("o", "lse"), case.forward(put, kernel="attn_fwd", config=CONFIGS[form]))
+
+
+@pytest.mark.parametrize("kernel", [None, "attn_bwd_mma"])
+@pytest.mark.parametrize("name", [*CASES, *LONG])
+def test_backward(name: str, kernel: str | None) -> None:
+    case = (CASES | LONG)[name]
+    case.check(case.gradient_names(), gradients(case, kernel))
+
+
+@pytest.mark.parametrize("kernel", [None, "attn_bwd_mma"])
+@pytest.mark.parametrize("name", LONG)
+def test_the_same_bits_on_every_run(name: str, kernel: str | None) -> None:
+    results = [gradients(LONG[name], kernel) for _ in range(4)]
+    assert all(torch.equal(a, b) for each in results[1:] for a, b in zip(each, results[0], strict=True))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(block_cases(("bf16",), wrong=True))
+def test_any_lists(case: BlockCase) -> None:
+    case = dataclasses.replace(case, head_dim=64, head_dim_v=64)
+    o, lse = case.forward(put)
+    case.check(("o", "lse"), (o, lse))
+    case.check(case.gradient_names(), case.backward(put, o, lse))
+    rawattn.violations()
+
+
+def test_autograd_and_a_graph() -> None:
+    """A model's step chooses its lists on the device; a graph of it replays with others."""
+    q, k, v = (torch.randn(1, 1000, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def step() -> Any:
+        keys = rawattn.sparse.top_blocks(q, k, 4, causal=True, local=1)
+        o = rawattn.attention(q, k, v, causal=True, keys=keys)
+        return torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+    before = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for again in (before, None):
+        if again is None:
+            with torch.no_grad():
+                q.copy_(torch.randn_like(q))
+            again = step()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, again, strict=True))
+
+
+def test_a_long_row_of_each_head_beside_the_reference() -> None:
+    """40,768 tokens as of a video; some rows are compared."""
+    q, k, v = (torch.randn(1, 40768, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    numbers = torch.rand(1, 2, 637, 637, device="cuda").topk(64).indices.int()
+    keys = rawattn.Blocks(numbers, None, 64, 64)
+    o = rawattn.attention(q, k, v, keys=keys)
+    rows = np.random.default_rng(0).integers(0, 40768, 12).tolist()
+    exact = rawattn.reference.attention(q, k, v, keys=keys, rows=rows)
+    assert torch.allclose(o[:, rows].double(), exact, atol=2e-2)
