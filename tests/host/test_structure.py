@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 35980,
-    "perf": 6060,
+    "rawattn": 36000,
+    "perf": 6080,
     "cuda_src": 17605,
-    "tests": 49520,
+    "tests": 49560,
 }
 FUNCTION_LINES = 60
 
