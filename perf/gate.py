@@ -5,11 +5,12 @@ python -m perf.gate --update     the same, and what it finds becomes the record
 
 Steps over caches, and shapes beyond those of the papers, have a gate of their own: ``python -m perf.map --gate``.
 
-Fails on a failed test or a wrong result, on a spill or a message on wgmma, and on a ratio that is worse than the recorded one by
-more than 2 % and by more than the noise of both runs: to cuDNN or FlashAttention 2, in float32 to SDPA's efficient backend, or of
-a Python function to what is built-in. A case that no other computes is compared by its rate over the matrix product's of its run.
-Where that product is slower than recorded, as on a warm GPU, a ratio may fall by as much: what power bounds loses to what it does
-not. What was recorded and is missing now is a failure too. Cases: the set "gate" of ``perf/lib/sets.py``.
+Fails on a failed test or a wrong result, on more bytes spilled than recorded or a message on wgmma, and on a ratio that is
+worse than the recorded one by more than 2 % and by more than the noise of both runs: to cuDNN or FlashAttention 2, in float32
+to SDPA's efficient backend, or of a Python function to what is built-in. A case that no other computes is compared by its rate
+over the matrix product's of its run. Where that product is slower than recorded, as on a warm GPU, a ratio may fall by as
+much: what power bounds loses to what it does not. What was recorded and is missing now is a failure too. Cases: the set "gate"
+of ``perf/lib/sets.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from rawattn.compile import compiler
+from rawattn.driver.device import Device
 from rawattn.testing import Case
 
 from .lib import benchmark, command, machine, report, sets
-from .lib.compiling import faults
 from .lib.ours import sources
 from .lib.peers import Adapter
 from .lib.report import Ratios, Run, moved
@@ -55,7 +56,9 @@ def ratios(run: Run) -> dict[str, Ratios]:
 def compare(before: Run, now: Run) -> tuple[list[list[str]], list[str]]:
     """The table of what moved, and the regressions in words."""
     was, rate = (run.ceilings.get("matmul_tflops", math.nan) for run in (before, now))
-    return moved(ratios(before), ratios(now), min(1.0, rate / was) if rate > 0 < was else 1.0)
+    rows, worse = moved(ratios(before), ratios(now), min(1.0, rate / was) if rate > 0 < was else 1.0)
+    known, found = (run.arguments.get("spills", {}) for run in (before, now))
+    return rows, worse + [f"{label}: {n} bytes spilled" for label, n in found.items() if n > known.get(label, 0)]
 
 
 def run_tests() -> list[str]:
@@ -64,6 +67,16 @@ def run_tests() -> list[str]:
     ran = subprocess.run(words, cwd=machine.ROOT, capture_output=True, text=True)
     print(last := "tests: " + (ran.stdout + ran.stderr).strip().splitlines()[-1])
     return [last] if ran.returncode else []
+
+
+def spills(cases: Sequence[Case], device: Device) -> tuple[dict[str, int], list[str]]:
+    """Of each case the bytes of a thread that its kernels spill, and their messages on wgmma."""
+    found, messages = dict[str, int](), list[str]()
+    for case in cases:
+        built = [compiler.compile(source) for source in sources({case: ["ours"]}, device)]
+        found[sets.label(case)] = sum(binary.spill_bytes for binary in built)
+        messages += [f"{sets.label(case)}: {message}" for binary in built for message in binary.advisories]
+    return {label: count for label, count in found.items() if count}, messages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, device, [(sets.label(case), case) for case in cases], run, lambda: None, Console(stderr=True), rivals
     )
     bad += [failure for failure in run.failures() if ": ours: " in failure]
-    built = [compiler.compile(source) for source in sources({case: ["ours"] for case in cases}, device)]
-    bad += [f"{binary.key[:12]}: {faults(binary)}" for binary in built if faults(binary)]
+    run.arguments["spills"], messages = spills(cases, device)
+    bad += messages
     recorded = folder / "gate.json"
     if recorded.exists():
         rows, worse = compare(Run.read(recorded), run)

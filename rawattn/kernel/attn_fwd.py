@@ -23,6 +23,7 @@ from ..variant.field import Field, Fields, PackedHeads, PageRows, TensorMap
 from ..variant.mask import Full
 from ..variant.walk import IntervalWalk, ListWalk, lists
 from . import combine, few_rows, tiling
+from .attn_fwd_mma import ATTN_FWD_MMA
 from .base import ForwardKernel
 from .program import Program
 from .render import config_header, source, wgmma
@@ -233,7 +234,9 @@ class AttnFwd(ForwardKernel):
     def prefers(self, op: Forward, device: Device) -> bool:
         serves_few = few_rows.are_few(op) or (is_short(op) and op.widest <= 128)
         many = not tiling.is_few(op) or (serves_few and op.layout.tma_unsupported is None)
-        return op.invariant or many  # else attn_fwd_mma has more blocks, and shares tiles among heads
+        if op.invariant or not many:  # attn_fwd_mma has more blocks, and shares tiles among heads
+            return op.invariant
+        return op.varlen or few_rows.may_share(op) or not few_rows.is_outrun(self, ATTN_FWD_MMA, op, device)
 
     def supports(self, op: Forward, device: Device) -> list[str]:
         reasons = self.device_reasons(device) + tiling.tensor_core_reasons(op)

@@ -17,6 +17,7 @@ from ..variant.mask import And, Causal, Full, Window
 from ..variant.walk import PagedListWalk, PagedWalk, lists
 from . import combine, few_rows, paging, tiling
 from .attn_fwd import ATTN_FWD, AttnFwdConfig, rendered, split_tiles, unnumbered
+from .attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from .paging import LONGEST, WHOLE, OverCache, forward_of, over_tensors, page_shift
 from .program import Program
 
@@ -52,6 +53,7 @@ class AttnFwdKVCache(OverCache):
     """attn_fwd over caches."""
 
     name, plain = "attn_fwd", ATTN_FWD
+    places_back = 2.5  # behind attn_fwd_mma
     config_type = AttnFwdConfig
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
@@ -59,6 +61,13 @@ class AttnFwdKVCache(OverCache):
         if 1 << page_shift(op) < SWIZZLE_ROWS:
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         return reasons
+
+    def prefers(self, op: AttentionKVCache, device: Device) -> bool:
+        """Says no where another kernel's tiles, which any number of heads share, take less time. Which kernel computes the few
+        rows of a step does not follow from the batch."""
+        if op.spec.invariant or 128 % op.heads_per_kv == 0:
+            return True
+        return not (tiling.is_few(over_tensors(op)) or few_rows.is_outrun(self, ATTN_FWD_MMA_KVCACHE, op, device))
 
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ PAIR = 0.9  # of the time that AttnFwd.seconds has for two warpgroups above head
 IDLE = 0.5  # of the time of a block, were all its warpgroups without rows
 SHARING = 1.04  # ... that tiles which heads share take from 128 queries on: 1.00 to 1.06 of it
 WIDEST = 128  # of head_dim and head_dim_v, up to which that was measured
+MOST_ALONE = 32  # queries whose heads may leave most rows of a tile of 64 empty
+FASTER = 1.25  # how much less time another kernel must take by the cost models, which err by as much, to come first
 
 
 def may_split(op: Forward) -> bool:
@@ -58,6 +61,13 @@ def are_few(op: Forward) -> bool:
     as in every kernel for few rows."""
     is_tile = tiling.is_few(op) and op.q_len * op.heads_per_kv > SHARED_ROWS and op.kv_len >= SPLIT_KEYS
     return is_tile and may_split(op) and (op.heads_per_kv == 1 or may_share(op))
+
+
+def is_outrun(kernel: Any, other: Any, op: Any, device: Device) -> bool:
+    """Says whether few queries would leave most rows of the tiles of ``kernel`` empty, as so many heads cannot share them, and
+    those of ``other``, which hold rows of any number of heads, take less time by both cost models."""
+    seconds = (min((each.cost(c, op, device) for c in each.candidates(op, device)), default=math.inf) for each in (kernel, other))
+    return op.heads_per_kv > 1 and 0 < op.q_len <= MOST_ALONE and next(seconds) > FASTER * next(seconds)
 
 
 def most_parts(op: Forward) -> int:

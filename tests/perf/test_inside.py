@@ -271,6 +271,14 @@ def test_gate_sees_what_got_worse() -> None:
     assert "nan" not in report.table(rows)
 
 
+def test_gate_sees_more_spilled() -> None:
+    before, now = (gate_run({"a": (1.1, 1.09, 1.11)}) for _ in range(2))
+    before.arguments["spills"], now.arguments["spills"] = {"a": 60, "b": 8}, {"a": 60}
+    assert gate.compare(before, now)[1] == []
+    now.arguments["spills"] = {"a": 64, "c": 4}
+    assert gate.compare(before, now)[1] == ["a: 64 bytes spilled", "c: 4 bytes spilled"]
+
+
 def test_gate_on_a_slower_machine() -> None:
     """Ratios may fall by as much as the matrix product fell since the recorded run, 4 %, and by no more."""
     before, now = (gate_run({"a": (x, x - 0.01, x + 0.01), "b": (y, y - 0.01, y + 0.01)}) for x, y in ((1.1, 1.1), (1.05, 1.0)))

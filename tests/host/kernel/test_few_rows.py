@@ -388,3 +388,24 @@ def test_splits_cost_the_main_loop_nothing(cached: bool, dim: int, tile: tuple[i
     assert not any(binary.spill_bytes or binary.advisories for binary in binaries)
     whole, split = (len(sass.main_loop(sass.disassemble(binary.cubin))) for binary in binaries)
     assert abs(split - whole) <= whole // 100 + 2
+
+
+def test_heads_that_cannot_share_tiles() -> None:
+    """Few queries of 12, 52 or 83 heads for each key head: attn_fwd would have a tile of 64 rows for each head. Rows of any
+    number of heads lie side by side in attn_fwd_mma's tiles."""
+    rows = [(154, 1, 161, 104, 2, 72), (425, 2, 544, 48, 4, 200), (303, 4, 2559, 83, 1, 128)]
+    steps = [Decode(b, q, h, kv, dim, dim, page=64, kv_len=n).operation for b, q, n, h, kv, dim in rows]
+    tensors = [forward(BF16, b, q, n, h, kv, dim, dim, mask=Causal()) for b, q, n, h, kv, dim in rows[1:]]
+    for op in (*steps, *tensors):
+        assert select(op, H200).kernel.name == "attn_fwd_mma"
+        many = dataclasses.replace(op, q_len=64)
+        assert select(many, H200).kernel.name == "attn_fwd"
+    for op in (dataclasses.replace(steps[2], heads=64), replace(tensors[1], heads=64), replace(tensors[1], invariant=True)):
+        assert select(op, H200).kernel.name != "attn_fwd_mma"
+    assert {select(dataclasses.replace(steps[0], batch=n), H200).kernel.name for n in (1, 2, 300)} == {"attn_fwd_mma"}
+    assert select(Decode(1, 10, 42, 1, 64, 64, kv_len=13129).operation, H200).kernel.name == "attn_fwd"  # splits its keys
+
+
+@pytest.mark.parametrize("head_dim, tile_kv", [(64, 64), (128, 32)])
+def test_tiles_of_keys_of_32_rows(head_dim: int, tile_kv: int) -> None:
+    assert select(Decode(16, 8, 32, 8, head_dim, head_dim, page=64).operation, H200).config.tile_kv == tile_kv
