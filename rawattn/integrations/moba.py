@@ -9,7 +9,8 @@ import torch
 
 from ..api.attention import attention_varlen
 from ..errors import ProblemError
-from .block_lists import list_blocks, make_keys
+from ..operation.keys import Blocks
+from .block_lists import list_blocks
 
 BLOCK = 64  # queries that have one list: all chunks that any of them chose
 
@@ -23,7 +24,7 @@ def moba_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, m
         q: (total, heads, head_dim). k and v: (total, kv_heads, head_dim), of which MoBA itself has as many heads as q.
         cu_seqlens: int32, (batch + 1,), on q's device. Chunks are counted from the beginning of each sequence.
         max_seqlen: the longest length. It must not be too small: queries behind it keep no key.
-        moba_chunk_size: keys of a chunk, from 1 up; tiles are skipped best where it is a multiple of 64.
+        moba_chunk_size: keys of a chunk, from 1 up; least is read where it is a multiple of 64.
         moba_topk: chunks of a query. 1 is its own alone, as in MoBA's formula.
 
     Returns o, (total, heads, head_dim), with gradients, which do not go through the choice. Queries choose exactly: 64 of them
@@ -39,11 +40,7 @@ def moba_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, m
                 f"{name} has shape {tuple(x.shape)}; it must be (total, heads, head_dim), with q's {q.shape[0]} rows."
             )
     chosen = _choose(q.detach(), k.detach(), cu_seqlens, max_seqlen, moba_chunk_size, moba_topk)
-    places, lengths = torch.arange(chosen.shape[2], device=q.device), (cu_seqlens[1:] - cu_seqlens[:-1])[:, None]
-    there = chosen & (places < lengths)[:, None, :, None]
-    tiles = torch.nn.functional.pad(there, (0, 0, 0, -max_seqlen % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
-    ends = torch.minimum((torch.arange(tiles.shape[2], device=q.device) + 1) * BLOCK, lengths)[:, None, :, None, None]
-    keys = make_keys(*list_blocks(tiles), BLOCK, moba_chunk_size, ends)
+    keys = _list_chosen(chosen, cu_seqlens[1:] - cu_seqlens[:-1], moba_chunk_size)
     packed = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return attention_varlen(q, k, v, *packed, causal=True, score=_keep_chosen(chosen, moba_chunk_size), keys=keys)
 
@@ -63,5 +60,18 @@ def _choose(q: Any, k: Any, cu_seqlens: Any, longest: int, chunk: int, topk: int
     return torch.zeros_like(gate, dtype=torch.bool).scatter_(-1, best, True) & (gate > -math.inf)
 
 
+def _list_chosen(chosen: Any, lengths: Any, chunk: int) -> Blocks:
+    """For each block of queries the blocks of keys up to it that have a key of a chunk that any of these queries chose."""
+    (longest, chunks), device, size = chosen.shape[2:], chosen.device, 64 if chunk % 128 else 128
+    there = (torch.arange(longest, device=device) < lengths[:, None])[:, None, :, None]
+    any_of = torch.nn.functional.pad(chosen & there, (0, 0, 0, -longest % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
+    first, each = torch.arange(0, longest, size, device=device), torch.arange(chunks, device=device)[:, None]
+    overlap = (first // chunk <= each) & (each <= (first + size - 1) // chunk)
+    ends = torch.minimum(torch.arange(1, any_of.shape[2] + 1, device=device) * BLOCK, lengths[:, None])
+    kept = (any_of.float() @ overlap.float() > 0) & (first < ends[:, None, :, None])
+    return Blocks(*list_blocks(kept), BLOCK, size)
+
+
 def _keep_chosen(chosen: Any, chunk: int) -> Any:
+    """A score, since beside lists it has gradients on GPUs, where a mask that is a function has none."""
     return lambda s, b, h, q, kv: torch.where(chosen[b, h, q, kv // int(chunk)], s, -math.inf)
