@@ -64,8 +64,7 @@ class BlockSparseAttentionWrapper:
         indptr, indices = (x.to(self.device, non_blocking=non_blocking) for x in (indptr, indices))
         counts, places = indptr[1:] - indptr[:-1], torch.arange(most, device=self.device)
         indices = torch.nn.functional.pad(indices, (0, 1), value=-1)  # so that there is a number to read
-        found = indices[(indptr[:-1, None] + places).clamp(0, len(indices) - 1)]
-        lists = torch.where(places < counts[:, None], found, -1)
+        lists = indices[(indptr[:-1, None] + places).clamp(0, len(indices) - 1)]
         lists, counts = (x.expand(1, num_kv_heads, *x.shape) for x in (lists, counts))
         keys = make_keys(lists, counts, R, C, N)
         self._form = (M, num_qo_heads, head_dim), (N, num_kv_heads, head_dim), dtypes[0]

@@ -29,7 +29,7 @@ def moba_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, m
 
     Returns o, (total, heads, head_dim), with gradients, which do not go through the choice. Queries choose exactly: 64 of them
     have a list of what any one chose, and a score leaves out what others did. So a GPU reads the more, the less neighbours agree.
-    q and k are copied into rows of max_seqlen to choose, and the choice takes batch * heads * max_seqlen * chunks bytes.
+    To choose, q and k are copied into rows of max_seqlen, and batch * heads * max_seqlen * chunks scores are made and sorted.
     """
     for name, value in (("max_seqlen", max_seqlen), ("moba_chunk_size", moba_chunk_size), ("moba_topk", moba_topk)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -40,13 +40,13 @@ def moba_attn_varlen(q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, m
                 f"{name} has shape {tuple(x.shape)}; it must be (total, heads, head_dim), with q's {q.shape[0]} rows."
             )
     chosen = _choose(q.detach(), k.detach(), cu_seqlens, max_seqlen, moba_chunk_size, moba_topk)
-    keys = _list_chosen(chosen, cu_seqlens[1:] - cu_seqlens[:-1], moba_chunk_size)
+    keys = _list_chosen(chosen, moba_chunk_size)
     packed = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return attention_varlen(q, k, v, *packed, causal=True, score=_keep_chosen(chosen, moba_chunk_size), keys=keys)
 
 
 def _choose(q: Any, k: Any, cu_seqlens: Any, longest: int, chunk: int, topk: int) -> Any:
-    """Bools, (batch, heads, longest, chunks): the chunks that each query of a sequence attends to."""
+    """Bools, (batch, heads, longest, chunks): the chunks that each query of a sequence attends to, and any that are behind it."""
     rows = cu_seqlens[:-1, None] + torch.arange(longest, device=q.device)
     rows = rows.clamp(max=max(0, q.shape[0] - 1))  # behind a sequence lies what no query of it may choose
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -57,18 +57,17 @@ def _choose(q: Any, k: Any, cu_seqlens: Any, longest: int, chunk: int, topk: int
     before = torch.arange(chunks, device=q.device) - (torch.arange(longest, device=q.device) // chunk)[:, None]
     gate = gate.masked_fill(before > 0, -math.inf).masked_fill(before == 0, math.inf)
     best = torch.argsort(-gate, dim=-1, stable=True)[..., :topk]
-    return torch.zeros_like(gate, dtype=torch.bool).scatter_(-1, best, True) & (gate > -math.inf)
+    return torch.zeros_like(gate, dtype=torch.bool).scatter_(-1, best, True)
 
 
-def _list_chosen(chosen: Any, lengths: Any, chunk: int) -> Blocks:
+def _list_chosen(chosen: Any, chunk: int) -> Blocks:
     """For each block of queries the blocks of keys up to it that have a key of a chunk that any of these queries chose."""
     (longest, chunks), device, size = chosen.shape[2:], chosen.device, 64 if chunk % 128 else 128
-    there = (torch.arange(longest, device=device) < lengths[:, None])[:, None, :, None]
-    any_of = torch.nn.functional.pad(chosen & there, (0, 0, 0, -longest % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
+    any_of = torch.nn.functional.pad(chosen, (0, 0, 0, -longest % BLOCK)).unflatten(2, (-1, BLOCK)).any(3)
     first, each = torch.arange(0, longest, size, device=device), torch.arange(chunks, device=device)[:, None]
     overlap = (first // chunk <= each) & (each <= (first + size - 1) // chunk)
-    ends = torch.minimum(torch.arange(1, any_of.shape[2] + 1, device=device) * BLOCK, lengths[:, None])
-    kept = (any_of.float() @ overlap.float() > 0) & (first < ends[:, None, :, None])
+    ends = torch.arange(BLOCK, longest + BLOCK, BLOCK, device=device)
+    kept = (any_of.float() @ overlap.float() > 0) & (first < ends[:, None])
     return Blocks(*list_blocks(kept), BLOCK, size)
 
 

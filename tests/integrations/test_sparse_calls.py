@@ -128,7 +128,7 @@ def moba(q: Any, k: Any, v: Any, lengths: tuple[int, ...], chunk: int, topk: int
 
 CHUNKS = {  # lengths, chunk, topk, heads, kv_heads
     "powers of two": ((150, 70), 32, 3, 2, 2),
-    "others": ((1, 200, 65), 48, 2, 2, 1),
+    "others": ((1, 200, 65), 48, 2, 4, 2),
     "of several blocks": ((420,), 192, 2, 1, 1),
     "their own alone": ((130,), 64, 1, 2, 2),
     "all": ((130, 3), 16, 99, 2, 2),
