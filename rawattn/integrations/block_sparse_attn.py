@@ -9,6 +9,7 @@ import torch
 from ..api.attention import attention_varlen
 from ..errors import ProblemError, UnsupportedError
 from ..operation.keys import Blocks
+from .block_lists import list_blocks
 
 BLOCK = 128  # of queries and of keys
 
@@ -48,9 +49,6 @@ def block_sparse_attn_func(
     masks = iter(range(shape[1]))
     each = [there & base_blockmask[:, next(masks)].bool() if x > 0 else there for x in types]
     kept = torch.stack(each, 1)
-    order = torch.argsort(~kept, dim=-1, stable=True)
-    counts = kept.sum(-1, dtype=torch.int32)
-    indices = torch.where(torch.arange(shape[3], device=order.device) < counts[..., None], order, -1).int()
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q_, max_seqlen_k_
-    keys = Blocks(indices, counts, BLOCK, BLOCK)
+    keys = Blocks(*list_blocks(kept), BLOCK, BLOCK)
     return attention_varlen(q_unpad, k_unpad, v_unpad, *lengths, causal=is_causal, scale=softmax_scale, keys=keys)
