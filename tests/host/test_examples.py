@@ -167,6 +167,45 @@ def test_attend_jax() -> None:
     assert losses[0] > 1.5 and losses[-1] < 0.1
 
 
+def test_sparse_video(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks find those of their object; what learns nothing is said to."""
+    video = example("sparse_video")
+    losses = video.main(["--device", "cpu", "--heads", "1"])
+    assert losses[0] > math.log(video.COLOURS) - 0.3 and len(losses) == 60 and sum(losses[-5:]) < 5 * 0.2
+    assert "step   59" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="did not learn"):
+        video.main(["--device", "cpu", "--heads", "1", "--steps", "2", "--rate", "0"])
+
+
+def test_a_video_in_blocks() -> None:
+    """A block of 64 tokens is a cube of one object, and the second half shows no colour."""
+    video = example("sparse_video")
+    torch.manual_seed(0)
+    objects, shown, colours = video.draw(3, 8, 12, "cpu")
+    assert (objects.view(3, -1, 64) == objects.view(3, -1, 64)[..., :1]).all() and objects.shape == (3, 8 * 144)
+    assert (shown.chunk(2, 1)[0] == colours.chunk(2, 1)[0]).all() and (shown.chunk(2, 1)[1] == video.COLOURS).all()
+    for clip, seen in zip(objects, colours, strict=True):
+        assert all(len(set(seen[clip == i].tolist())) == 1 for i in set(clip.tolist()))
+        first, second = (sorted(half.tolist()) for half in clip.chunk(2))
+        assert first == second, "each object is still there"
+    grid = torch.arange(2 * 4 * 8 * 4).view(2, 4, 8, 4)
+    assert video.to_blocks(grid)[1, 64:].tolist() == grid[1, :, 4:].flatten().tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_evoformer(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors of o and of every gradient; a bias that is not what it was is seen."""
+    evoformer, sizes = example("evoformer"), ["--length", "20", "--width", "32", "--device", "cpu", "--dtype", dtype]
+    errors = evoformer.main(sizes)
+    most = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    assert max(errors.values()) < most and len(errors) == 24 and "gradient of starting.bias.weight" in errors
+    assert capsys.readouterr().out.count("gradient of") == 23
+    attend = evoformer.triangle_attention
+    evoformer.triangle_attention = lambda q, k, v, bias, mask: attend(q, k, v, bias.mT, mask)
+    with pytest.raises(SystemExit, match="differs from the formula"):
+        evoformer.main(sizes)
+
+
 def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten masks: no tile that keeps a pair is empty, and none that drops one is full."""
     masks = example("masks")

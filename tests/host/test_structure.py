@@ -38,11 +38,11 @@ FLOORS = (
     ("array",),
     ("variant",),
     ("operation",),
-    ("kernel", "mask", "reference", "score", "sparse"),
+    ("kernel", "mask", "reference", "score"),
     ("cpu",),
     ("runtime",),
     ("api", "serving", "testing"),
-    ("command", "jax", "torch"),
+    ("command", "jax", "sparse", "torch"),
     ("__main__", "integrations", "parallel"),
 )
 LOADERS = {  # function -> what it imports when it is called, from whatever floor
