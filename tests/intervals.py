@@ -180,7 +180,7 @@ def _padded(rng: Any, q_len: int, kv_len: int) -> tuple[Array, Array]:
     """Documents of which some rows at the end keep nothing."""
     first, end = documents(rng, q_len, kv_len)
     holes = np.roll(first != np.roll(first, -1), -int(rng.integers(0, 70)))
-    gap = np.convolve(holes, np.ones(rng.integers(1, 100)))[: len(first)] > 0
+    gap = np.convolve(holes, np.ones(rng.integers(1, 100)))[:q_len] > 0 if q_len else holes
     return first, np.where(gap, 0, end)
 
 

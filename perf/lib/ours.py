@@ -35,19 +35,21 @@ def short_names(config_type: Any) -> dict[str, str]:
 
 
 def config_name(config: Any) -> str:
-    """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
+    """A configuration in a few characters: the tile, if it has one, then the other fields by their first letters, such as
+    ``128x96s2q2``."""
     values = ((short, getattr(config, name)) for short, name in short_names(config).items())
     rest = (f"{short}{value if isinstance(value, str) else int(value)}" for short, value in values)
-    return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
+    tile = f"{config.tile_q}x{config.tile_kv}" if hasattr(config, "tile_q") else ""
+    return tile + "".join(rest)
 
 
 def parse_config(config_type: Any, text: str) -> Any:
     """The configuration that ``config_name`` shortens to ``text``; fields left away keep their defaults."""
-    match, names = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]+\d+)*)", text), short_names(config_type)
+    match, names = re.fullmatch(r"(?:(\d+)x(\d+))?((?:[a-z]+\d+)*)", text), short_names(config_type)
     if match is None:
         raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
     rest = {names[letters]: int(number) for letters, number in re.findall(r"([a-z]+)(\d+)", match[3])}
-    return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
+    return config_type(**({"tile_q": int(match[1]), "tile_kv": int(match[2])} if match[1] else {}), **rest)
 
 
 def our_names(case: Case, configs: str, device: Device) -> list[str]:
