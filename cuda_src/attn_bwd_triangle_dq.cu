@@ -169,6 +169,10 @@ struct Consumer {
     __device__ void take_bias() {
         smem.bias_full[index].wait(bias_parity), bias_parity ^= 1;
         smem.bias[index].get(bias, lane);
+    }
+    // When its numbers have come: loads that were issued could be overtaken by the copy of the next tile.
+    __device__ void release_bias() const {
+        ptx::fence_async_smem();
         __syncwarp();
         release(smem.bias_empty[index]);
     }
@@ -190,6 +194,7 @@ struct Consumer {
         start_dp(r);  // when dS of the unit before has left its registers; it runs beside the exponentials
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
+        if (r == 0) release_bias();
         Keys::apply(word, s);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = ptx::exp2(s[i] - lse_log2[fragment_row(i)]);
