@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 38300,
-    "perf": 6230,
-    "cuda_src": 19700,
-    "tests": 52400,
+    "rawattn": 37730,
+    "perf": 6190,
+    "cuda_src": 18400,
+    "tests": 51800,
 }
 FUNCTION_LINES = 60
 
