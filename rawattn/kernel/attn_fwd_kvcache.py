@@ -63,11 +63,12 @@ class AttnFwdKVCache(OverCache):
         return reasons
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
-        """Says no where another kernel's tiles, which any number of heads share, take less time. Which kernel computes the few
-        rows of a step does not follow from the batch."""
-        if op.spec.invariant or 128 % op.heads_per_kv == 0:
+        """Says no where another kernel's tiles, which any number of heads share, take less time and fill the device: that kernel
+        does not split the keys of heads up to 256."""
+        blocks = -(-op.q_len * op.heads_per_kv // 32) * op.kv_heads * op.batch
+        if op.spec.invariant or 128 % op.heads_per_kv == 0 or blocks < device.sm_count:
             return True
-        return not (tiling.is_few(over_tensors(op)) or few_rows.is_outrun(self, ATTN_FWD_MMA_KVCACHE, op, device))
+        return not few_rows.is_outrun(self, ATTN_FWD_MMA_KVCACHE, op, device)
 
     def legal(self, config: AttnFwdConfig, op: Any, device: Device) -> str | None:
         tight = config.consumers == 4 or (config.consumers == 3 and config.tile_kv > 96)  # found by trying
