@@ -28,18 +28,22 @@ def dtype_of(x: Any) -> str:
 @dataclasses.dataclass(frozen=True)
 class Sizes(Formula):
     """The formula on the sizes of its terms: the sums of p |d| (|do| |v| + sum |do o|), each times 1 and the sizes of the logit
-    and of lse, whose difference is in an exponent. ``known`` has sum |do o| in the place of delta. With ``flat`` each weight
-    counts as 1."""
+    and of lse, whose difference is in an exponent, and what an error in tanh adds to the logit, in units of eps (``OfTanh``).
+    ``known`` has sum |do o| in the place of delta. With ``flat`` each weight counts as 1."""
 
     flat: bool = False
+    is_double: bool = False
 
     def weights_backward(
         self, do: Any, q: Any, k: Any, v: Any, dlse: Any, sink: float, place: tuple[int, int], tile: Tile, known: Any = None
     ) -> tuple[Any, ...]:
         _, _, dot, s = self.weights(q, k, sink, place, tile)
         lse, delta = known
+        with mock.patch.dict(FORMULAS, {} if self.is_double else {"tanh": lambda xp, x: xp.tanh(x) + 2.0**-21}):
+            of_tanh = abs(self.weights(q, k, sink, place, tile)[3] - s) / EPS["float32"]
         finite = tile.kept & self.xp.isfinite(lse)
-        p = self.xp.where(finite, self.xp.ones_like(s) if self.flat else self.xp.exp(s - lse) * (1 + abs(s) + abs(lse)), 0.0)
+        rounded = self.xp.exp(s - lse) * (1 + abs(s) + abs(lse) + of_tanh)
+        p = self.xp.where(finite, self.xp.ones_like(s) if self.flat else rounded, 0.0)
         size = p * (self.dropped(abs(do) @ abs(v).T, place, tile) + delta)
         self.gather(size, dot, place, tile)
         return p, size, lse[:, 0], delta[:, 0]
@@ -96,9 +100,9 @@ def expect(
     fields = {field.name: getattr(formula, field.name) for field in dataclasses.fields(Formula)}
     given = do, q, k, v, o, lse, dlse, starts, (q_lens, kv_lens)
     _add(dataclasses.replace(formula, sums=exact), *given, abs_delta=False)
-    _add(Sizes(**fields | {"sums": size}), *given, abs_delta=True)
-    _add(Sizes(**fields | {"sums": reach, "flat": True}), *given, abs_delta=True)
     is_double = dtype_of(q) == "float64"
+    _add(Sizes(**fields | {"sums": size, "is_double": is_double}), *given, abs_delta=True)
+    _add(Sizes(**fields | {"sums": reach, "flat": True, "is_double": is_double}), *given, abs_delta=True)
     if operations and not is_double:
         _add(OfTanh(**fields | {"sums": of_tanh}), *given, abs_delta=True)
     eps, lost = (EPS["float64"], 0.0) if is_double else (EPS["float32"], LEAST_WEIGHT)
