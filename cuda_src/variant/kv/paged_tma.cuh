@@ -41,6 +41,8 @@ struct PagedTmaKv {
         if (threadIdx.x % 32 == 0) k_full.arrive(), v_full.arrive();
     }
     __device__ static void fence_barriers() { ptx::fence_mbarrier_init(); }
+    // What this thread has read of a stage, it has read before TMA fills it again: loads may still be on their way when a barrier is arrived at.
+    __device__ static void fence_reads() { ptx::fence_proxy_async(); }
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map), ptx::prefetch(args.v.map); }
 
     // What a page holds besides the sequence's keys may be NaN, of which a weight of 0 makes NaN.
