@@ -41,7 +41,7 @@ struct PagedTmaKv {
         if (threadIdx.x % 32 == 0) k_full.arrive(), v_full.arrive();
     }
     __device__ static void fence_barriers() { ptx::fence_mbarrier_init(); }
-    // What this thread has read of a stage, it has read before TMA fills it again: loads may still be on their way when a barrier is arrived at.
+    // Before a stage is given back: what this thread reads of it may still be on its way, and the barrier alone does not hold TMA back.
     __device__ static void fence_reads() { ptx::fence_proxy_async(); }
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map), ptx::prefetch(args.v.map); }
 
