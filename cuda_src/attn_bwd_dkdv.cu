@@ -193,6 +193,7 @@ struct Keys : Role<DkMma> {
         ptx::wgmma_wait<0>();
         if (later) arrive(smem.q_empty[before]);
         differentiate(weights);
+        ptx::fence_async_smem();  // delta may still be on its way, and the barrier alone does not hold TMA back
         __syncwarp();
         arrive(smem.do_empty[stage]);
         arrive(smem.p_empty[stage]);

@@ -268,6 +268,7 @@ struct Consumer {
     }
     // The stage has been read.
     __device__ void leave(u32 barrier) {
+        Kv::fence_reads();
         __syncwarp();
         if (threadIdx.x % 32 == 0) smem.empty[barrier].arrive();
     }

@@ -200,7 +200,7 @@ template <class K, class KTile, class VTile> struct PagedKvOption : Given {
     static_assert(requires { kv.load(k, v, full, full, i, kv.find(i)); }, "Kv: load(k, v, k_full, v_full, index, find(index))");
     static_assert(requires { K::pass(full, full); }, "Kv: pass(k_full, v_full): a tile without its bytes");
     static_assert(requires { kv.prefetch(i); }, "Kv: prefetch(index): to L2, while the launch before may still write page numbers");
-    static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::prefetch(args); }, "Kv: arrivals, fence_barriers(), prefetch(args)");
+    static_assert(requires { u32(K::arrivals), K::fence_barriers(), K::fence_reads(), K::prefetch(args); }, "Kv: arrivals, fence_barriers(), fence_reads(), prefetch(args)");
     static_assert(requires { K::clear_others(v, kv.keys); }, "Kv: clear_others(v, keys): no NaN but in these rows, by a warp");
 };
 // q columns: where those of a row of q lie that meet values, and the rest.

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
     "rawattn": 37730,
     "perf": 6190,
-    "cuda_src": 18400,
+    "cuda_src": 18405,
     "tests": 51800,
 }
 FUNCTION_LINES = 60

@@ -73,6 +73,7 @@ struct PagedCpAsyncKv {
     // A tile without its bytes.
     __device__ static void pass(Barrier& k_full, Barrier& v_full) { k_full.arrive(), v_full.arrive(); }
     __device__ static void fence_barriers() {}
+    __device__ static void fence_reads() {}  // the barrier is enough for copies by threads
     __device__ static void prefetch(const Args&) {}
 
     // They are zeros already.

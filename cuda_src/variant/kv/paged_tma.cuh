@@ -41,6 +41,8 @@ struct PagedTmaKv {
         if (threadIdx.x % 32 == 0) k_full.arrive(), v_full.arrive();
     }
     __device__ static void fence_barriers() { ptx::fence_mbarrier_init(); }
+    // Before a stage is given back: what this thread reads of it may still be on its way, and the barrier alone does not hold TMA back.
+    __device__ static void fence_reads() { ptx::fence_proxy_async(); }
     __device__ static void prefetch(const Args& args) { ptx::prefetch(args.k.map), ptx::prefetch(args.v.map); }
 
     // What a page holds besides the sequence's keys may be NaN, of which a weight of 0 makes NaN.
