@@ -12,8 +12,8 @@ python -m perf.bench --set paper --protocol sustained --seconds 300
 Sets: seeds, paper, gqa, kinds, varlen, small, heads, mla, fp32, smoke; over latent caches mla-decode,
 mla-decode-even, mla-decode-splits, mla-long, mla-sparse, mla-pages, mla-lists, mla-records; of gradients paper-bwd, kinds-bwd,
 few-bwd, mla-bwd, fp32-bwd; of
-Python functions masks, scores, masks-64k, scores-64k, and functions, a few of them. ``--cases FILE`` adds a JSON list of
-objects with the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in
+Python functions masks, scores, masks-64k, scores-64k, triangle, and functions, a few of them. ``--cases FILE`` adds a JSON list
+of objects with the fields of ``rawattn.testing.Case``, and ``function``, a name in ``perf/lib/functions.py``. The column built_in
 is ours without the function: what computes the same, or beside a score the plain call. Ratios are the peer's time over ours:
 above 1 we are faster. Results go to perf/record/DEVICE/bench-SET[-KERNEL]-PROTOCOL.json and .md after every case, so an
 interruption keeps what was timed; ``python -m perf.plot`` draws them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.buffer_callback import buffer_callback
 
 from .api.naming import naming
+from .api.pairs import pair_options
 from .array import reading
 from .array.array import CPU, DTYPES, Array, contiguous_strides
 from .driver.context import relaxed_capture
@@ -139,6 +141,30 @@ def dot_product_attention(
     residual = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2).astype(qkv[1].dtype))
     o, residual = (x if batched else x[0] for x in (o, residual))
     return (o, residual) if return_residual else o
+
+
+def triangle_attention(q: Any, k: Any, v: Any, bias: Any, mask: Any = None, scale: float | None = None) -> Any:
+    """softmax(scale q k^T + bias) v for each of N rows, which share the bias, as of ``integrations.cuequivariance``.
+
+    >>> o = rawattn.jax.triangle_attention(q, k, v, bias, mask)
+
+    q, k and v are (..., N, heads, S, head_dim), bias (..., 1, heads, S, S), with a gradient in its own format, and mask
+    (..., N, 1, 1, S) of bools: whether a key is kept. Returns o, (..., N, heads, S, head_dim). A query whose row keeps no key
+    gives 0.
+    """
+    rows, heads, columns = q.shape[:-3], q.shape[-3], (k.shape[-2], k.shape[-1])
+    wanted = {"k": (*rows, heads, *columns), "v": (*rows, heads, columns[0], v.shape[-1])}
+    wanted |= {"bias": (*rows[:-1], 1, heads, q.shape[-2], columns[0]), "mask": (*rows, 1, 1, columns[0])}
+    for name, x in {"k": k, "v": v, "bias": bias, **({} if mask is None else {"mask": mask})}.items():
+        if q.ndim < 4 or x.shape != wanted[name]:
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; it must be {wanted[name]}, as q is {tuple(q.shape)}.")
+    if mask is not None and mask.dtype != bool:
+        raise ProblemError(f"mask is of {mask.dtype}; it must be of bools: whether a key is kept.")
+    pairs, count = bias.reshape(math.prod(rows[:-1]), *bias.shape[-3:]), math.prod(rows)
+    keep = None if mask is None else mask.reshape(count, columns[0])
+    each = [jnp.swapaxes(x.reshape(count, *x.shape[-3:]), 1, 2) for x in (q, k, v)]
+    o = attention(*each, scale=scale, **pair_options(pairs, rows[-1], keep=keep))
+    return jnp.swapaxes(o, 1, 2).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _take(name: str, x: Any) -> Any:

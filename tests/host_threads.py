@@ -248,6 +248,15 @@ inline void fence_async_smem() {}
 inline void fence_async_gmem() {}
 }
 """
+RED = r"""
+#pragma once
+#include "ptx/base.cuh"
+namespace ptx {
+template <int n> void red_add(float* to, const float (&x)[n]) {
+    for (int i = 0; i < n; ++i) to[i] += x[i];
+}
+}
+"""
 TURN = r"""
 #pragma once
 #include "ptx/base.cuh"
@@ -601,7 +610,8 @@ extern "C" void launch(const Args* args, int blocks, int together, int cluster, 
 STUBS = {
     "ptx/base.cuh": BASE, "ptx/mbarrier.cuh": MBARRIER, "ptx/bulk.cuh": BULK, "ptx/turn.cuh": TURN, "ptx/tma.cuh": TMA,
     "ptx/stmatrix.cuh": STMATRIX, "ptx/ldmatrix.cuh": LDMATRIX, "ptx/prefetch.cuh": PREFETCH, "ptx/fp16.cuh": FP16,
-    "ptx/movmatrix.cuh": MOVMATRIX, "ptx/barrier.cuh": BARRIER, "ptx/elect.cuh": ELECT, "ptx/cluster.cuh": CLUSTER,
+    "ptx/red.cuh": RED, "ptx/movmatrix.cuh": MOVMATRIX, "ptx/barrier.cuh": BARRIER, "ptx/elect.cuh": ELECT,
+    "ptx/cluster.cuh": CLUSTER,
     "ptx/wgmma.cuh": WGMMA, "variant/element/bf16.cuh": ELEMENT,
     "ptx/mma_tf32.cuh": '#pragma once\n#include "ptx/base.cuh"\nnamespace ptx { void mma_tf32(float*, const u32*, const u32*); }',
 }  # fmt: skip

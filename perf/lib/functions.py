@@ -177,6 +177,11 @@ def pair_bias(case: Case, device: str) -> Any:
     return lambda s, b, h, q, kv: s + bias[b, h, q, kv]
 
 
+def triangle(case: Case, device: str, dtype: str = "float32") -> Any:
+    bias = _normal(device, case.heads, case.q_len, case.kv_len, dtype=dtype)  # of all sequences
+    return lambda s, b, h, q, kv: s + bias[h, q, kv]
+
+
 def temperature(case: Case, device: str) -> Any:
     factors = 1 + 0.1 * _normal(device, case.heads)
     return lambda s, b, h, q, kv: s * factors[h]
@@ -220,6 +225,8 @@ FUNCTIONS = {
     "blocks": Function("mask", blocks, lambda case: case.batch * BLOCK**2 * int(_table(case).sum()), by_head=True),
     "alibi": Function("score", alibi, _pairs_of_score, _plain),
     "pair_bias": Function("score", pair_bias, _pairs_of_score, _plain),
+    "triangle": Function("score", triangle, _pairs_of_score, _plain),
+    "triangle16": Function("score", functools.partial(triangle, dtype="bfloat16"), _pairs_of_score, _plain),
     "temperature": Function("score", temperature, _pairs_of_score, _plain),
     "t5_table": Function("score", t5_table, _pairs_of_score, _plain),
 }  # fmt: skip
@@ -227,7 +234,8 @@ DOCUMENTS = ("documents", "documents+causal", "documents+sliding")
 INTERVALS = ("intervals", "intervals+causal", "intervals+sliding")
 MASKS = tuple(name for name, each in FUNCTIONS.items() if each.role == "mask")
 LISTS = tuple(name for name in MASKS if name not in INTERVALS)
-SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score")
+TRIANGLES = ("triangle", "triangle16")  # biases of pairs that all sequences share
+SCORES = tuple(name for name, each in FUNCTIONS.items() if each.role == "score" and name not in TRIANGLES)
 
 
 def option(name: str, case: Case) -> Any:

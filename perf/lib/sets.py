@@ -344,6 +344,10 @@ SETS["intervals"] = of_functions((*functions.INTERVALS, *functions.DOCUMENTS), (
 SETS["intervals-bwd"] = backward(SETS["intervals"])
 SETS["scores-bwd"] = backward(of_functions(("alibi", "pair_bias", "t5_table"), (4096,), (128,)))
 SETS["fp32-bwd"] = backward(SETS["fp32"])
+TRIANGLES = [(n, 4, 32, "triangle") for n in (256, 512, 1024, 2048)]  # N = S, heads, head_dim, and the bias's format
+TRIANGLES += [(n, 4, 32, "triangle16") for n in (512, 1024)] + [(512, 8, 16, "triangle"), (512, 4, 64, "triangle")]
+SETS["triangle"] = [FunctionCase("bf16", n, n, n, h, h, d, d, function=name) for n, h, d, name in TRIANGLES]
+SETS["triangle"] += backward(SETS["triangle"])
 SETS["gate"] += of_functions(("causal", "documents", "blocks", "alibi", "pair_bias"), (4096,))
 SETS["gate"] += backward([*grid(1024, 4096), packed(16, 128)])
 LAYER = (4, 4096, 16, 128, True)  # batch, length, heads, head_dim, causal

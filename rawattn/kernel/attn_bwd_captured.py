@@ -86,8 +86,8 @@ def cleared_for_ds(kernel: Any, op: Backward, device: Device, name: str) -> list
     array = _find_array(op.forward, name)
     count = math.prod(array.shape)
     if not op.forward.total_kv:  # no tensor map follows, for which the caller's memory is checked
-        return [_clear(kernel, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
-    return [_clear(kernel, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
+        return [clear(kernel, op, device, Pointer(f"d{name}"), Item(array.element).cuda_type, count)]
+    return [clear(kernel, op, device, Pointer(f"d{name}"), "u64", count // 4)]  # rows are multiples of 16 bytes
 
 
 def make_launches(
@@ -118,12 +118,12 @@ def _launch_array(
         gather = _gather(kernel, op, device, first, reads[0], "pairs", written)
         if _has_every_pair(forward, count):
             return [gather], []
-        return [_clear(kernel, op, device, gradient, Item(array.element).cuda_type, count), gather], []
+        return [clear(kernel, op, device, gradient, Item(array.element).cuda_type, count), gather], []
     in_place = ordered and array.element == number
     fill = gradient if in_place else Scratch(f"d{array.name}_sums")
     sums = (OrderedSums if ordered else ExactSums)(fill)
     words = count * sums.bytes(number) // 4
-    launches = [_clear(kernel, op, device, fill, "u32", words)]
+    launches = [clear(kernel, op, device, fill, "u32", words)]
     for read, how in zip(reads, gatherings, strict=True):
         launches.append(_gather(kernel, op, device, first, read, how if ordered or how != "pairs" else "diagonals", sums))
     if in_place:
@@ -156,7 +156,7 @@ def _has_pairs_alone(forward: Forward, count: int) -> bool:
     return is_dense and count == forward.batch * forward.heads * forward.q_len * forward.kv_len
 
 
-def _clear(kernel: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:
+def clear(kernel: Any, op: Backward, device: Device, memory: Any, ctype: str, words: int) -> Launch:
     """The launch that clears ``words`` words of the type ``ctype``."""
     grid = min(-(-words // THREADS), 8 * device.sm_count)
     launch: Launch = kernel.launch(op, (memory, ctype), device, "attn_bwd_captured_clear", {"words": words}, grid, _render_clear)

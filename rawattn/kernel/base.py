@@ -34,6 +34,7 @@ class Kernel(abc.ABC, Generic[Op]):
     alignment: ClassVar[int] = 16
     config_type: ClassVar[type[Any]]
     needs: ClassVar[str]  # the GPUs that it runs on, in words
+    takes_numbers: ClassVar[bool] = True  # whether a launch may be given other numbers that functions captured
     places_back: ClassVar[float] = 1.5  # that it goes back where it does not come first: behind the next one
 
     @abc.abstractmethod

@@ -158,6 +158,11 @@ class GpuCall(BoundCall):
         call._bind(plan, plan.program, inputs)
         return call
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Says whether functions may have captured other numbers, as far as the operation can take them."""
+        return bool(self.plan.op.takes_numbers and self.plan.selection.kernel.takes_numbers)
+
     def numbered(self, numbers: Any) -> Numbered | None:
         """The numbers that the functions of mask and score captured, as the call takes them in place of its own; None where the
         operation must be made anew."""

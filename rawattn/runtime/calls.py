@@ -96,7 +96,7 @@ def _keep(forms: Forms, count: int, request: Request, call: GpuCall | CpuCall) -
     where it takes other numbers, for all of them."""
     if request.is_kept:
         is_gpu = isinstance(call, GpuCall)  # a CPU's configurations are for one length
-        owner = request.without_numbers if is_gpu and call.op.takes_numbers else request
+        owner = request.without_numbers if isinstance(call, GpuCall) and call.takes_numbers else request
         keep((owner, forms), call)
         if is_gpu and (not request.has_functions or call.op.holds_in_steps(request.options)):
             keep((owner, _make_layout_key(forms, count, request)), call)

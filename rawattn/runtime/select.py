@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from ..cpu.kernels import CPU, CPU_APPEND, CPU_BACKWARD, CPU_COMBINE, CPU_KVCACHE
 from ..driver.device import Device
 from ..errors import ProblemError, SlowKernelWarning, UnsupportedError
+from ..kernel import triangle
 from ..kernel.append import APPEND
 from ..kernel.attn_bwd import ATTN_BWD
 from ..kernel.attn_bwd_mma import ATTN_BWD_MMA
 from ..kernel.attn_bwd_pair import ATTN_BWD_PAIR
 from ..kernel.attn_bwd_simt import ATTN_BWD_SIMT
+from ..kernel.attn_bwd_triangle import ATTN_BWD_TRIANGLE
 from ..kernel.attn_bwd_wide import ATTN_BWD_WIDE
 from ..kernel.attn_decode import ATTN_DECODE
 from ..kernel.attn_decode_beside import ATTN_DECODE_AND_FWD, ATTN_DECODE_AND_FWD_MMA
@@ -27,6 +29,7 @@ from ..kernel.attn_fwd_kvcache import ATTN_FWD_KVCACHE
 from ..kernel.attn_fwd_mma import ATTN_FWD_MMA
 from ..kernel.attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
 from ..kernel.attn_fwd_simt import ATTN_FWD_SIMT
+from ..kernel.attn_fwd_triangle import ATTN_FWD_TRIANGLE
 from ..kernel.attn_fwd_wide import ATTN_FWD_WIDE
 from ..kernel.attn_mla import ATTN_MLA
 from ..kernel.attn_mla_listed import ATTN_MLA_LISTED
@@ -54,12 +57,16 @@ LISTED: dict[type[Operation], tuple[Any, ...]] = {  # of those with lists of key
     Forward: (ATTN_FWD_BLOCKS, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU),
     AttentionKVCache: (ATTN_MLA_LISTED, ATTN_DECODE_LISTED, ATTN_FWD_MMA_LISTED, ATTN_FWD_SIMT_LISTED, CPU_KVCACHE),
 }
+OF_PAIRS: dict[type[Operation], Any] = {Forward: ATTN_FWD_TRIANGLE, Backward: ATTN_BWD_TRIANGLE}  # of a bias that entries share
 
 
 def kernels_of(op: Operation) -> tuple[Any, ...]:
-    """The kernels that may compute an operation, the best first."""
-    of_keys: Any = op.forward if isinstance(op, Backward) else op
-    return LISTED[type(op)] if getattr(of_keys, "keys", None) is not None else KERNELS_OF[type(op)]
+    """The kernels that may compute an operation, the best first. Those of pairs are asked for a bias of pairs alone."""
+    forward: Any = op.forward if isinstance(op, Backward) else op
+    if getattr(forward, "keys", None) is not None:
+        return LISTED[type(op)]
+    kernels = KERNELS_OF[type(op)]
+    return (OF_PAIRS[type(op)], *kernels) if isinstance(forward, Forward) and triangle.is_shared(forward) else kernels
 
 
 class Selection(NamedTuple):

@@ -19,7 +19,7 @@ from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.runtime.select import select
 from rawattn.variant.element import BF16, ELEMENTS
 from rawattn.variant.intervals import by_intervals
-from rawattn.variant.mask import Causal
+from rawattn.variant.mask import Causal, Full
 from tests import decode
 from tests.operations import forward, replace
 from tests.traced import function
@@ -28,6 +28,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "architecture.md"
 BEGIN, END = "<!-- axes: python -m tests.host.test_axes -->\n", "<!-- axes end -->\n"
 TABLE = np.zeros((4, 64), np.float32)
 ORDER, ENDS = np.zeros((2, 300), np.int32)
+PAIRS, KEEP, KEYS = np.zeros((4, 64, 64), np.float32), np.zeros((2, 64), np.bool_), np.zeros((2, 64), np.float32)
 
 
 def operations() -> Iterator[tuple[Any, ...]]:
@@ -52,6 +53,12 @@ def operations() -> Iterator[tuple[Any, ...]]:
     for arch, element in (("sm_80", "bf16"), ("sm_75", "fp32")):
         yield arch, Backward(replace(scored, element=ELEMENTS[element]), wrt=wrt)
     yield "sm_90a", replace(plain, head_dim=512)
+    pairs, _ = function(lambda s, b, h, q, kv: s + PAIRS[h, q, kv], "score", (2, 4, 64, 64))
+    keep, _ = function(lambda b, h, q, kv: KEEP[b, kv], "mask", (2, 4, 64, 64))
+    triangle = replace(plain, score=pairs, mask=keep, q_len=64, kv_len=64, head_dim=32, head_dim_v=32)
+    biased, _ = function(lambda s, b, h, q, kv: s + PAIRS[h, q, kv] + KEYS[b, kv], "score", (2, 4, 64, 64))
+    yield "sm_90a", replace(triangle, score=biased, mask=Full())
+    yield from (("sm_90a", op) for op in (triangle, Backward(triangle, wrt=("score_0",))))
     yield "sm_90a", decode.Decode(page=64).operation
     yield "sm_90a", decode.Decode(page=64, q_len=8).operation, "attn_decode_wide"
     step = decode.Decode(page=64, kv_heads=1, head_dim=576, head_dim_v=512).operation

@@ -192,6 +192,20 @@ def test_a_video_in_blocks() -> None:
     assert video.to_blocks(grid)[1, 64:].tolist() == grid[1, :, 4:].flatten().tolist()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_evoformer(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors of o and of every gradient; a bias that is not what it was is seen."""
+    evoformer, sizes = example("evoformer"), ["--length", "20", "--width", "32", "--device", "cpu", "--dtype", dtype]
+    errors = evoformer.main(sizes)
+    most = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
+    assert max(errors.values()) < most and len(errors) == 24 and "gradient of starting.bias.weight" in errors
+    assert capsys.readouterr().out.count("gradient of") == 23
+    attend = evoformer.triangle_attention
+    evoformer.triangle_attention = lambda q, k, v, bias, mask: attend(q, k, v, bias.mT, mask)
+    with pytest.raises(SystemExit, match="differs from the formula"):
+        evoformer.main(sizes)
+
+
 def test_masks(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten masks: no tile that keeps a pair is empty, and none that drops one is full."""
     masks = example("masks")

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 37730,
-    "perf": 6190,
-    "cuda_src": 18405,
-    "tests": 51800,
+    "rawattn": 38620,
+    "perf": 6200,
+    "cuda_src": 19620,
+    "tests": 52570,
 }
 FUNCTION_LINES = 60
 

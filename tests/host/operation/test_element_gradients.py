@@ -475,7 +475,7 @@ def test_launches() -> None:
     ):
         option, _ = function(score, "score", (2, 4, 100, 130))
         op = Backward(replace(forward(BF16, *dims, scale=0.1), score=option), wrt=("score_0",))
-        selection = select(op, device)
+        selection = select(op, device, "attn_bwd")
         launches = selection.kernel.lower(op, selection.config, device).launches
         own = [each for each in launches if each.entry == "attn_bwd_captured_mma"]
         assert len(own) == len(by_elements(option.code)) > 0
