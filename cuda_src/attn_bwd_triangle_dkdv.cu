@@ -162,9 +162,8 @@ struct Consumer {
         smem.bias_full[index].wait(bias_parity), bias_parity ^= 1;
         smem.bias[index].get(bias, lane);
     }
-    // When its numbers have come: loads that were issued could be overtaken by the copy of the next tile.
+    // Where its numbers have come, as dv is a product of weights made of all of them: the copy of the next tile may overtake loads.
     __device__ void release_bias() const {
-        ptx::fence_async_smem();
         __syncwarp();
         release(smem.bias_empty[index]);
     }
@@ -184,7 +183,6 @@ struct Consumer {
         StatisticsByRows lse_log2(smem.lse_log2[q.stage], lane), delta(smem.delta[q.stage], lane);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
-        if (r == 0) release_bias();
         Keys::apply_transposed(word, s);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; i += 2) {
@@ -193,6 +191,7 @@ struct Consumer {
             p[i / 2] = Element::pack(s[i], s[i + 1]);
         }
         start_dv(r);
+        if (r == 0) release_bias();
         ptx::wgmma_wait<0>();
         if (tile == tiles - 1) release(smem.kv_empty[r]);
 #pragma unroll

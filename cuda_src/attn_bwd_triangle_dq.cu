@@ -170,11 +170,13 @@ struct Consumer {
         smem.bias_full[index].wait(bias_parity), bias_parity ^= 1;
         smem.bias[index].get(bias, lane);
     }
-    // When its numbers have come: loads that were issued could be overtaken by the copy of the next tile.
-    __device__ void release_bias() const {
+    // What threads read is given back when it has come: a copy may overtake loads. No product is in flight.
+    __device__ void release_read(int r, bool is_last) const {
+        if (r > 0 && !is_last) return;
         ptx::fence_async_smem();
         __syncwarp();
-        release(smem.bias_empty[index]);
+        if (r == 0) release(smem.bias_empty[index]);
+        if (is_last) release(smem.q_empty[r]);
     }
 
     // S, dP and dS of a unit; where it is `later`, dq of the unit before, of n `before`, runs beside S.
@@ -194,12 +196,11 @@ struct Consumer {
         start_dp(r);  // when dS of the unit before has left its registers; it runs beside the exponentials
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
-        if (r == 0) release_bias();
         Keys::apply(word, s);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) s[i] = ptx::exp2(s[i] - lse_log2[fragment_row(i)]);
         ptx::wgmma_wait<0>();
-        if (tile == tiles - 1) release(smem.q_empty[r]);
+        release_read(r, tile == tiles - 1);
 #pragma unroll
         for (int i = 0; i < SMma::accumulators; ++i) {
             s[i] *= dp[i] - delta[fragment_row(i)];

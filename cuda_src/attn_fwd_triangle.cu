@@ -180,9 +180,8 @@ struct Consumer {
         smem.bias_full[index].wait(bias_parity), bias_parity ^= 1;
         smem.bias[index].get(bias, lane);
     }
-    // When its numbers have come: loads that were issued could be overtaken by the copy of the next tile.
+    // Where its numbers have come, as weigh's vote is over all of them: the copy of the next tile may overtake loads.
     __device__ void release_bias() const {
-        ptx::fence_async_smem();
         __syncwarp();
         release(smem.bias_empty[index]);
     }
@@ -201,9 +200,9 @@ struct Consumer {
         if (tile == tiles - 1) release(smem.q_empty[r]);
 #pragma unroll
         for (int i = 0; i < QkMma::accumulators; ++i) s[i] = __fmaf_rn(s[i], scale_log2, bias[i]);
-        if (r == 0) release_bias();
         Keys::apply(word, s);
         const bool moved = state.weigh(s, shrink);
+        if (r == 0) release_bias();
         if constexpr (pending) finish_pv();
         if (moved) {
 #pragma unroll
