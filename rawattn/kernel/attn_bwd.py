@@ -450,7 +450,8 @@ class AttnBwd(BackwardKernel):
             chains = config.dq_chains if config.store == "ordered" else 0
             sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
             last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
-            sums = gradients.BandSums() if config.walk == "bands" else gradients.IntervalSums()
+            of_list = gradients.ListSums() if lists(forward.mask) else gradients.IntervalSums()
+            sums = gradients.BandSums() if config.walk == "bands" else of_list
             last = dataclasses.replace(last, sum=sums if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from rawattn.kernel import block_gradients
+from rawattn.kernel.attn_bwd import AttnBwdConfig
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _move
 from tests.block_lists import CASES, BlockCase, block_cases
@@ -18,6 +19,7 @@ from tests.emulator.gpu import stand_in
 
 torch = pytest.importorskip("torch")
 ALONE, PAIR = AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2), AttnFwdConfig(128, 64, 2, 1)
+BACKWARD = AttnBwdConfig(dq_columns=64, producer_registers=72, consumer_registers=216, steps="apart")
 FEW = ("duplicates", "wrong", "some empty", "causal", "packed", "lengths", "blocks of 128", "sinks")
 
 
@@ -78,6 +80,17 @@ def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
     case.check(case.gradient_names(), gradients)
     assert word[0] == (256 if case.kind == "wrong" else 0)
+
+
+@names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))
+def test_several_sums_of_dq(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tiles of dq have fewer contributors than sums."""
+    case = CASES[name]
+    stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
+    config = dataclasses.replace(BACKWARD, dq_sums=3)
+    case.check(
+        case.gradient_names(), case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd", config=config)
+    )
 
 
 @names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))
