@@ -93,6 +93,18 @@ def test_several_sums_of_dq(name: str, tmp_path: pathlib.Path, monkeypatch: pyte
     )
 
 
+@names(("duplicates", "heads", "packed", "blocks of 128", "one block each"))
+@pytest.mark.parametrize("sums", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_turns_by_time(name: str, sums: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks at once, which wait for each other."""
+    case = dataclasses.replace(CASES[name], list_heads=CASES[name].heads, head_dim=64, head_dim_v=64)
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    config = dataclasses.replace(BACKWARD, dq_sums=sums, turns="by_time")
+    case.check(
+        case.gradient_names(), case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd", config=config)
+    )
+
+
 @names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_backward_by_mma(name: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
