@@ -86,7 +86,9 @@ def count_rounds(blocks: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["random", "duplicates", "near", "one", "some empty"])
-@pytest.mark.parametrize("sizes", [(5, 2, 2, 128, 12), (9, 4, 2, 64, 7)], ids=["128", "64, groups"])
+@pytest.mark.parametrize(
+    "sizes", [(5, 2, 2, 128, 12), (9, 4, 2, 64, 7), (2, 4, 4, 128, 2)], ids=["128", "64, groups", "heads together"]
+)
 def test_turns_by_time(kind: str, sizes: Any, tmp_path: pathlib.Path) -> None:
     """Every block makes its steps, each of which has a turn of its own, and they are in the order of time."""
     op, rng = operation(*sizes), np.random.default_rng(3)
