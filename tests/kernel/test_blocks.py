@@ -12,21 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import rawattn
-from rawattn.kernel.attn_bwd import AttnBwdConfig
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _move
-from tests.block_lists import CASES, BlockCase, block_cases
+from tests.block_lists import BACKWARD, CASES, BlockCase, block_cases
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 hopper = pytest.mark.gpu
 CONFIGS = {"alone": AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2), "pair": AttnFwdConfig(128, 64, 5, 1)}
-BACKWARD = {  # by head_dim
-    64: AttnBwdConfig(dq_columns=64, producer_registers=72, consumer_registers=216, steps="apart"),
-    128: AttnBwdConfig(
-        dq_parts=2, dq_columns=64, producer_registers=56, consumer_registers=224, steps="apart", order="step_later"
-    ),
-}
 ORDERS: list[dict[str, Any]] = [{"dq_sums": 2}, {"dq_sums": 5}, {"turns": "by_time"}, {"turns": "by_time", "dq_sums": 2}]
 LONG = {  # more works than blocks; the formula in float64 takes a CPU seconds
     "long": BlockCase("random", 12, lengths=((2000, 2100),), heads=8, kv_heads=4, list_heads=8, head_dim=128, head_dim_v=128),

@@ -17,10 +17,11 @@ from rawattn.operation import Backward
 from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.runtime.select import select
 from tests import emulator, operations
+from tests.block_lists import BACKWARD
 
 BLOCKS = 3  # thread blocks that run at once
 DEVICE = dataclasses.replace(TYPICAL["sm_90a"], sm_count=BLOCKS)
-CONFIG = AttnBwdConfig(dq_columns=64, producer_registers=72, consumer_registers=216, steps="apart", turns="by_time")
+CONFIG = dataclasses.replace(BACKWARD[64], turns="by_time")
 WORDS = ("listed_steps", "tile_steps", "tile_begins", "work_starts")
 
 
