@@ -12,8 +12,8 @@
 // Warp 0 loads: the scheduler's choice, K and V, and for each step Q with lse and dO with delta. The others take parts of dq away: one
 // each where dq has chains, else one of each stage. Where one is left, it finds out who adds next to tiles that are a list
 // (variant/walk/q_list.cuh), or fills with zeros what no step stores of dS (variant/ds/stored_filled.cuh).
-// Walk says in which order a work takes its query tiles. Where it goes round (Walk::needs_all_blocks), blocks also wait for turns of works
-// with larger numbers, so that all blocks run at once (variant/walk/q_interval_rotated.cuh).
+// Walk says in which order a work takes its query tiles. Where it goes round, or lists of blocks have turns by time (Walk::needs_all_blocks),
+// blocks also wait for turns of works with larger numbers, so that all blocks run at once (variant/walk/q_interval_rotated.cuh).
 // StepOrder says in which order a consumer issues the products of a step: dq of its own dS, or of that of the step before. Steps says
 // whether steps whose tile the mask keeps whole have a loop of their own. DqShare says which columns of dq a warpgroup makes. Above 128 columns
 // shared memory is short: cfg says of how many steps it holds Q, dO, dS and dq.

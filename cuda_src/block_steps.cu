@@ -1,6 +1,6 @@
 // The steps that lists of blocks become where key tiles stay (attn_bwd.cu), list by list: which key tile has a number's step, and how many
-// steps of other key tiles add to dq of the list's queries before it. Those of later key tiles do, and a block that is listed n times is n
-// steps. Where a tile holds two blocks, a step may be of both: so many as the one that is listed more often.
+// steps of other key tiles add to dq of the list's queries before it, if block_turns.cu does not say so. Those of later key tiles do, and a
+// block that is listed n times is n steps. Where a tile holds two blocks, a step may be of both: so many as the one that is listed more often.
 //
 // A thread block has one list, whose numbers it counts by key tiles, the last ones first, cfg::chunk tiles at a time.
 //

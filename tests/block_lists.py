@@ -12,10 +12,17 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 import rawattn
+from rawattn.kernel.attn_bwd import AttnBwdConfig
 from rawattn.variant.element import ELEMENTS
 
 Array = npt.NDArray[Any]
 WRONG = (2147480000, -2, -2147480000)  # no block of any sequence
+BACKWARD = {  # configurations of attn_bwd by head_dim
+    64: AttnBwdConfig(dq_columns=64, producer_registers=72, consumer_registers=216, steps="apart"),
+    128: AttnBwdConfig(
+        dq_parts=2, dq_columns=64, producer_registers=56, consumer_registers=224, steps="apart", order="step_later"
+    ),
+}
 KINDS = ("random", "ascending", "descending", "duplicates", "one", "empty", "some empty", "wrong", "all")
 
 

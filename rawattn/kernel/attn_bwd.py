@@ -22,7 +22,7 @@ from ..variant.intervals import IntervalMask, is_interval
 from ..variant.mask import And, Causal, Full, Window
 from ..variant.scheduler import DIRECTIONS
 from ..variant.score import Scale, Softcap
-from ..variant.walk import QBlockWalk, QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
+from ..variant.walk import QBlockWalk, QBlockWalkByTime, QIntervalPart, QIntervalRotatedPacked, QListWalk, RotatedTurn, lists
 from . import attn_bwd_captured, attn_bwd_works, backward, group, tiling
 from .attn_bwd_captured import make_launches
 from .backward import BackwardKernel, ConvertPass, DeltaPass
@@ -74,6 +74,7 @@ class AttnBwdConfig:
     walk: str = ""  # order in which a work takes its heads' tiles, of group.WALKS; "" for what mask and sizes suggest
     heads_together: int = 0  # of sequences of one length, whose key tiles are taken together; 0 for what sizes suggest
     bundle: int = -1  # works a block, of packed sequences side by side; 0: one after the other; -1: as sizes suggest
+    turns: str = ""  # "by_time" where key tiles of lists of blocks add to dq as they come to it, not in their own order
     query_parts: int = 0  # works into which the query tiles of a key tile are split; 0 for what sizes suggest
     gradient: str = ""  # the captured array whose gradient is dS, which is stored as it is made; "" for none
     elements: str = ""  # the captured array of pairs of which TMA brings tiles to the place of dS; "" for none
@@ -354,6 +355,8 @@ class AttnBwd(BackwardKernel):
             return "dq_chains is 3; no warp is left for a mask whose tiles are lists, or for the zeros of one that skips tiles"
         if config.store == "unordered" and forward.spec.deterministic:
             return "store is 'unordered', whose last bits vary from run to run; it needs deterministic=False"
+        if config.turns and forward.keys is None:
+            return f"turns is {config.turns!r}; it must be '', but over lists of blocks"
         if reason := _refuse_tiles(config, op) or attn_bwd_works.wrong(op, config):
             return reason
         if reason := backward.wrong_direction(forward, config.direction) or group.wrong(forward, config):
@@ -450,7 +453,8 @@ class AttnBwd(BackwardKernel):
             chains = config.dq_chains if config.store == "ordered" else 0
             sizes = (config.dq_columns, config.dq_parts) if not _shares_panel(config) else (2 * config.dq_columns, 1)
             last = ConvertPass(config.tile_q, config.tile_kv, *sizes, dq_chains=chains)
-            sums = gradients.BandSums() if config.walk == "bands" else gradients.IntervalSums()
+            of_list = gradients.ListSums() if lists(forward.mask) else gradients.IntervalSums()
+            sums = gradients.BandSums() if config.walk == "bands" else of_list
             last = dataclasses.replace(last, sum=sums if config.dq_sums > 1 else backward.ONE_SUM)
             launches.append(self.convert(op, last, device))
         blocks *= config.dq_sums
@@ -482,13 +486,14 @@ def _render_main(ds: Option, elements: Option, op: Forward, config: AttnBwdConfi
     ]
     walk: Option = QListWalk(config.store != "unordered", config.store == "final") if lists(op.mask) else group.WALKS[config.walk]
     if op.spec.keys is not None:
-        walk = QBlockWalk(op.spec.keys.block_q)
+        walk = (QBlockWalkByTime if config.turns else QBlockWalk)(op.spec.keys.block_q)
     rotated, in_bands, of_part = config.walk == "rotated", config.walk == "bands", config.query_parts > 1
     if of_part and not in_bands:
         walk = QIntervalPart()
     elif rotated and op.varlen:
         walk = QIntervalRotatedPacked()
-    plan = backward.kv_scheduler(op, "Ascending", "StaticPersistent") if rotated else backward.kv_scheduler(op, config.direction)
+    draw = "StaticPersistent" if rotated or config.turns else "DynamicPersistent"
+    plan = backward.kv_scheduler(op, "Ascending" if rotated else config.direction, draw)
     if in_bands:
         plan = scheduler.KvBands("Alternating")
     elif op.varlen and (rotated or config.bundle):

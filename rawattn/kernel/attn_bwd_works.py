@@ -138,12 +138,12 @@ def _suits_uneven(op: Backward, config: AttnBwdConfig, blocks: int) -> bool:
 
 def _may_have_sums(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether a tile of dq may have several sums: where contributors are counted, and a pass makes dq."""
-    return config.store == "ordered" and not lists(op.mask)
+    return config.store == "ordered" and (not lists(op.mask) or op.keys is not None)
 
 
 def _has_few_queries(op: Forward, config: AttnBwdConfig) -> bool:
     """Says whether the sizes are a kind for which kernels with several sums of a tile of dq are compiled."""
-    return not op.varlen and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
+    return not (op.varlen or lists(op.mask)) and op.kv_len >= 8 * op.q_len and _may_have_sums(op, config)
 
 
 def _has_narrow_turns(op: Forward, config: AttnBwdConfig) -> bool:
@@ -159,7 +159,7 @@ def _refuse_sums(config: AttnBwdConfig, op: Forward) -> str | None:
     most = tiling.MOST_TILES // max(1, config.dq_chains * op.heads * backward.q_blocks(op, config.tile_q))
     if config.dq_sums in (0, 1) or (1 < config.dq_sums <= most and _may_have_sums(op, config)):
         return None
-    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered' and a mask without lists"
+    return f"dq_sums is {config.dq_sums}; up to {most} are counted, and several need store 'ordered', and no list by a mask"
 
 
 def _count_sums(op: Forward, config: AttnBwdConfig, blocks: int) -> int:

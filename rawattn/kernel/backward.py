@@ -224,7 +224,7 @@ class ConvertPass:
     dq_parts: int = 1
     vector: int = 4  # numbers of a thread that follow each other in the sum
     dq_chains: int = 1  # in which blocks took turns to add to dq; 0 where they took none
-    sum: Option = ONE_SUM  # of a tile, where key tiles are no list
+    sum: Option = ONE_SUM  # of a tile; where a mask's key tiles are a list, their turns say whether it is there
 
 
 class BackwardKernel(Kernel[Backward]):
@@ -315,7 +315,7 @@ def _render_convert(op: Forward, last: ConvertPass, arch: str) -> tuple[Source, 
     }  # fmt: skip
     counts = (Field("scale", "Number"), Field("heads", "i32"), Field("q_blocks", "i32"))
     of_list = gradients.ListSum() if last.dq_chains else gradients.ClearedSum()
-    there = of_list if lists(op.mask) else last.sum
+    there = of_list if lists(op.mask) and last.sum == ONE_SUM else last.sum
     stored = gradients.StoreRows16() if op.element.itemsize == 2 else gradients.StoreRows32()
     plan = tiling.lpt_scheduler(op, False)
     every = options(op, Sum=there, DqRows=stored, Scheduler=plan, Launch=launch_option(arch))

@@ -18,11 +18,13 @@ from . import backward, block_tiles
 from .attn_bwd import AttnBwd, AttnBwdConfig
 from .attn_bwd_mma import AttnBwdMma, AttnBwdMmaConfig, config_of, dq_row_warps
 from .backward import BackwardKernel
-from .program import Buffer, Program
+from .program import Buffer, Launch, Program
 
 STEPS_THREADS, STEPS_CHUNK = 128, 1024  # of a block of block_steps.cu; key tiles that it counts at once
 SORT_THREADS, SORT_COLUMNS = 1024, 256  # of a block of block_lists.cu, whose key tiles are these
 STEPS = Field("listed_steps", "i32*", Scratch("listed_steps"))
+STARTS = Field("work_starts", "i32*", Scratch("work_starts"))
+TURNS = ("", "by_time")  # the order in which key tiles add to dq: their own, or that of time
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,8 +61,11 @@ def count_tiles(op: Forward, tile_kv: int) -> int:
     return -(-(op.total_kv if op.varlen else op.kv_len) // tile_kv)
 
 
-def with_lists(kernel: BackwardKernel, op: Backward, tile_kv: int, device: Device, program: Program) -> Program:
-    """The program behind the launches that transpose the lists for its key tiles, of ``tile_kv`` keys."""
+def with_lists(
+    kernel: BackwardKernel, op: Backward, tile_kv: int, device: Device, program: Program, main: Launch | None = None
+) -> Program:
+    """The program behind the launches that transpose the lists for its key tiles, of ``tile_kv`` keys; with turns by time where
+    ``main`` is given, the launch whose blocks take them."""
     forward, keys = op.forward, op.forward.keys
     assert keys is not None
     groups, tiles = forward.batch * keys.heads, count_tiles(forward, tile_kv)
@@ -70,7 +75,13 @@ def with_lists(kernel: BackwardKernel, op: Backward, tile_kv: int, device: Devic
         kernel.launch(op, tile_kv, device, "block_steps", shared, groups * keys.blocks * (keys.most > 0), _render_steps),
         kernel.launch(op, tile_kv, device, "block_lists", shared, groups * (tiles // SORT_COLUMNS + 1), _render_lists),
     ]
-    sizes = {"listed_steps": 16 * numbers, "tile_steps": 8 * numbers, "tile_begins": 4 * groups * (tiles + 1)}
+    if main is not None:
+        launches += [
+            kernel.launch(op, tile_kv, device, "block_starts", {**shared, **main.values}, main.grid, _render_starts),
+            kernel.launch(op, tile_kv, device, "block_turns", shared, launches[0].grid, _render_turns),
+        ]
+    sizes = {"work_starts": 4 * forward.batch * forward.kv_heads * tiles} if main is not None else {}
+    sizes |= {"listed_steps": 16 * numbers, "tile_steps": 8 * numbers, "tile_begins": 4 * groups * (tiles + 1)}
     buffers = [Buffer(name, max(16, size)) for name, size in sizes.items()]
     launches = [launch for launch in launches if launch.grid and program.launches]
     whole = Program((*launches, *program.launches), (*buffers, *program.scratch))
@@ -96,6 +107,22 @@ def _render_lists(op: Forward, tile_kv: int, arch: str) -> tuple[Source, Fields]
     return backward.rendered("block_lists.cu", constants, (STEPS, *writes, *numbers), [], every, arch)
 
 
+def _render_starts(op: Forward, tile_kv: int, arch: str) -> tuple[Source, Fields]:
+    every = backward.options(op, Scheduler=backward.kv_scheduler(op, "ShortestFirst", "StaticPersistent"))
+    every["Launch"] = backward.launch_option(arch)
+    del every["Mask"]
+    fields = (STARTS, TILE_LISTS[1], *(Field(name, "i32") for name in ("heads", "heads_per_kv", "listed_tiles")))
+    return backward.rendered("block_starts.cu", {"tile_q": 64, "tile_kv": tile_kv, "threads": 32}, fields, [], every, arch)
+
+
+def _render_turns(op: Forward, tile_kv: int, arch: str) -> tuple[Source, Fields]:
+    every = {"Element": op.element, "Launch": backward.launch_option(arch)}
+    numbers = tuple(Field(name, "i32") for name in ("heads_per_kv", "listed", "listed_blocks", "listed_tiles"))
+    reads = (STARTS._replace(ctype="const i32*"), TILE_LISTS[0]._replace(ctype="i32*"), TILE_LISTS[1])
+    constants = {"tile_q": 64, "tile_kv": tile_kv, "threads": STEPS_THREADS}
+    return backward.rendered("block_turns.cu", constants, (STEPS, *reads, *numbers), [], every, arch)
+
+
 class AttnBwdBlocks(AttnBwd):
     """The kernel over lists of blocks."""
 
@@ -115,6 +142,10 @@ class AttnBwdBlocks(AttnBwd):
     def legal(self, config: AttnBwdConfig, op: Backward, device: Device) -> str | None:
         if config.consumers != 2 or config.store == "final" or config.order == "dp_later":
             return "over lists of blocks consumers is 2, store not 'final', and order not 'dp_later'"
+        lists = op.forward.keys
+        is_served = config.store == "ordered" and lists is not None and lists.heads == op.forward.heads
+        if config.turns not in TURNS or (config.turns and not is_served):
+            return f"turns is {config.turns!r}; it must be of {[*TURNS]}; by_time needs store 'ordered' and a list of each head"
         return super().legal(config, placed(op), device)
 
     def tuning_shapes(self, op: Backward) -> tuple[Backward, ...]:
@@ -137,7 +168,9 @@ class AttnBwdBlocks(AttnBwd):
         return super().cost(config, placed(op), device)
 
     def lower(self, op: Backward, config: AttnBwdConfig, device: Device) -> Program:
-        return with_lists(self, op, config.tile_kv, device, super().lower(placed(op), config, device))
+        program = super().lower(placed(op), config, device)
+        main = next((each for each in program.launches if each.entry == self.name and config.turns), None)
+        return with_lists(self, op, config.tile_kv, device, program, main)
 
     def programs(self, op: Backward, config: Any, device: Device) -> tuple[Program, ...]:
         return (self.lower(op, config, device),)

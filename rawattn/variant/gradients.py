@@ -258,6 +258,14 @@ class ListSum(Option):
         return (Field("turns", "const i32*", Scratch("turns")),)
 
 
+class ListSums(ListSum):
+    """The turns of each sum of a tile of dq say whether it is there (``DqOrderedSums``)."""
+
+    @property
+    def fields(self) -> Fields:
+        return (*super().fields, DQ_SUMS)
+
+
 class ClearedSum(Option):
     """Every tile of dq has a sum, which was cleared."""
 

@@ -212,6 +212,16 @@ class QBlockWalk(Option):
         return (*TILE_LISTS, *(Field(name, "i32") for name in ("listed", "listed_blocks", "listed_heads", "listed_tiles")))
 
 
+class QBlockWalkByTime(QBlockWalk):
+    """The same, where key tiles add to dq in the order of time (``block_turns.cu``)."""
+
+    source: ClassVar[str] = "variant/walk/q_blocks_by_time.cuh"
+
+    @property
+    def cuda_type(self) -> str:
+        return "QBlockWalkByTime<>"
+
+
 class QBlockSteps(QBlockWalk):
     """The same, which one thread reads for its block."""
 

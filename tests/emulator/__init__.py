@@ -48,8 +48,10 @@ def library(source: Source, folder: pathlib.Path) -> ctypes.CDLL:
     files["config.cuh"] = PRODUCT.sub(_product, files["config.cuh"])
     if "tile/tile.cuh" in files:
         to = r"d = u64(\1) << 32 | low_word;"
-        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?"r"\(low_word\), "r"\((.*?)\)\);', to, files["tile/tile.cuh"])
-    entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem).replace("TOGETHER", dims[1] if dims else "1")
+        tile = files["tile/tile.cuh"].replace("address >> 4 |", "(address & address_bits) >> 4 |")  # without the rank
+        files["tile/tile.cuh"] = re.sub(r'asm\("mov.b64.*?"r"\(low_word\), "r"\((.*?)\)\);', to, tile)
+    together = dims[1] if dims else "facts.needs_all_blocks ? blocks : 1"
+    entry = ENTRY.replace("KERNEL", pathlib.PurePath(source.name).stem).replace("TOGETHER", together)
     return compiled(f'#include "threads.hpp"\n#include "{source.name}"\n{entry}', files, folder)
 
 

@@ -344,7 +344,7 @@ static void cp_async_commit() {
     groups.resize(groups.empty() ? 2 : groups.size() + 1);
 }
 template <int pending> void cp_async_wait() { finish_copies(pending, threadIdx.x); }
-// Blocks run one after the other: a turn that has not come never will.
+// Blocks run one after the other, but those that need all blocks: a turn that has not come may never come.
 static i32 load_acquire(const i32* from) { return yield(), *from; }
 static i32 load_relaxed(const i32* from) { return *from; }
 static void fence_acq_rel() {}

@@ -14,6 +14,7 @@ import numpy as np
 from rawattn.compile.compiler import Source
 from rawattn.driver.device import TYPICAL
 from rawattn.kernel import render
+from rawattn.kernel.block_gradients import ATTN_BWD_BLOCKS
 from rawattn.operation import Append, Backward, Combine
 from rawattn.operation.keys import KeyLists, ListSizes
 from rawattn.runtime.select import select
@@ -33,7 +34,7 @@ PAIRS, KEEP, KEYS = np.zeros((4, 64, 64), np.float32), np.zeros((2, 64), np.bool
 
 def operations() -> Iterator[tuple[Any, ...]]:
     """Operations that have every kernel among their launches, each behind its architecture. Behind it may stand the name of a
-    kernel that is not chosen by itself."""
+    kernel that is not chosen by itself, and a configuration."""
     plain = forward(BF16, 2, 2048, 2048, 4, 4, 128, 128, scale=0.1, mask=Causal(), return_lse=True)
     wide, narrow = replace(plain, head_dim=256, head_dim_v=256), replace(plain, element=ELEMENTS["fp32"])
     one, _ = function(lambda s, b, h, q, kv: s + TABLE[h, ORDER[q]], "score", (2, 4, 300, 300))
@@ -47,6 +48,8 @@ def operations() -> Iterator[tuple[Any, ...]]:
         yield from ((arch, Backward(op)) for op in (plain, wide, narrow, shared))
     listed = dataclasses.replace(replace(plain, keys=KeyLists(False, 64, 64)), keys=ListSizes(8, 4, 32, True))
     yield from (("sm_90a", listed), ("sm_90a", Backward(listed)), ("sm_80", Backward(listed)))
+    by_time = dataclasses.replace(ATTN_BWD_BLOCKS.candidates(Backward(listed), TYPICAL["sm_90a"])[0], turns="by_time")
+    yield "sm_90a", Backward(listed), "attn_bwd", by_time
     yield "sm_90a", Backward(replace(plain, head_dim=512, head_dim_v=512))
     yield "sm_75", narrow
     wrt = tuple(array.name for array in one.arrays if array.element == "fp32")

@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 38620,
+    "rawattn": 38680,
     "perf": 6200,
-    "cuda_src": 19620,
-    "tests": 52570,
+    "cuda_src": 19750,
+    "tests": 52780,
 }
 FUNCTION_LINES = 60
 

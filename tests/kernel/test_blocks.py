@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 import rawattn
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _move
-from tests.block_lists import CASES, BlockCase, block_cases
+from tests.block_lists import BACKWARD, CASES, BlockCase, block_cases
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu("any")
 hopper = pytest.mark.gpu
 CONFIGS = {"alone": AttnFwdConfig(64, 64, 3, 1, ctas_per_sm=2), "pair": AttnFwdConfig(128, 64, 5, 1)}
+ORDERS: list[dict[str, Any]] = [{"dq_sums": 2}, {"dq_sums": 5}, {"turns": "by_time"}, {"turns": "by_time", "dq_sums": 2}]
 LONG = {  # more works than blocks; the formula in float64 takes a CPU seconds
     "long": BlockCase("random", 12, lengths=((2000, 2100),), heads=8, kv_heads=4, list_heads=8, head_dim=128, head_dim_v=128),
     "long, causal": BlockCase("duplicates", 14, lengths=((1500, 1500),) * 4, heads=2, list_heads=1, causal=True, counts=True),
@@ -65,6 +66,37 @@ def test_backward(name: str, kernel: str | None) -> None:
 def test_the_same_bits_on_every_run(name: str, kernel: str | None) -> None:
     results = [gradients(LONG[name], kernel) for _ in range(4)]
     assert all(torch.equal(a, b) for each in results[1:] for a, b in zip(each, results[0], strict=True))
+
+
+@hopper
+@pytest.mark.parametrize("changes", ORDERS, ids=str)
+@pytest.mark.parametrize("name", ["some empty", "heads", "packed", "blocks of 128", "head_dim 128", *LONG])
+def test_orders_of_adds_to_dq(name: str, changes: dict[str, Any]) -> None:
+    """Several sums of a tile, and the order of time, in which blocks wait for works with larger numbers."""
+    case = (CASES | LONG)[name]
+    case = dataclasses.replace(case, list_heads=case.heads)
+    config = dataclasses.replace(BACKWARD[case.head_dim], **changes)
+    results = [gradients(case, "attn_bwd", config=config) for _ in range(4)]
+    case.check(case.gradient_names(), results[0])
+    assert all(torch.equal(a, b) for each in results[1:] for a, b in zip(each, results[0], strict=True))
+
+
+@hopper
+@pytest.mark.parametrize("changes", ORDERS, ids=str)
+@pytest.mark.parametrize("block, kept", [(64, 13), (128, 1), (128, 9), (128, 64)])
+def test_orders_of_adds_of_many_works(block: int, kept: int, changes: dict[str, Any]) -> None:
+    """dk and dv have the same bits in every order, and dq those of every run. Lists are random, those of one head near."""
+    q, k, v, do = (torch.randn(2, 8192, 6, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    numbers = torch.rand(2, 6, 8192 // block, 8192 // block, device="cuda")
+    place = torch.arange(8192 // block, device="cuda")
+    numbers[:, 0] = -(place[:, None] - place).abs()
+    keys = rawattn.Blocks(numbers.topk(kept).indices.int(), None, block, block)
+    o, lse = rawattn.attention(q, k, v, keys=keys, return_lse=True)
+    configs = [BACKWARD[128], *[dataclasses.replace(BACKWARD[128], **changes)] * 5]
+    results = [rawattn.attention_backward(do, q, k, v, o, lse, keys=keys, kernel="attn_bwd", config=each) for each in configs]
+    assert all(torch.equal(a, b) for each in results[1:] for a, b in zip(each[1:], results[0][1:], strict=True))
+    assert all(torch.equal(each[0], results[1][0]) for each in results[2:])
+    assert torch.allclose(results[1][0].float(), results[0][0].float(), atol=2e-2, rtol=2e-2)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

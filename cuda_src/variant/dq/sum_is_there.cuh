@@ -32,6 +32,15 @@ struct ListSum : OneSum {
         return args.turns[place * cfg::dq_chains] != 0;
     }
 };
+// Where steps of lists of blocks go round several sums: if any came to that one.
+struct ListSums : ListSum {
+    template <class A, class M, class Add>
+    __device__ static void add_others(const A& args, const Rows& rows, const M& mask, const WorkTile& work, const Add& add) {
+        const i32 place = place_of(args, rows, work.head, work.q_begin / cfg::tile_q), tiles = args.heads * args.q_blocks;
+#pragma unroll 1
+        for (i32 n = 1; n < args.dq_sums && is_there(args, rows, mask, work, place + n * tiles); ++n) add(n);
+    }
+};
 // Where it was cleared before key tiles added to it (variant/dq/clear_sum.cuh): always.
 struct ClearedSum : OneSum {
     template <class A, class M>

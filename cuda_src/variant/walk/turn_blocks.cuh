@@ -1,6 +1,7 @@
 #pragma once
-// In which order key tiles add to a tile of dq where lists of blocks say which do: from the last key tile on. A step knows how many come
-// before it, and a counter of the tile says how many have added. Works are handed out in the same order (variant/scheduler/shortest_first.cuh).
+// In which order key tiles add to a tile of dq where lists of blocks say which do: from the last key tile on, as works are handed out
+// (variant/scheduler/shortest_first.cuh), or in the order of time (block_turns.cu). A step knows how many come before it, and a counter of
+// the tile says how many have added.
 #include "variant/interfaces_bwd.cuh"
 
 struct BlockTurn {

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from rawattn.kernel import block_gradients
 from rawattn.kernel.attn_fwd import AttnFwdConfig
 from rawattn.testing import _move
-from tests.block_lists import CASES, BlockCase, block_cases
+from tests.block_lists import BACKWARD, CASES, BlockCase, block_cases
 from tests.emulator.gpu import stand_in
 
 torch = pytest.importorskip("torch")
@@ -78,6 +78,29 @@ def test_backward(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     gradients = case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd")
     case.check(case.gradient_names(), gradients)
     assert word[0] == (256 if case.kind == "wrong" else 0)
+
+
+@names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))
+def test_several_sums_of_dq(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tiles of dq have fewer contributors than sums."""
+    case = CASES[name]
+    stand_in(monkeypatch, tmp_path, sm_count=1)  # blocks run one after the other
+    config = dataclasses.replace(BACKWARD[64], dq_sums=3)
+    case.check(
+        case.gradient_names(), case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd", config=config)
+    )
+
+
+@names(("duplicates", "heads", "packed", "blocks of 128", "one block each", "head_dim 128"))
+@pytest.mark.parametrize("sums", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_turns_by_time(name: str, sums: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks at once, which wait for each other."""
+    case = dataclasses.replace(CASES[name], list_heads=CASES[name].heads)
+    stand_in(monkeypatch, tmp_path, sm_count=3)
+    config = dataclasses.replace(BACKWARD[case.head_dim], dq_sums=sums, turns="by_time")
+    case.check(
+        case.gradient_names(), case.backward(put, rounded(case, "o"), rounded(case, "lse"), kernel="attn_bwd", config=config)
+    )
 
 
 @names(("duplicates", "some empty", "heads", "packed", "blocks of 128"))

@@ -230,7 +230,7 @@ def test_uneven_parts_that_are_refused(changes: dict[str, Any], mask: Any) -> No
 
 @pytest.mark.parametrize("changes, mask", [({"store": "final"}, Full()), ({}, Dilated(3)), ({"dq_sums": -1}, Full())], ids=str)
 def test_sums_that_do_not_fit(changes: dict[str, Any], mask: Any) -> None:
-    with pytest.raises(ProblemError, match="are counted, and several need store 'ordered' and a mask without lists"):
+    with pytest.raises(ProblemError, match="are counted, and several need store 'ordered', and no list by a mask"):
         select(backward(1, 300, (8, 8), mask), H200, "attn_bwd", AttnBwdConfig(**{"dq_sums": 2, **changes}))
 
 
