@@ -102,6 +102,12 @@ class PagedPanelsFromKv(PagedPanelsKv):
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
+class PagedCopiesKv(Wrapper):
+    """Pools of pages of few rows, which four warps copy for wgmma, in panels; the base says which of them a sequence has."""
+
+    source: ClassVar[str] = "variant/kv/paged_copies.cuh"
+
+
 class LatentPanelsKv(PagedTmaKv):
     """Pools of pages whose values are the first columns of their keys, in panels; a page has the rows of a tile, or more."""
 

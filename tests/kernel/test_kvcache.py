@@ -121,7 +121,13 @@ CHUNKS = {
     "dense": of(CHUNK, form="dense", page_size=5000),
     "dense, same": of(SAME, form="dense", page_size=4001, sinks=True),
     "end to end": of(CHUNK, form="indptr", page_size=32),
-    **{f"pages of {n}": of(SAME, page_size=n) for n in (8, 32, 64, 128, 256)},
+    **{f"pages of {n}": of(SAME, page_size=n) for n in (1, 2, 4, 8, 32, 64, 128, 256)},
+    "pages of 1, table": of(CHUNK, page_size=1, window=(500, None)),
+    "pages of 1, end to end": of(CHUNK, page_size=1, form="indptr", head_dim=72, head_dim_v=40, sinks=True),
+    "pages of 2, HND": of(CHUNK, page_size=2, form="indptr", layout="HND", head_dim=192, softcap=5.0),
+    "pages of 4, begins": of(CHUNK, page_size=4, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False, pool="interleaved"),
+    "pages of 1, columns 64": of(CHUNK, page_size=1, head_dim=64, head_dim_v=64, dtype="fp16"),
+    "pages of 1, columns 256": of(SAME, page_size=1, head_dim=256, head_dim_v=256, causal=False),
     "HND": of(CHUNK, layout="HND", page_size=64),
     "interleaved": of(CHUNK, pool="interleaved", layout="HND"),
     "shared": of(CHUNK, pool="shared", head_dim_v=64),
@@ -384,14 +390,19 @@ def test_chunks_over_eight_bits(name: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("tile_q", [64, 128, 192, 256])
 def test_chunks_in_any_configuration(tile_q: int) -> None:
     """Tiles that hold no whole number of pages, too."""
-    for case, tile_kv in ((of(CHUNK, head_dim=64, head_dim_v=64, page_size=64), 48), (of(SAME, head_dim=64, head_dim_v=64), 80)):
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    for case, tile_kv in (
+        (of(CHUNK, **narrow, page_size=64), 48),
+        (of(SAME, **narrow), 80),
+        (of(CHUNK, **narrow, page_size=1), 112),
+    ):
         config = AttnFwdConfig(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
         check(case, attend(case, kernel="attn_fwd", config=config))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [0, 2, 7])
-@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 8", "pages of 64", "begins, pages of 256"])
+@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 1", "pages of 8", "pages of 64", "begins, pages of 256"])
 def test_chunks_in_splits(name: str, splits: int) -> None:
     """Sequences of many lengths, each of which is cut by its own."""
     for q_len in (16, 513):
@@ -401,7 +412,7 @@ def test_chunks_in_splits(name: str, splits: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [8, 64, 512])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 64, 512])
 def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
     """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
     behind a sequence's last ones are the next sequence's."""

@@ -28,6 +28,7 @@ from tests import emulator
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
 from tests.emulator.gpu import stand_in
+from tests.options import Dilated
 
 SMALL = AttnFwdConfig(128, 48, 2, 1)  # tiles that hold no whole number of large pages
 CHUNKS = Cached(
@@ -62,6 +63,12 @@ CASES = {
     "full": of(SAME, causal=False, page_size=32),
     "causal for some": of(CHUNKS, causal=(0, 1, 1, 0, 1, 0, 0), begins=(131, 5, 9, 69, 0, 1, 150), whole=False),
     "begins": of(CHUNKS, whole=False, begins=(131, 5, 9, 69, 0, 1, 150)),
+    "pages of 1": of(CHUNKS, page_size=1),
+    "pages of 2, end to end": of(
+        CHUNKS, page_size=2, head_dim=72, head_dim_v=40, form="indptr", layout="HND", sinks=True, window=(100, 0)
+    ),
+    "pages of 4": of(SAME, page_size=4, head_dim=128, head_dim_v=192, heads=2, kv_heads=1, lengths=((70, 203), (70, 65))),
+    "pages of 1, begins": of(CHUNKS, page_size=1, whole=False, begins=(131, 5, 9, 69, 0, 1, 150), causal=(0, 1, 1, 0, 1, 0, 0)),
     "begins, dense": of(SAME, whole=False, begins=(299, -7, 64), form="dense", page_size=301, heads=3, kv_heads=1, head_dim_v=72),
 }
 EIGHT_BITS = {
@@ -197,11 +204,12 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert word[0] == 0
 
 
-def test_a_lane_that_comes_late(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the producer's warp, one that has no box of a tile."""
+@pytest.mark.parametrize("thread, page", [(31, 16), (31, 1), (77, 1)])
+def test_a_lane_that_comes_late(thread: int, page: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the producer's warp, one that has no box of a tile; or one that copies rows, and is told of works."""
     stand_in(monkeypatch, tmp_path)
-    monkeypatch.setattr(emulator, "late_thread", 31)
-    case = of(CHUNKS, lengths=((70, 400),), heads=1, kv_heads=1)
+    monkeypatch.setattr(emulator, "late_thread", thread)
+    case = of(CHUNKS, lengths=((70, 400),), heads=1, kv_heads=1, page_size=page)
     check(case, *attend(case)[:2])
 
 
@@ -223,6 +231,7 @@ def test_decoding_beside_a_chunk(many: str, tmp_path: pathlib.Path, monkeypatch:
     assert found[0].equal(o[n:]) and found[1].equal(lse[:, n:]) and word[0] == 0
 
 
+HOLES = {"page_size": 4, "spec": Decode(mask=Dilated(3)).operation.spec}
 MIXED = dataclasses.replace(Decode(17, 512, 32, 8, page=16, varlen=True, total_q=528, kv_len=8704).operation, pages=5000)
 MORE = dataclasses.replace(MIXED, batch=65, total_q=576)
 
@@ -247,7 +256,7 @@ def test_what_goes_beside_is_asked_for() -> None:
         ({"q_len": 64}, "it is for ragged steps, where sequences may have more than 256 rows, and others fewer"),
         ({"ragged": False}, "it is for ragged steps"),
         ({"head_dim": 40, "head_dim_v": 40}, "attn_decode: head_dim is 40"),
-        ({"page_size": 4}, "the cache has page_size 4; it takes pages of 8 keys or more"),
+        (HOLES, "attn_fwd: the mask has holes and the cache page_size 4; it takes pages of 8 keys or more then"),
         ({"kv_element": E4M3}, "it takes caches in the format of q"),
     ):
         with pytest.raises(UnsupportedError, match=rf"\n  attn_decode\+attn_fwd: {reason}"):
@@ -294,10 +303,12 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
     assert word[0] == 0
 
 
-@pytest.mark.parametrize("columns", [32, 128])  # by panels, and by pages
-def test_violated_bounds_are_said_and_cut(columns: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns, page", [(32, 16), (128, 16), (32, 2)])  # by panels, by pages, and by threads
+def test_violated_bounds_are_said_and_cut(
+    columns: int, page: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sequence that is wrong is said and left out, others come out as they are."""
-    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns)
+    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns, page_size=page)
     plain = attend(case)
 
     def wrong_page(given: dict[str, Any]) -> None:
@@ -357,7 +368,7 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
 
 
 REFUSED = {
-    "page_size": ({"page_size": 4}, "attn_fwd: the cache has page_size 4; it takes pages of 8 keys or more"),
+    "page_size": (HOLES, "attn_fwd: the mask has holes and the cache page_size 4; it takes pages of 8 keys or more then"),
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
     "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
     "eight bits": ({"kv_element": E4M3}, "not e4m3; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode"),
@@ -449,7 +460,7 @@ def test_few_rows_are_not_split_over_caches() -> None:
 
 
 @pytest.mark.parametrize("dims", [pytest.param((64, 64), marks=pytest.mark.slow), (128, 128)], ids=str)
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [0, 1, 16])
 def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     """In all configurations that its kind may get; numbers of heads, sequences and pages, and lengths, make no other kernel."""
     mask, ragged = (And(Causal(), Window(1000, 0)), True) if page else (Causal(), False)
@@ -469,6 +480,7 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     [
         *(((128, 192), page, kv.PagedBoxesKv) for page in (8, 16, 32)),
         *(((128, 128), page, kv.PagedPanelsKv) for page in (0, 64)),
+        *(((128, columns), page, kv.PagedCopiesKv) for page in (1, 2, 4) for columns in (40, 128)),
         *((dims, 16, kv.PagedPanelsKv) for dims in ((64, 64), (64, 128), (128, 64), (128, 136))),
     ],
 )
@@ -479,7 +491,8 @@ def test_a_box_is_a_small_page_of_two_panels_or_more(dims: tuple[int, int], page
     assert ("v_end" in names) is (wanted is kv.PagedBoxesKv)
     if page:
         begins = dataclasses.replace(op, kv_begin=True)
-        assert type(ATTN_FWD_KVCACHE.options(begins, config)["Kv"]) is kv.PagedPanelsFromKv
+        others = kv.PagedCopiesKv if wanted is kv.PagedCopiesKv else kv.PagedPanelsFromKv
+        assert type(ATTN_FWD_KVCACHE.options(begins, config)["Kv"]) is others
 
 
 def test_configurations_are_those_of_plain_tensors() -> None:

@@ -1,0 +1,28 @@
+#pragma once
+// The same over keys whose rows threads copy: all four warps of the producer load each tile. The first one also takes works and loads Q,
+// and the others are told of works as the consumers are.
+#include "variant/walk/paged.cuh"
+
+struct PagedCopiesWalk : PagedWalk {
+    template <class K, class KTile, class VTile> using Contract = PanelsKvOption<K, KTile, VTile, LoadsByThreads::Barrier>;
+    using Loads = LoadsByThreads;
+    static constexpr u32 producers = 128;  // threads
+    using PagedWalk::PagedWalk;
+
+    template <class Producer>
+    __device__ static void produce(Producer& producer) {
+        if (threadIdx.x < 32) return PagedWalk::produce(producer);
+        Step step;
+        while (true) {
+            producer.smem.work_full[step.stage()].wait(step.parity());
+            const WorkTile& slot = producer.smem.work[step.stage()];
+            const WorkTile work = {i32(ptx::uniform(slot.batch)), i32(ptx::uniform(slot.head)), i32(ptx::uniform(slot.q_begin)),
+                                   i32(ptx::uniform(slot.split))};
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) producer.smem.work_empty[step.stage()].arrive();
+            ++step.count;
+            if (work.is_last()) return;
+            load(producer, work);
+        }
+    }
+};
