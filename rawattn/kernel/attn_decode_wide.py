@@ -17,7 +17,7 @@ from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import kv_kind, page_rows, pools
 from .base import Kernel
-from .paging import LONGEST, page_shift
+from .paging import LONGEST
 from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
@@ -117,7 +117,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
                 reasons.append(f"{which} is {size}; it takes multiples of 16 from 16 to 256")
         if most_rows(op) > MOST_ROWS:
             reasons.append(f"a sequence may have {most_rows(op)} rows; it takes up to {MOST_ROWS}")
-        if 1 << page_shift(op) < SWIZZLE_ROWS or op.pages == 0:
+        if paging.has_tiny_pages(op) or op.pages == 0:
             reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
         if paging.has_functions(op) or lists(op.mask) or op.mask.of_head is not None:
             reasons.append("its mask or its score is a function, or the mask has holes or differs by head")

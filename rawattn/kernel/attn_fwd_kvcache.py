@@ -27,11 +27,6 @@ def page_rows(op: AttentionKVCache, config: Any) -> int:
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
-def must_copy(op: AttentionKVCache) -> bool:
-    """Says whether threads copy rows: eight of them make one pattern of the swizzle, and pages have fewer."""
-    return 1 << page_shift(op) < SWIZZLE_ROWS
-
-
 def kv_option(op: AttentionKVCache, config: Any) -> Option:
     """The option for where keys and values come from."""
     kind = kv_kind(op, config)
@@ -41,7 +36,7 @@ def kv_option(op: AttentionKVCache, config: Any) -> Option:
 def kv_kind(op: AttentionKVCache, config: Any) -> type[Any]:
     """The class of that option. A small page is one box where its rows are whole panels, two or more; with one panel that saves
     no boxes, and is slower (perf/notes/attn_decode.md)."""
-    if must_copy(op):
+    if paging.has_tiny_pages(op):
         return kv.PagedCopiesKv
     if op.kv_begin:
         return kv.PagedPanelsFromKv
@@ -74,7 +69,7 @@ class AttnFwdKVCache(OverCache):
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = super().supports(op, device)
-        if must_copy(op) and lists(op.mask):
+        if paging.has_tiny_pages(op) and lists(op.mask):
             sizes = f"the mask has holes and the cache page_size {op.page_size}"
             reasons.append(f"{sizes}; it takes pages of {SWIZZLE_ROWS} keys or more then")
         return reasons
@@ -96,7 +91,7 @@ class AttnFwdKVCache(OverCache):
             return "pack_gqa is True; over caches heads share tiles wherever they can"
         if config.ctas_per_sm != 1:
             return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
-        if config.tile_kv > 128 and isinstance(op, AttentionKVCache) and must_copy(op):
+        if config.tile_kv > 128 and isinstance(op, AttentionKVCache) and paging.has_tiny_pages(op):
             return f"tile_kv is {config.tile_kv}; where threads copy rows it must be up to 128"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
@@ -152,7 +147,7 @@ class AttnFwdKVCache(OverCache):
             "Scheduler": scheduler.ReportingScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(forward, config),
-            "Walk": PagedListWalk() if lists(op.mask) else PagedCopiesWalk() if must_copy(op) else PagedWalk(),
+            "Walk": PagedListWalk() if lists(op.mask) else PagedCopiesWalk() if paging.has_tiny_pages(op) else PagedWalk(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:

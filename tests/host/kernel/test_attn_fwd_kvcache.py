@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -28,7 +28,6 @@ from tests import emulator
 from tests.caches import NONSENSE, Cached
 from tests.decode import Decode
 from tests.emulator.gpu import stand_in
-from tests.options import Dilated
 
 SMALL = AttnFwdConfig(128, 48, 2, 1)  # tiles that hold no whole number of large pages
 CHUNKS = Cached(
@@ -231,7 +230,13 @@ def test_decoding_beside_a_chunk(many: str, tmp_path: pathlib.Path, monkeypatch:
     assert found[0].equal(o[n:]) and found[1].equal(lse[:, n:]) and word[0] == 0
 
 
-HOLES = {"page_size": 4, "spec": Decode(mask=Dilated(3)).operation.spec}
+class Holes(Causal):
+    """A mask whose tiles may have holes between them."""
+
+    lists: ClassVar[bool] = True  # type: ignore[assignment,misc]
+
+
+HOLES = {"page_size": 4, "spec": Decode(mask=Holes()).operation.spec}
 MIXED = dataclasses.replace(Decode(17, 512, 32, 8, page=16, varlen=True, total_q=528, kv_len=8704).operation, pages=5000)
 MORE = dataclasses.replace(MIXED, batch=65, total_q=576)
 
@@ -367,6 +372,24 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert "slow" not in str(rawattn.explain_kvcache(rows, cache, rawattn.Step(lens, same.step("torch").page_table)))
 
 
+def test_who_takes_the_smallest_pages() -> None:
+    """attn_fwd, where attn_decode does not or would read keys again, by the sizes alone; but for calls whose bits follow from a
+    sequence."""
+    hopper, rows = TYPICAL["sm_90a"], {8: "attn_decode", 16: "attn_decode", 17: "attn_fwd", 64: "attn_fwd", 512: "attn_fwd"}
+    for page in (1, 2, 4):
+        for q_len, kernel in rows.items():
+            op = Decode(4, q_len, 32, 8, page=page, kv_len=8192).operation
+            found = select(op, hopper)
+            assert (found.kernel.name, found.slow) == (kernel, None), (page, q_len)
+            assert select(Decode(4, q_len, 32, 8, page=page, varlen=True, total_q=4 * q_len).operation, hopper).kernel.name == (
+                "attn_decode" if q_len <= 64 else "attn_fwd"
+            )
+    few = Decode(4, 64, 32, 8, page=1, kv_len=8192).operation
+    others = {"split_keys": 512}, {"spec": dataclasses.replace(few.spec, invariant=True)}, {"layout": Layout("q is odd")}
+    for changes in (*others, {"heads": 24}, {"kv_element": E4M3}):
+        assert select(dataclasses.replace(few, **changes), hopper).kernel.name == "attn_decode", changes
+
+
 REFUSED = {
     "page_size": (HOLES, "attn_fwd: the mask has holes and the cache page_size 4; it takes pages of 8 keys or more then"),
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
@@ -406,15 +429,13 @@ def test_eight_bits_go_to_attn_fwd_mma(element: Element) -> None:
         select(dataclasses.replace(op, kv_element=E4M3), TYPICAL["sm_80"])
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
-    """attn_fwd_mma serves them, and small pages on Hopper, without spills."""
-    op = Decode(
-        page=16 if arch != "sm_90a" else 1, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]
-    ).operation
+    """attn_fwd_mma serves them, without spills."""
+    op = Decode(page=16, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]).operation
     found = select(op, TYPICAL[arch])
-    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
+    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and found.slow is None
     binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
     assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
     with pytest.raises(ProblemError, match="split is True; over caches keys are not split"):
