@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 37730,
+    "rawattn": 37780,
     "perf": 6190,
-    "cuda_src": 18400,
-    "tests": 51800,
+    "cuda_src": 18540,
+    "tests": 51850,
 }
 FUNCTION_LINES = 60
 

@@ -1,6 +1,6 @@
 #pragma once
-// The same over keys whose rows threads copy: all four warps of the producer load each tile. The first one also takes works and loads Q,
-// and the others are told of works as the consumers are.
+// The same over keys whose rows threads copy: all four warps of the producer load each tile. The first one also takes works, of which
+// the others are told as the consumers are, and the second one loads Q: registers are few.
 #include "variant/walk/paged.cuh"
 
 struct PagedCopiesWalk : PagedWalk {
@@ -11,7 +11,7 @@ struct PagedCopiesWalk : PagedWalk {
 
     template <class Producer>
     __device__ static void produce(Producer& producer) {
-        if (threadIdx.x < 32) return PagedWalk::produce(producer);
+        if (threadIdx.x < 32) return PagedWalk::produce<-1>(producer);
         Step step;
         while (true) {
             producer.smem.work_full[step.stage()].wait(step.parity());
@@ -22,7 +22,7 @@ struct PagedCopiesWalk : PagedWalk {
             if (threadIdx.x % 32 == 0) producer.smem.work_empty[step.stage()].arrive();
             ++step.count;
             if (work.is_last()) return;
-            load(producer, work);
+            load<32>(producer, work);
         }
     }
 };
