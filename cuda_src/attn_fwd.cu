@@ -38,7 +38,7 @@ struct Smem {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
-    Walk::Loads::Barrier k_full[cfg::stages], v_full[cfg::stages];
+    Kv::Loads::Barrier k_full[cfg::stages], v_full[cfg::stages];
     ptx::Mbarrier k_empty[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
@@ -143,7 +143,7 @@ struct Consumer {
         const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
         await_k();
-        Walk::Loads::fence();
+        Kv::Loads::fence();
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
@@ -153,7 +153,7 @@ struct Consumer {
     __device__ void start_pv(Ring<cfg::stages> at) {
         const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
-        Walk::Loads::fence();
+        Kv::Loads::fence();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
@@ -305,10 +305,10 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), cfg::ctas_pe
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x == 0) {
-        constexpr u32 readers = 4 * cfg::consumers, arrivals = Walk::Loads::arrivals;
-        ptx::prefetch(args.q.map), Walk::Loads::prefetch(args);
+        constexpr u32 readers = 4 * cfg::consumers, arrivals = Kv::Loads::arrivals;
+        ptx::prefetch(args.q.map), Kv::Loads::prefetch(args);
         for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + Walk::Loads::work_readers);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + (Kv::Loads::warps ? Kv::Loads::warps - 1 : 0));
         for (int i = 0; i < cfg::stages; ++i) {
             smem.k_full[i].init(arrivals), smem.k_empty[i].init(readers);
             smem.v_full[i].init(arrivals), smem.v_empty[i].init(readers);

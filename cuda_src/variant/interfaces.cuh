@@ -135,11 +135,11 @@ template <class K, class KTile, class VTile> struct KvOption : Given {
     static_assert(requires { kv.load_k(k, full, i), kv.load_v(v, full, i); }, "Kv: load_k, load_v(tile, full, index)");
 };
 // ... or, where a warp loads them from pages: find says where the lane's part of a tile lies, of tile -1 too.
-template <class K, class KTile, class VTile, class Barrier = ptx::Mbarrier> struct PanelsKvOption : Given {
+template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static const K kv;
     static KTile& k;
     static VTile& v;
-    static Barrier& full;
+    static typename K::Loads::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { typename K::template Tile<8, 64>; }, "Kv: Tile<rows, columns>, as which K and V lie in shared memory");
     static typename K::Board& board;

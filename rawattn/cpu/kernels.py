@@ -59,10 +59,6 @@ class Cpu:
         """True: nothing goes before it on the CPU."""
         return True
 
-    def goes_back(self, op: Any, device: Device) -> float:
-        """The places that it goes back: none."""
-        return 0.0
-
     def layout_reason(self, layout: Layout) -> str | None:
         """None: it reads whatever NumPy reads."""
         return None

@@ -7,7 +7,6 @@ import dataclasses
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
-from ..operation.base import FEW_QUERIES
 from ..operation.operand import Layout
 from ..variant import Option, element, kv, rows, scheduler, softmax, store, weight
 from ..variant.field import Counter, Field, Fields, PagePool, Scratch, View, Violations
@@ -19,7 +18,6 @@ from .program import Buffer, Launch, Program
 from .render import config_header, source
 
 FILE = "attn_decode.cu"
-BEHIND_ATTN_FWD = 3.5  # places
 MOST_ROWS = 256  # queries of the heads that share a key head; every 32 of them read the keys again
 SPLIT_GROUP = 8  # tile/splits.cuh
 MOST_SPLITS = 128  # for which there is room in the block's list
@@ -64,14 +62,6 @@ def is_wide(op: AttentionKVCache) -> bool:
     """Says whether attn_decode_wide goes before attn_decode where it supports the operation: where keys would be read more than
     once, and with one or two key heads, whose folds are long, from 17 rows on. It never depends on the batch."""
     return most_rows(op) > (16 if op.kv_heads <= 2 else 32) and not op.split_keys
-
-
-def is_chunk(op: AttentionKVCache) -> bool:
-    """Says whether attn_fwd goes first: over pages that attn_decode_wide does not take, with more rows than one of its tiles,
-    which heads share. It reads keys once for a tile, and splits them by sizes, the batch among them."""
-    rows = most_rows(op) > FEW_QUERIES and is_wide(op) and paging.has_tiny_pages(op) and 128 % op.heads_per_kv == 0
-    plain = not (op.ragged or op.spec.invariant or paging.has_functions(op) or lists(op.mask) or op.mask.of_head is not None)
-    return rows and plain and op.kv_element == op.element and op.layout.tma_unsupported is None and not op.q_rope
 
 
 def is_crowded(op: AttentionKVCache) -> bool:
@@ -174,9 +164,6 @@ class AttnDecode(Kernel[AttentionKVCache]):
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
         return not is_wide(op)
-
-    def goes_back(self, op: AttentionKVCache, device: Device) -> float:
-        return BEHIND_ATTN_FWD if is_chunk(op) else super().goes_back(op, device)
 
     def meant_for(self, op: AttentionKVCache, device: Device) -> bool:
         return self.runs_on(device) and most_rows(op) <= MOST_ROWS and op.mask.of_head is None

@@ -27,10 +27,11 @@ def page_rows(op: AttentionKVCache, config: Any) -> int:
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
-def kv_option(op: AttentionKVCache, config: Any) -> Option:
-    """The option for where keys and values come from."""
+def kv_option(op: AttentionKVCache, config: Any, warps: int) -> Option:
+    """The option for where keys and values come from; ``warps`` copy what TMA does not."""
     kind = kv_kind(op, config)
-    return kind(kv.PAGES[op.form]) if kind is kv.PagedCopiesKv else kind(kv.PAGES[op.form], page_rows(op, config))
+    option: Option = kind(kv.PAGES[op.form], warps if kind is kv.PagedCopiesKv else page_rows(op, config))
+    return option
 
 
 def kv_kind(op: AttentionKVCache, config: Any) -> type[Any]:
@@ -143,7 +144,7 @@ class AttnFwdKVCache(OverCache):
             order = scheduler.TwoEndedScheduler()
         return {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv_option(op, config),
+            "Kv": kv_option(op, config, 4),
             "Scheduler": scheduler.ReportingScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(forward, config),

@@ -57,10 +57,6 @@ class Kernel(abc.ABC, Generic[Op]):
         """Says whether the kernel comes first for an operation that it supports; where not, another kernel goes before it."""
         return True
 
-    def goes_back(self, op: Op, device: Device) -> float:
-        """The places that it goes back."""
-        return 0.0 if self.prefers(op, device) else self.places_back
-
     @abc.abstractmethod
     def layout_reason(self, layout: Layout) -> str | None:
         """The reason why the kernel cannot read arrays of this layout, which a copy would mend; None where it can."""

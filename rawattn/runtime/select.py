@@ -127,7 +127,7 @@ def _select(op: Any, device: Device, kernel: str | None, config: Any) -> Selecti
     refusals: list[tuple[str, str]] = []
     slow: str | None = None
     kernels = kernels_of(op)
-    places = {k: place + k.goes_back(op, device) for place, k in enumerate(kernels)}
+    places = {k: place + k.places_back * (not k.prefers(op, device)) for place, k in enumerate(kernels)}
     ordered = sorted(kernels, key=places.__getitem__)
     for candidate in (k for k in ordered if kernel in (None, k.name)):
         reasons = candidate.supports(op, device)

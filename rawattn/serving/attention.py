@@ -64,8 +64,7 @@ def attention_kvcache(
     On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head;
     q's shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256, on Hopper ``attn_decode_wide`` those above
     32, or above 16 with one or two key heads. Where there may be more than 256, as in chunked prefill, ``attn_fwd`` computes
-    all rows of the call on Hopper, and those above 64 over pages below 8 keys where q has one length; ``attn_fwd_mma`` does so
-    elsewhere. A graph replays each with any lengths.
+    all rows of the call on Hopper; ``attn_fwd_mma`` does so elsewhere. A graph replays each with any lengths.
     With the first two a row has the same bits in any batch whose bound is as its own: up to 16, 32 or 64 rows, or more. With the
     others they follow from the configuration too, which shapes and bounds choose.
 

@@ -102,10 +102,16 @@ class PagedPanelsFromKv(PagedPanelsKv):
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
+@dataclasses.dataclass(frozen=True)
 class PagedCopiesKv(Wrapper):
-    """Pools of pages of few rows, which four warps copy for wgmma, in panels; the base says which of them a sequence has."""
+    """Pools of pages of few rows, which ``warps`` copy for wgmma, in panels; the base says which of them a sequence has."""
 
+    warps: int
     source: ClassVar[str] = "variant/kv/paged_copies.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.base.constants, "copying_warps": self.warps}
 
 
 class LatentPanelsKv(PagedTmaKv):

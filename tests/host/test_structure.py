@@ -17,9 +17,9 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 37780,
+    "rawattn": 37760,
     "perf": 6190,
-    "cuda_src": 18540,
+    "cuda_src": 18570,
     "tests": 51850,
 }
 FUNCTION_LINES = 60

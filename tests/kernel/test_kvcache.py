@@ -158,6 +158,9 @@ TENS = {  # of rows, and up to 256
     "one head": of(DRAFT, lengths=((2, 33000), (2, 9000)), heads=64, kv_heads=1),
     "132 rows of one head": of(DRAFT, lengths=((33, 33000), (33, 700)), heads=4, kv_heads=1),
     "many sequences": of(DRAFT, lengths=tuple((16, 100 + 37 * i) for i in range(100)), head_dim=64, head_dim_v=64),
+    **{f"pages of {n}": of(DRAFT, lengths=tuple((17 * n, kv) for _, kv in RAGGED), page_size=n) for n in (1, 2)},
+    "pages of 4, HND": of(PACKED, page_size=4, layout="HND", form="indptr", sinks=True, window=(500, None)),
+    "pages of 1, begins": of(DRAFT, begins=BEGINS, whole=False, page_size=1, head_dim=80, head_dim_v=144),
     "columns 192 and 128": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=192),
     "columns 256": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=256, head_dim_v=256),
 }
@@ -673,7 +676,7 @@ def test_bits_of_tens_of_rows_follow_from_the_sequence(case: Cached) -> None:
     """Likewise by wgmma, and in each of many runs."""
     found, batch = attend(case, kernel=WIDE), range(len(case.lengths))
     wanted = [rows_of(case, found, i) for i in batch]
-    for page in (8, 64, 256):
+    for page in (1, 8, 64, 256):
         other = attend(of(case, page_size=page), kernel=WIDE)
         assert [rows_of(case, other, i) for i in batch] == wanted, page
     cache, step = case.cache("torch"), case.step("torch")
@@ -738,7 +741,7 @@ extern "C" __global__ void late(int* to, const int* from, int n) {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("page_size", "kernel"), [(1, None), (16, None), (16, WIDE)])
+@pytest.mark.parametrize(("page_size", "kernel"), [(1, None), (16, None), (1, WIDE), (16, WIDE)])
 def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int, kernel: str | None) -> None:
     """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")

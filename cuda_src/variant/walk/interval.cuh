@@ -1,12 +1,10 @@
 #pragma once
 // The key tiles of a block lie side by side, and so do those of each warpgroup: everybody computes from the mask which they are.
-#include "variant/loads.cuh"
 #include "variant/producer.cuh"
 #include "variant/walk/key_interval.cuh"
 
 struct IntervalWalk {
     template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
-    using Loads = LoadsByTma;
     static constexpr u32 producers = 32;  // threads
     struct Board {                        // the producer need not tell anybody
         __device__ void init() {}

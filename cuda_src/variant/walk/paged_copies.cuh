@@ -4,9 +4,8 @@
 #include "variant/walk/paged.cuh"
 
 struct PagedCopiesWalk : PagedWalk {
-    template <class K, class KTile, class VTile> using Contract = PanelsKvOption<K, KTile, VTile, LoadsByThreads::Barrier>;
-    using Loads = LoadsByThreads;
     static constexpr u32 producers = 128;  // threads
+    static_assert(Kv::Loads::warps == 4);
     using PagedWalk::PagedWalk;
 
     template <class Producer>

@@ -1,14 +1,12 @@
 #pragma once
 // The key tiles of a block as the first warp tells the others: with the K of each tile, which one it is, and the classes of the tile after
 // it, so that a warpgroup knows what to do with a tile before it waits for it.
-#include "variant/loads.cuh"
 #include "variant/walk/columns.cuh"
 #include "variant/walk/publish.cuh"
 #include "variant/walk/visit.cuh"
 
 struct ToldTiles {
     template <class K, class KTile, class VTile> using Contract = KvOption<K, KTile, VTile>;
-    using Loads = LoadsByTma;
     struct Entry {
         i32 tile;
         u32 next;  // the classes of the tile after it: two bits for each warpgroup's rows, as of Mask::classify; 0: it is the last

@@ -419,8 +419,7 @@ def test_wrong_cu_seqlens(ends: list[int], which: int) -> None:
 
 def test_it_has_the_contract_of_a_kernel() -> None:
     """The members that choose a kernel and a configuration, with the same arguments; what makes launches is for GPUs."""
-    first = "runs_on", "supports", "prefers", "goes_back", "layout_reason"
-    for member in (*first, "legal", "candidates", "cost", "tuning_shapes", "is_tried"):
+    for member in ("runs_on", "supports", "prefers", "layout_reason", "legal", "candidates", "cost", "tuning_shapes", "is_tried"):
         found, wanted = (list(inspect.signature(getattr(each, member)).parameters) for each in (Cpu, Kernel))
         assert found == wanted, member
     assert set(Kernel.__annotations__) - {"needs"} <= set(dir(Cpu))  # the GPUs that a kernel is for

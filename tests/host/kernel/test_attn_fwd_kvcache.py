@@ -372,22 +372,14 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert "slow" not in str(rawattn.explain_kvcache(rows, cache, rawattn.Step(lens, same.step("torch").page_table)))
 
 
-def test_who_takes_the_smallest_pages() -> None:
-    """attn_fwd, where attn_decode does not or would read keys again, by the sizes alone; but for calls whose bits follow from a
-    sequence."""
-    hopper, rows = TYPICAL["sm_90a"], {8: "attn_decode", 16: "attn_decode", 17: "attn_fwd", 64: "attn_fwd", 512: "attn_fwd"}
-    for page in (1, 2, 4):
-        for q_len, kernel in rows.items():
-            op = Decode(4, q_len, 32, 8, page=page, kv_len=8192).operation
-            found = select(op, hopper)
-            assert (found.kernel.name, found.slow) == (kernel, None), (page, q_len)
-            assert select(Decode(4, q_len, 32, 8, page=page, varlen=True, total_q=4 * q_len).operation, hopper).kernel.name == (
-                "attn_decode" if q_len <= 64 else "attn_fwd"
-            )
-    few = Decode(4, 64, 32, 8, page=1, kv_len=8192).operation
-    others = {"split_keys": 512}, {"spec": dataclasses.replace(few.spec, invariant=True)}, {"layout": Layout("q is odd")}
-    for changes in (*others, {"heads": 24}, {"kv_element": E4M3}):
-        assert select(dataclasses.replace(few, **changes), hopper).kernel.name == "attn_decode", changes
+@pytest.mark.parametrize("page", [1, 2, 4])
+def test_the_smallest_pages_go_where_larger_ones_do(page: int) -> None:
+    for ragged in (False, True):
+        for q_len in (8, 9, 64, 65, 512):
+            ops = (Decode(4, q_len, page=n, varlen=ragged, total_q=4 * q_len, kv_len=8192).operation for n in (page, 8))
+            small, other = (select(op, TYPICAL["sm_90a"]) for op in ops)
+            assert (small.kernel, small.config, small.slow) == (other.kernel, other.config, None) or q_len == 8, (ragged, q_len)
+            assert small.kernel is other.kernel
 
 
 REFUSED = {
