@@ -6,11 +6,13 @@
 // keys of a split, one tile's values multiplied while the softmax of the next one runs; its splits are folded from left to right.
 //
 //   barrier          arrives                          waits                    protects
-//   work_full[i]     a lane of warp 0                 consumers, warp 1        smem.work[i]
+//   work_full[i]     a lane of warp 0                 consumers, warp 1*       smem.work[i]
 //   work_empty[i]    a lane of each of these warps    warp 0                   smem.work[i] and .border[i] until written again
 //   q_full[s]        a lane of warp 1                 consumers                smem.q[s] until read; smem.border[i] of its work
 //   q_empty[s]       a lane of each consumer warp     warp 1                   smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V, which TMA brings (bytes)
+//   * and warps 2 and 3 where they copy rows in place of TMA: their threads then arrive at k_full[s] and v_full[s] when their copies are there,
+//     and consumers have a fence of proxies behind their waits
 //   the option Order may have named barriers between the consumers
 //
 // A block with the first splits of a work folds them as it goes, and leaves what they give as one state if others have the rest. Those
@@ -76,8 +78,8 @@ struct Smem {
     VTile v[cfg::stages];
     Total::Board total;
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
-    ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
-    ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
+    Kv::Loads::Barrier k_full[cfg::stages], v_full[cfg::stages];
+    ptx::Mbarrier k_empty[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     Work work[2];
     i32 border[2];  // at which a work's states are left
@@ -98,6 +100,22 @@ template struct StoreOption<Store>;
 template struct LaunchOption<Launch>;
 
 extern "C" __device__ Facts facts = {sizeof(Smem), sizeof(Args), 128 * (1 + cfg::consumers), Launch::uses_pdl};
+
+// Loads key tiles.
+__device__ void load_keys(const Args& args, Smem& smem, Ring<cfg::stages>& kv, const Rows& rows, const SplitRun& run, TileRange tiles) {
+    if (tiles.begin >= tiles.end) return;
+    const Kv source(args, rows, run);
+    i32 found = source.find(tiles.begin);
+#pragma unroll 1
+    for (i32 tile = tiles.begin; tile < tiles.end; ++tile, kv.advance()) {
+        const auto at = Kv::at(smem.board, tile, source.page(tile, found));
+        found = tile + 1 < tiles.end ? source.find(tile + 1) : -1;
+        smem.k_empty[kv.stage].wait(kv.parity ^ 1);
+        source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], at);
+        smem.v_empty[kv.stage].wait(kv.parity ^ 1);
+        source.load_v(smem.v[kv.stage], smem.v_full[kv.stage], at);
+    }
+}
 
 // The first warp. `early`: the launch before may still run; false where it has then changed what had been read.
 __device__ bool produce(const Args& args, Smem& smem, bool early) {
@@ -124,19 +142,7 @@ __device__ bool produce(const Args& args, Smem& smem, bool early) {
         if (run.is_last()) break;
         if (run.split == run.splits.begin && !run.is_whole())
             left = {run.batch, run.head, run.q_begin, rows.q_len - run.q_begin, run.split_end - run.split, run.splits.end - run.split, left.begin, left.end};
-        if (tiles.begin < tiles.end) {
-            const Kv source(args, rows, run);
-            i32 found = source.find(tiles.begin);
-#pragma unroll 1
-            for (i32 tile = tiles.begin; tile < tiles.end; ++tile, kv.advance()) {
-                const auto at = Kv::at(smem.board, tile, source.page(tile, found));
-                found = tile + 1 < tiles.end ? source.find(tile + 1) : -1;
-                smem.k_empty[kv.stage].wait(kv.parity ^ 1);
-                source.load_k(smem.k[kv.stage], smem.k_full[kv.stage], at);
-                smem.v_empty[kv.stage].wait(kv.parity ^ 1);
-                source.load_v(smem.v[kv.stage], smem.v_full[kv.stage], at);
-            }
-        }
+        if constexpr (!Kv::Loads::warps) load_keys(args, smem, kv, rows, run, tiles);
         __syncwarp();
         ++works.count;
     }
@@ -178,6 +184,21 @@ __device__ void load_queries(const Args& args, Smem& smem) {
     }
 }
 
+// The last two warps, where they copy rows.
+__device__ void copy_keys(const Args& args, Smem& smem) {
+    Ring<cfg::stages> kv;
+    for (Step works;; ++works.count) {
+        const u32 place = works.stage();
+        smem.work_full[place].wait(works.parity());
+        const SplitRun run = smem.work[place].run;
+        const TileRange own = smem.work[place].tiles;
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) smem.work_empty[place].arrive();
+        if (run.is_last()) return;
+        load_keys(args, smem, kv, Rows(args, run.batch), run, run.splits.clip(own, run.split, run.split_end));
+    }
+}
+
 // Where loops are known to be the same in a warp, descriptors, which follow from the ring's stages, may stay in uniform registers.
 __device__ i32 uniform(i32 x) { return ptx::uniform(x); }
 
@@ -208,6 +229,7 @@ struct Consumer {
         const SmemDescriptor<QTile> a = q_rows.stage(uniform(q.stage));
         const SmemDescriptor<KTile> b = k_columns.stage(at.stage);
         smem.k_full[at.stage].wait(at.parity);
+        Kv::Loads::fence();
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
@@ -217,6 +239,7 @@ struct Consumer {
     __device__ void start_pv(const Ring<cfg::stages>& at) {
         const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
+        Kv::Loads::fence();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
@@ -329,13 +352,13 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x == 0) {
-        constexpr u32 readers = 4 * cfg::consumers;
-        ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
+        constexpr u32 readers = 4 * cfg::consumers, arrivals = Kv::Loads::arrivals;
+        Kv::Loads::prefetch(args);
         for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + 1);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + 1 + Kv::Loads::warps);
         for (int i = 0; i < cfg::stages; ++i) {
-            smem.k_full[i].init(1), smem.k_empty[i].init(readers);
-            smem.v_full[i].init(1), smem.v_empty[i].init(readers);
+            smem.k_full[i].init(arrivals), smem.k_empty[i].init(readers);
+            smem.v_full[i].init(arrivals), smem.v_empty[i].init(readers);
         }
         smem.board.init();
         ptx::fence_mbarrier_init();
@@ -349,7 +372,10 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), 1) void attn
     }
     if (threadIdx.x >= 128) return consume(args, smem);
     ptx::setmaxnreg_dec<cfg::producer_registers>();
-    if (threadIdx.x >= 64) return;
+    if (threadIdx.x >= 64) {
+        if constexpr (Kv::Loads::warps) copy_keys(args, smem);
+        return;
+    }
     if (threadIdx.x >= 32) return load_queries(args, smem);
 #pragma unroll 1
     while (!produce(args, smem, early)) early = false;

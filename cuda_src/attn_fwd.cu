@@ -5,12 +5,14 @@
 // While one tile's values are multiplied, the softmax of the next tile runs (FlashAttention 3, arXiv 2407.08608, section 3.2).
 //
 //   barrier            arrives                         waits             protects
-//   work_full[i]       lane 0 of the producer          each consumer     smem.work[i] until read
-//   work_empty[i]      one lane per consumer warp      producer          smem.work[i] until written again
+//   work_full[i]       lane 0 of the producer          each consumer*    smem.work[i] until read
+//   work_empty[i]      one lane per consumer warp*     producer          smem.work[i] until written again
 //   q_full[s]          TMA (bytes of Q)                each consumer     smem.q[s] until read
 //   q_empty[s]         one lane per consumer warp      producer          smem.q[s] until refilled
 //   k_full[s], v_full[s], k_empty[s], v_empty[s]: the same for a tile of K and of V; what the option Walk tells of a tile, and what
 //                      the option Ahead brings of a score's array, with K
+//   * and warps 1 to 3 where all threads of the first warpgroup copy rows: each of them then arrives at k_full[s] and v_full[s] when its
+//     copies are there, and consumers have a fence of proxies behind their waits
 //   the option Order may have named barriers between the consumers, and the option Walk barriers between warps of the producer
 //
 // The option Walk says which key tiles these are, and whether a second warp finds them. A warpgroup may need fewer than its block
@@ -36,8 +38,8 @@ struct Smem {
     KTile k[cfg::stages];
     VTile v[cfg::stages];
     ptx::Mbarrier q_full[cfg::q_stages], q_empty[cfg::q_stages];
-    ptx::Mbarrier k_full[cfg::stages], k_empty[cfg::stages];
-    ptx::Mbarrier v_full[cfg::stages], v_empty[cfg::stages];
+    Kv::Loads::Barrier k_full[cfg::stages], v_full[cfg::stages];
+    ptx::Mbarrier k_empty[cfg::stages], v_empty[cfg::stages];
     ptx::Mbarrier work_full[2], work_empty[2];
     WorkTile work[2];
     Walk::Board board;  // of stage s of K and of work i, as these are
@@ -141,6 +143,7 @@ struct Consumer {
         const SmemDescriptor<QTile> a = q_rows.stage(q.stage);
         const SmemDescriptor<KTile> b = k_columns.stage(kv.stage);
         await_k();
+        Kv::Loads::fence();
         order.take_turn();
         ptx::wgmma_fence();
 #pragma unroll
@@ -150,6 +153,7 @@ struct Consumer {
     __device__ void start_pv(Ring<cfg::stages> at) {
         const SmemDescriptor<VTile> b = v_rows.stage(at.stage);
         smem.v_full[at.stage].wait(at.parity);
+        Kv::Loads::fence();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < cfg::tile_kv / 16; ++i) PvMma::multiply(o, p + 4 * i, b.rows(i), true);
@@ -301,13 +305,13 @@ extern "C" __global__ __launch_bounds__(128 * (1 + cfg::consumers), cfg::ctas_pe
     extern __shared__ __align__(1024) unsigned char raw[];
     Smem& smem = *reinterpret_cast<Smem*>(raw);
     if (threadIdx.x == 0) {
-        constexpr u32 readers = 4 * cfg::consumers;
-        ptx::prefetch(args.q.map), ptx::prefetch(args.k.map), ptx::prefetch(args.v.map);
+        constexpr u32 readers = 4 * cfg::consumers, arrivals = Kv::Loads::arrivals;
+        ptx::prefetch(args.q.map), Kv::Loads::prefetch(args);
         for (int i = 0; i < cfg::q_stages; ++i) smem.q_full[i].init(1), smem.q_empty[i].init(readers);
-        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers);
+        for (int i = 0; i < 2; ++i) smem.work_full[i].init(1), smem.work_empty[i].init(readers + (Kv::Loads::warps ? Kv::Loads::warps - 1 : 0));
         for (int i = 0; i < cfg::stages; ++i) {
-            smem.k_full[i].init(1), smem.k_empty[i].init(readers);
-            smem.v_full[i].init(1), smem.v_empty[i].init(readers);
+            smem.k_full[i].init(arrivals), smem.k_empty[i].init(readers);
+            smem.v_full[i].init(arrivals), smem.v_empty[i].init(readers);
         }
         smem.board.init();
         ptx::fence_mbarrier_init();

@@ -139,7 +139,7 @@ template <class K, class KTile, class VTile> struct PanelsKvOption : Given {
     static const K kv;
     static KTile& k;
     static VTile& v;
-    static ptx::Mbarrier& full;
+    static typename K::Loads::Barrier& full;
     static_assert(requires { K(args, rows, work); }, "Kv(args, rows, work)");
     static_assert(requires { typename K::template Tile<8, 64>; }, "Kv: Tile<rows, columns>, as which K and V lie in shared memory");
     static typename K::Board& board;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..array.tma import SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
@@ -100,8 +99,7 @@ def kv_option(op: AttentionKVCache, config: AttnDecodeConfig) -> Option:
 
 def must_copy(op: AttentionKVCache, device: Device) -> bool:
     """Says whether TMA cannot read the pages."""
-    small = 1 << page_shift(op) < SWIZZLE_ROWS
-    return device.capability < 90 or small or op.layout.tma_unsupported is not None or op.pages == 0
+    return device.capability < 90 or paging.has_tiny_pages(op) or op.layout.tma_unsupported is not None or op.pages == 0
 
 
 def split_rule(op: AttentionKVCache) -> tuple[int, int]:

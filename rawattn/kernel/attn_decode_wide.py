@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..array.tma import SWIZZLE_ROWS
 from ..compile.compiler import Source
 from ..driver.device import Device
 from ..operation import AttentionKVCache
@@ -15,9 +14,9 @@ from ..variant.walk import SplitIntervalWalk, lists
 from . import attn_decode_fold, few_rows, paging, tiling
 from .attn_decode import MOST_BLOCKS, MOST_ROWS, ceil_div, is_wide, most_rows
 from .attn_decode_fold import LEFT_BYTES
-from .attn_fwd_kvcache import kv_kind, page_rows, pools
+from .attn_fwd_kvcache import kv_kind, kv_option, page_rows, pools
 from .base import Kernel
-from .paging import LONGEST, page_shift
+from .paging import LONGEST
 from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
@@ -91,7 +90,7 @@ def partials_bytes(op: AttentionKVCache, config: AttnDecodeWideConfig, grid: int
 
 def is_read_once(op: AttentionKVCache, config: AttnDecodeWideConfig) -> bool:
     """Says whether one tile of rows reads a key, so that L2 gives it away before the states that blocks leave."""
-    return most_rows(op) <= config.tile_q and kv_kind(op, config) is not kv.PagedBoxesKv
+    return most_rows(op) <= config.tile_q and kv_kind(op, config) not in (kv.PagedBoxesKv, kv.PagedCopiesKv)
 
 
 class AttnDecodeWide(Kernel[AttentionKVCache]):
@@ -117,8 +116,8 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
                 reasons.append(f"{which} is {size}; it takes multiples of 16 from 16 to 256")
         if most_rows(op) > MOST_ROWS:
             reasons.append(f"a sequence may have {most_rows(op)} rows; it takes up to {MOST_ROWS}")
-        if 1 << page_shift(op) < SWIZZLE_ROWS or op.pages == 0:
-            reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
+        if op.pages == 0:
+            reasons.append("the cache has no pages")
         if paging.has_functions(op) or lists(op.mask) or op.mask.of_head is not None:
             reasons.append("its mask or its score is a function, or the mask has holes or differs by head")
         if op.spec.invariant:
@@ -163,7 +162,7 @@ class AttnDecodeWide(Kernel[AttentionKVCache]):
             "Score": rows.PackGqaScore(op.score.constant_time),
             "Softmax": softmax.WithSink(sums) if op.sinks else sums,
             "Order": scheduler.PingPong() if config.consumers == 2 else scheduler.Unordered(),
-            "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
+            "Kv": kv_option(op, config, 2),
             "Walk": SplitIntervalWalk(),
             "Scheduler": scheduler.StreamKScheduler(),
             "Store": store.StoreOLse() if op.return_lse else store.StoreO(),

@@ -12,9 +12,9 @@ from ..driver.device import Device
 from ..operation import AttentionKVCache, Forward
 from ..variant import Option, kv, rows, scheduler
 from ..variant.ahead import ahead_of
-from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PageRows, TensorMap
+from ..variant.field import Field, Fields, PackedHeads, PageBoxes, PagePool, PageRows, TensorMap
 from ..variant.mask import And, Causal, Full, Window
-from ..variant.walk import PagedListWalk, PagedWalk, lists
+from ..variant.walk import PagedCopiesWalk, PagedListWalk, PagedWalk, lists
 from . import combine, few_rows, paging, tiling
 from .attn_fwd import ATTN_FWD, AttnFwdConfig, rendered, split_tiles, unnumbered
 from .attn_fwd_mma_kvcache import ATTN_FWD_MMA_KVCACHE
@@ -27,9 +27,18 @@ def page_rows(op: AttentionKVCache, config: Any) -> int:
     return config.tile_kv if page_shift(op) == WHOLE else math.gcd(op.page_size, config.tile_kv)
 
 
-def kv_kind(op: AttentionKVCache, config: Any) -> type[kv.PagedPanelsKv]:
-    """The class of the option for where keys and values come from. A small page is one box where its rows are whole panels, two
-    or more; with one panel that saves no boxes, and is slower (perf/notes/attn_decode.md)."""
+def kv_option(op: AttentionKVCache, config: Any, warps: int) -> Option:
+    """The option for where keys and values come from; ``warps`` copy what TMA does not."""
+    kind = kv_kind(op, config)
+    option: Option = kind(kv.PAGES[op.form], warps if kind is kv.PagedCopiesKv else page_rows(op, config))
+    return option
+
+
+def kv_kind(op: AttentionKVCache, config: Any) -> type[Any]:
+    """The class of that option. A small page is one box where its rows are whole panels, two or more; with one panel that saves
+    no boxes, and is slower (perf/notes/attn_decode.md)."""
+    if paging.has_tiny_pages(op):
+        return kv.PagedCopiesKv
     if op.kv_begin:
         return kv.PagedPanelsFromKv
     has_panels = all(n % BOX_COLUMNS == 0 and n > BOX_COLUMNS for n in (op.head_dim, op.head_dim_v))
@@ -38,7 +47,10 @@ def kv_kind(op: AttentionKVCache, config: Any) -> type[kv.PagedPanelsKv]:
 
 def pools(op: AttentionKVCache, config: Any) -> list[Field]:
     """The fields of keys and values."""
-    if kv_kind(op, config) is kv.PagedBoxesKv:
+    kind = kv_kind(op, config)
+    if kind is kv.PagedCopiesKv:
+        return [Field(name, "StridedPages", PagePool(f"{name}_cache", 0)) for name in "kv"]
+    if kind is kv.PagedBoxesKv:
         boxes = [Field(name, "TmaPageBoxes", PageBoxes(f"{name}_cache")) for name in "kv"]
         return [*boxes, Field("v_end", "TmaPageRows", PageRows("v_cache", SWIZZLE_ROWS))]
     return [Field(name, "TmaPageRows", PageRows(f"{name}_cache", page_rows(op, config))) for name in "kv"]
@@ -58,8 +70,9 @@ class AttnFwdKVCache(OverCache):
 
     def supports(self, op: AttentionKVCache, device: Device) -> list[str]:
         reasons = super().supports(op, device)
-        if 1 << page_shift(op) < SWIZZLE_ROWS:
-            reasons.append(f"the cache has page_size {op.page_size}; it takes pages of {SWIZZLE_ROWS} keys or more")
+        if paging.has_tiny_pages(op) and lists(op.mask):
+            sizes = f"the mask has holes and the cache page_size {op.page_size}"
+            reasons.append(f"{sizes}; it takes pages of {SWIZZLE_ROWS} keys or more then")
         return reasons
 
     def prefers(self, op: AttentionKVCache, device: Device) -> bool:
@@ -79,6 +92,8 @@ class AttnFwdKVCache(OverCache):
             return "pack_gqa is True; over caches heads share tiles wherever they can"
         if config.ctas_per_sm != 1:
             return f"ctas_per_sm is {config.ctas_per_sm}; it must be 1 over caches"
+        if config.tile_kv > 128 and isinstance(op, AttentionKVCache) and paging.has_tiny_pages(op):
+            return f"tile_kv is {config.tile_kv}; where threads copy rows it must be up to 128"
         return ATTN_FWD.legal(config, forward_of(op), device)
 
     def candidates(self, op: Any, device: Device) -> list[AttnFwdConfig]:
@@ -129,11 +144,11 @@ class AttnFwdKVCache(OverCache):
             order = scheduler.TwoEndedScheduler()
         return {
             "Rows": rows.TmaCacheRows(op.ragged, paging.lengths_option(op)),
-            "Kv": kv_kind(op, config)(kv.PAGES[op.form], page_rows(op, config)),
+            "Kv": kv_option(op, config, 4),
             "Scheduler": scheduler.ReportingScheduler(order),
             "Ahead": ahead_of(op.score),
             "Order": ATTN_FWD.order(forward, config),
-            "Walk": PagedListWalk() if lists(op.mask) else PagedWalk(),
+            "Walk": PagedListWalk() if lists(op.mask) else PagedCopiesWalk() if paging.has_tiny_pages(op) else PagedWalk(),
         }
 
     def fields(self, op: AttentionKVCache, config: AttnFwdConfig) -> Fields:

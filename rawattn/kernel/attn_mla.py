@@ -18,7 +18,7 @@ from .attn_decode import MOST_BLOCKS, ceil_div, most_rows
 from .attn_decode_fold import LEFT_BYTES
 from .attn_fwd_kvcache import page_rows
 from .base import Kernel
-from .paging import LONGEST, page_shift
+from .paging import LONGEST
 from .program import Buffer, Launch, Program
 from .render import config_header, source, wgmma
 
@@ -53,11 +53,6 @@ class AttnMlaConfig:
 def is_even(op: AttentionKVCache) -> bool:
     """Says whether keys are cut anywhere, so that bits follow from the batch."""
     return op.split_keys == EVEN
-
-
-def has_tiny_pages(op: AttentionKVCache) -> bool:
-    """Says whether pages are too small for TMA, so that threads copy rows."""
-    return 1 << page_shift(op) < SWIZZLE_ROWS
 
 
 def rows_that_matter(op: AttentionKVCache) -> int:
@@ -133,7 +128,7 @@ class AttnMla(Kernel[AttentionKVCache]):
 
     def gathers(self, op: AttentionKVCache) -> bool:
         """Says whether threads ask for keys row by row, wherever they lie."""
-        return has_tiny_pages(op) or paging.has_records(op)
+        return paging.has_tiny_pages(op) or paging.has_records(op)
 
     def step(self, op: AttentionKVCache) -> AttentionKVCache:
         """The step whose sequences are works."""

@@ -32,6 +32,11 @@ def page_shift(op: AttentionKVCache | Append) -> int:
     return WHOLE if op.form == "dense" or op.page_size & (op.page_size - 1) else op.page_size.bit_length() - 1
 
 
+def has_tiny_pages(op: AttentionKVCache) -> bool:
+    """Says whether threads copy rows: eight of them make one pattern of the swizzle, and pages have fewer."""
+    return 1 << page_shift(op) < SWIZZLE_ROWS
+
+
 def has_small_pages(op: AttentionKVCache, tile_kv: int) -> bool:
     """Says whether tiles of so many keys are made of small pages, two or more."""
     return SWIZZLE_ROWS <= 1 << page_shift(op) <= min(SMALL_PAGE, tile_kv // 2) and tile_kv % op.page_size == 0

@@ -61,10 +61,10 @@ def attention_kvcache(
     reaches no result, and page_table's entries for it are not read. On a GPU this begins up to 63 keys before the first that a
     window keeps, 127 where ``attn_fwd`` computes, which must be the sequence's own; with ``kv_begin`` at that key itself.
 
-    On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head; q's
-    shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256, on Hopper ``attn_decode_wide`` those above 32, or
-    above 16 with one or two key heads. Where there may be more than 256, as in chunked prefill, ``attn_fwd`` computes all rows of
-    the call on Hopper over pages of 8 keys or more; ``attn_fwd_mma`` does so elsewhere. A graph replays each with any lengths.
+    On a GPU the bound on the rows of a sequence chooses the kernel. Rows are the queries of all heads that share a key head;
+    q's shape and ``Step.max_q_len`` bound them. ``attn_decode`` takes up to 256, on Hopper ``attn_decode_wide`` those above
+    32, or above 16 with one or two key heads. Where there may be more than 256, as in chunked prefill, ``attn_fwd`` computes
+    all rows of the call on Hopper; ``attn_fwd_mma`` does so elsewhere. A graph replays each with any lengths.
     With the first two a row has the same bits in any batch whose bound is as its own: up to 16, 32 or 64 rows, or more. With the
     others they follow from the configuration too, which shapes and bounds choose.
 

@@ -102,6 +102,18 @@ class PagedPanelsFromKv(PagedPanelsKv):
     source: ClassVar[str] = "variant/kv/paged_panels_from.cuh"
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedCopiesKv(Wrapper):
+    """Pools of pages of few rows, which ``warps`` copy for wgmma, in panels; the base says which of them a sequence has."""
+
+    warps: int
+    source: ClassVar[str] = "variant/kv/paged_copies.cuh"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {**self.base.constants, "copying_warps": self.warps}
+
+
 class LatentPanelsKv(PagedTmaKv):
     """Pools of pages whose values are the first columns of their keys, in panels; a page has the rows of a tile, or more."""
 

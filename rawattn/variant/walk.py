@@ -32,6 +32,12 @@ class PagedWalk(IntervalWalk):
     source: ClassVar[str] = "variant/walk/paged.cuh"
 
 
+class PagedCopiesWalk(PagedWalk):
+    """The same of rows that threads copy (``PagedCopiesKv``)."""
+
+    source: ClassVar[str] = "variant/walk/paged_copies.cuh"
+
+
 class ListWalk(Option):
     """Key tiles of attn_fwd, a list."""
 

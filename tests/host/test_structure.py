@@ -17,10 +17,10 @@ from rawattn.compile import compiler
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUDGET = {  # folder -> lines of .py, .cu and .cuh in it and below; to raise one is a decision
-    "rawattn": 38680,
+    "rawattn": 38710,
     "perf": 6200,
-    "cuda_src": 19750,
-    "tests": 52780,
+    "cuda_src": 19890,
+    "tests": 52820,
 }
 FUNCTION_LINES = 60
 

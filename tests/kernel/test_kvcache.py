@@ -121,7 +121,13 @@ CHUNKS = {
     "dense": of(CHUNK, form="dense", page_size=5000),
     "dense, same": of(SAME, form="dense", page_size=4001, sinks=True),
     "end to end": of(CHUNK, form="indptr", page_size=32),
-    **{f"pages of {n}": of(SAME, page_size=n) for n in (8, 32, 64, 128, 256)},
+    **{f"pages of {n}": of(SAME, page_size=n) for n in (1, 2, 4, 8, 32, 64, 128, 256)},
+    "pages of 1, table": of(CHUNK, page_size=1, window=(500, None)),
+    "pages of 1, end to end": of(CHUNK, page_size=1, form="indptr", head_dim=72, head_dim_v=40, sinks=True),
+    "pages of 2, HND": of(CHUNK, page_size=2, form="indptr", layout="HND", head_dim=192, softcap=5.0),
+    "pages of 4, begins": of(CHUNK, page_size=4, begins=(2999, 130, 9, 1, 129, 0, 2, 0), whole=False, pool="interleaved"),
+    "pages of 1, columns 64": of(CHUNK, page_size=1, head_dim=64, head_dim_v=64, dtype="fp16"),
+    "pages of 1, columns 256": of(SAME, page_size=1, head_dim=256, head_dim_v=256, causal=False),
     "HND": of(CHUNK, layout="HND", page_size=64),
     "interleaved": of(CHUNK, pool="interleaved", layout="HND"),
     "shared": of(CHUNK, pool="shared", head_dim_v=64),
@@ -152,6 +158,9 @@ TENS = {  # of rows, and up to 256
     "one head": of(DRAFT, lengths=((2, 33000), (2, 9000)), heads=64, kv_heads=1),
     "132 rows of one head": of(DRAFT, lengths=((33, 33000), (33, 700)), heads=4, kv_heads=1),
     "many sequences": of(DRAFT, lengths=tuple((16, 100 + 37 * i) for i in range(100)), head_dim=64, head_dim_v=64),
+    **{f"pages of {n}": of(DRAFT, lengths=tuple((17 * n, kv) for _, kv in RAGGED), page_size=n) for n in (1, 2)},
+    "pages of 4, HND": of(PACKED, page_size=4, layout="HND", form="indptr", sinks=True, window=(500, None)),
+    "pages of 1, begins": of(DRAFT, begins=BEGINS, whole=False, page_size=1, head_dim=80, head_dim_v=144),
     "columns 192 and 128": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=192),
     "columns 256": of(DRAFT, lengths=((32, 3000), (32, 70)), head_dim=256, head_dim_v=256),
 }
@@ -384,14 +393,19 @@ def test_chunks_over_eight_bits(name: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("tile_q", [64, 128, 192, 256])
 def test_chunks_in_any_configuration(tile_q: int) -> None:
     """Tiles that hold no whole number of pages, too."""
-    for case, tile_kv in ((of(CHUNK, head_dim=64, head_dim_v=64, page_size=64), 48), (of(SAME, head_dim=64, head_dim_v=64), 80)):
+    narrow = {"head_dim": 64, "head_dim_v": 64}
+    for case, tile_kv in (
+        (of(CHUNK, **narrow, page_size=64), 48),
+        (of(SAME, **narrow), 80),
+        (of(CHUNK, **narrow, page_size=1), 112),
+    ):
         config = AttnFwdConfig(tile_q, 32 if tile_q == 256 else tile_kv, 2, 1)
         check(case, attend(case, kernel="attn_fwd", config=config))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [0, 2, 7])
-@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 8", "pages of 64", "begins, pages of 256"])
+@pytest.mark.parametrize("name", ["same", "dense, same", "pages of 1", "pages of 8", "pages of 64", "begins, pages of 256"])
 def test_chunks_in_splits(name: str, splits: int) -> None:
     """Sequences of many lengths, each of which is cut by its own."""
     for q_len in (16, 513):
@@ -401,7 +415,7 @@ def test_chunks_in_splits(name: str, splits: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [8, 64, 512])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 64, 512])
 def test_chunks_have_the_same_bits_in_any_pages(page_size: int) -> None:
     """In one configuration. Alone and in a batch they may differ: a warp decides together how a tile is weighed, and the rows
     behind a sequence's last ones are the next sequence's."""
@@ -662,7 +676,7 @@ def test_bits_of_tens_of_rows_follow_from_the_sequence(case: Cached) -> None:
     """Likewise by wgmma, and in each of many runs."""
     found, batch = attend(case, kernel=WIDE), range(len(case.lengths))
     wanted = [rows_of(case, found, i) for i in batch]
-    for page in (8, 64, 256):
+    for page in (1, 8, 64, 256):
         other = attend(of(case, page_size=page), kernel=WIDE)
         assert [rows_of(case, other, i) for i in batch] == wanted, page
     cache, step = case.cache("torch"), case.step("torch")
@@ -727,7 +741,7 @@ extern "C" __global__ void late(int* to, const int* from, int n) {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("page_size", "kernel"), [(1, None), (16, None), (16, WIDE)])
+@pytest.mark.parametrize(("page_size", "kernel"), [(1, None), (16, None), (1, WIDE), (16, WIDE)])
 def test_lengths_and_pages_that_the_launch_before_writes_late(page_size: int, kernel: str | None) -> None:
     """That launch lets the kernel begin at once, and writes when it has read: nonsense, or the lengths of the step before."""
     cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")

@@ -7,11 +7,13 @@
 #include "tile/grouped_tile.cuh"
 #include "tile/page_boxes.cuh"
 #include "tile/page_rows.cuh"
+#include "variant/loads.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct PagedBoxesKv {
     template <int rows, int columns> using Tile = GroupedTile<rows, columns>;
+    using Loads = LoadsByTma;
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows, groups = cfg::page_rows / 8;  // of a tile; of a box
     static_assert(boxes <= 32 && cfg::page_rows % 8 == 0);
     struct At { i32 tile, page; };  // the page of this lane's rows of the tile, or -1

@@ -3,11 +3,13 @@
 // of one page. Rows past the sequence's end arrive as zeros: what a page holds there may be NaN, of which a weight of 0 makes NaN.
 #include "tile/tile.cuh"
 #include "tile/page_rows.cuh"
+#include "variant/loads.cuh"
 #include "variant/work_tile.cuh"
 
 template <class Pages>
 struct PagedPanelsKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
+    using Loads = LoadsByTma;
     static constexpr i32 boxes = cfg::tile_kv / cfg::page_rows;
     static_assert(boxes <= 32);
     struct At { i32 tile, page; };  // the page of this lane's rows of the tile, or -1

@@ -2,10 +2,12 @@
 // K and V are plain strided tensors, which TMA reads: one box of a tensor map per panel of a tile.
 #include "tile/tile.cuh"
 #include "tile/tma_tensor.cuh"
+#include "variant/loads.cuh"
 #include "variant/work_tile.cuh"
 
 struct TmaKv {
     template <int rows, int columns> using Tile = ::Tile<rows, columns>;
+    using Loads = LoadsByTma;
 
     const Args& args;
     const Rows& rows;

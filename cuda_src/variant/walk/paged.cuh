@@ -7,7 +7,8 @@ struct PagedWalk : IntervalWalk {
     using Board = Kv::Board;
     using IntervalWalk::IntervalWalk;
 
-    template <class Producer>
+    // The first warp, and Q by a thread of it, unless there is none.
+    template <i32 q_thread = 0, class Producer>
     __device__ static void produce(Producer& producer) {
         Scheduler scheduler(producer.args);
         Step step;  // a register less than a ring has
@@ -22,11 +23,11 @@ struct PagedWalk : IntervalWalk {
             }
             __syncwarp();
             ++step.count;
-            if (!work.is_last()) load(producer, work);
+            if (!work.is_last()) load<q_thread>(producer, work);
         } while (!work.is_last());
         scheduler.finish();
     }
-    template <class Producer>
+    template <i32 q_thread, class Producer>
     __device__ static void load(Producer& producer, const WorkTile& work) {
         const Rows rows(producer.args, work.batch);
         const TileRange tiles = tiles_of(Mask(producer.args, rows, work), rows, work.q_begin, cfg::tile_q);
@@ -39,7 +40,7 @@ struct PagedWalk : IntervalWalk {
         i32 found = find(tile - 1), before = source.page(tile, last);
         producer.await_k();
         producer.load_k(source, at(tile, before));
-        if (threadIdx.x == 0) producer.load_q(rows, work);
+        if (i32(threadIdx.x) == q_thread) producer.load_q(rows, work);
         __syncwarp();
         producer.q.advance(), producer.kv.advance();
         for (--tile; tile >= tiles.begin; --tile, producer.kv.advance()) {

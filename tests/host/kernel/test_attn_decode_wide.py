@@ -113,6 +113,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "end to end": (of(RAGGED, form="indptr", layout="HND", sinks=True), TWO, 5),
     "dense": (of(SAME, form="dense", page_size=2501, pool="interleaved", window=(1700, 0)), ONE, 6),
     "pages of 8": (of(WIDE, page_size=8, head_dim=80, head_dim_v=96, softcap=5.0), ONE, 3),
+    "pages of 1": (of(SAME, page_size=1), ONE, 5),
+    "pages of 4": (of(WIDE, page_size=4, head_dim=80, head_dim_v=144), AttnDecodeWideConfig(64, 32, 3, 1), 3),
+    "begins, pages of 2": (of(RAGGED, page_size=2, form="indptr", whole=False, begins=(1131, 5, 9, 39, 0, 1)), TWO, 5),
     "pages of 128, odd group": (of(WIDE, page_size=128, heads=3, lengths=((30, 1300), (30, 40)), pool="shared"), TWO, 3),
     "small pages at once": (of(WIDE, head_dim=128, head_dim_v=128), AttnDecodeWideConfig(64, 64, 5, 2), 2),
     "small pages of 192 and 128": (of(WIDE, head_dim=192, head_dim_v=128), AttnDecodeWideConfig(64, 32, 3, 1), 2),
@@ -145,6 +148,7 @@ def test_bits_follow_from_the_sequence(run: Runner) -> None:
     same(run(case, AttnDecodeWideConfig(64, 64, 2, 1), 4), wanted)
     same(run(case, TWO, 3), wanted)
     same(run(of(case, page_size=16), ONE, 4), wanted)
+    same(run(of(case, page_size=1), ONE, 4), wanted)
     same(run(of(case, form="dense", page_size=4501), ONE, 4), wanted)
 
 
@@ -290,6 +294,8 @@ def op_of(q_len: int = 8, size: int = 128, size_v: int = 0, **changes: Any) -> A
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "small pages": {},
+    "pages of 1": {"page": 1},
+    "pages of 1, begins": {"page": 1, "varlen": True, "kv_begin": True, "form": "indptr", "sinks": True},
     "dense, negative scale": {"page": 0, "scale": -0.3},
     "ragged": {"mask": And(Causal(), Window(100, 0)), "score": Softcap(30.0), "sinks": True, "varlen": True, "element": FP16},
     "begins": {"mask": Full(), "score": Softcap(30.0), "varlen": True, "kv_begin": True, "causal_each": True, "form": "indptr"},
@@ -356,7 +362,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"q_len": 100}, "a sequence may have 400 rows; it takes up to 256"),
     "format": ({"element": FP32, "kv_element": FP32}, "it takes bf16 and fp16, not fp32"),
     "eight bits": ({"kv_element": E4M3}, "it takes caches in the format of q, bf16, not e4m3"),
-    "pages": ({"page_size": 4}, "the cache has page_size 4; it takes pages of 8 keys or more"),
     "invariant": ({"spec": Spec.of(causal=True, invariant=True)}, "invariant calls have one configuration"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -62,6 +62,12 @@ CASES = {
     "full": of(SAME, causal=False, page_size=32),
     "causal for some": of(CHUNKS, causal=(0, 1, 1, 0, 1, 0, 0), begins=(131, 5, 9, 69, 0, 1, 150), whole=False),
     "begins": of(CHUNKS, whole=False, begins=(131, 5, 9, 69, 0, 1, 150)),
+    "pages of 1": of(CHUNKS, page_size=1),
+    "pages of 2, end to end": of(
+        CHUNKS, page_size=2, head_dim=72, head_dim_v=40, form="indptr", layout="HND", sinks=True, window=(100, 0)
+    ),
+    "pages of 4": of(SAME, page_size=4, head_dim=128, head_dim_v=192, heads=2, kv_heads=1, lengths=((70, 203), (70, 65))),
+    "pages of 1, begins": of(CHUNKS, page_size=1, whole=False, begins=(131, 5, 9, 69, 0, 1, 150), causal=(0, 1, 1, 0, 1, 0, 0)),
     "begins, dense": of(SAME, whole=False, begins=(299, -7, 64), form="dense", page_size=301, heads=3, kv_heads=1, head_dim_v=72),
 }
 EIGHT_BITS = {
@@ -197,11 +203,12 @@ def test_public_call(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     assert word[0] == 0
 
 
-def test_a_lane_that_comes_late(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the producer's warp, one that has no box of a tile."""
+@pytest.mark.parametrize("thread, page", [(31, 16), (31, 1), (77, 1)])
+def test_a_lane_that_comes_late(thread: int, page: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the producer's warp, one that has no box of a tile; or one that copies rows, and is told of works."""
     stand_in(monkeypatch, tmp_path)
-    monkeypatch.setattr(emulator, "late_thread", 31)
-    case = of(CHUNKS, lengths=((70, 400),), heads=1, kv_heads=1)
+    monkeypatch.setattr(emulator, "late_thread", thread)
+    case = of(CHUNKS, lengths=((70, 400),), heads=1, kv_heads=1, page_size=page)
     check(case, *attend(case)[:2])
 
 
@@ -223,6 +230,13 @@ def test_decoding_beside_a_chunk(many: str, tmp_path: pathlib.Path, monkeypatch:
     assert found[0].equal(o[n:]) and found[1].equal(lse[:, n:]) and word[0] == 0
 
 
+class Holes(Causal):
+    """A mask whose tiles may have holes between them."""
+
+    lists: ClassVar[bool] = True  # type: ignore[assignment,misc]
+
+
+HOLES = {"page_size": 4, "spec": Decode(mask=Holes()).operation.spec}
 MIXED = dataclasses.replace(Decode(17, 512, 32, 8, page=16, varlen=True, total_q=528, kv_len=8704).operation, pages=5000)
 MORE = dataclasses.replace(MIXED, batch=65, total_q=576)
 
@@ -247,7 +261,7 @@ def test_what_goes_beside_is_asked_for() -> None:
         ({"q_len": 64}, "it is for ragged steps, where sequences may have more than 256 rows, and others fewer"),
         ({"ragged": False}, "it is for ragged steps"),
         ({"head_dim": 40, "head_dim_v": 40}, "attn_decode: head_dim is 40"),
-        ({"page_size": 4}, "the cache has page_size 4; it takes pages of 8 keys or more"),
+        (HOLES, "the mask has holes and the cache page_size 4; it takes pages of 8 keys or more then"),
         ({"kv_element": E4M3}, "it takes caches in the format of q"),
     ):
         with pytest.raises(UnsupportedError, match=rf"\n  attn_decode\+attn_fwd: {reason}"):
@@ -294,10 +308,12 @@ def test_pages_before_a_window_are_not_looked_up(tmp_path: pathlib.Path, monkeyp
     assert word[0] == 0
 
 
-@pytest.mark.parametrize("columns", [32, 128])  # by panels, and by pages
-def test_violated_bounds_are_said_and_cut(columns: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns, page", [(32, 16), (128, 16), (32, 2)])  # by panels, by pages, and by threads
+def test_violated_bounds_are_said_and_cut(
+    columns: int, page: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sequence that is wrong is said and left out, others come out as they are."""
-    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns)
+    word, case = stand_in(monkeypatch, tmp_path, sm_count=3), of(CHUNKS, head_dim=columns, head_dim_v=columns, page_size=page)
     plain = attend(case)
 
     def wrong_page(given: dict[str, Any]) -> None:
@@ -356,8 +372,18 @@ def test_long_steps_go_to_attn_fwd(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert "slow" not in str(rawattn.explain_kvcache(rows, cache, rawattn.Step(lens, same.step("torch").page_table)))
 
 
+@pytest.mark.parametrize("page", [1, 2, 4])
+def test_the_smallest_pages_go_where_larger_ones_do(page: int) -> None:
+    for ragged in (False, True):
+        for q_len in (8, 9, 64, 65, 512):
+            ops = (Decode(4, q_len, page=n, varlen=ragged, total_q=4 * q_len, kv_len=8192).operation for n in (page, 8))
+            small, other = (select(op, TYPICAL["sm_90a"]) for op in ops)
+            assert (small.kernel, small.config, small.slow) == (other.kernel, other.config, None) or q_len == 8, (ragged, q_len)
+            assert small.kernel is other.kernel
+
+
 REFUSED = {
-    "page_size": ({"page_size": 4}, "attn_fwd: the cache has page_size 4; it takes pages of 8 keys or more"),
+    "page_size": (HOLES, "attn_fwd: the mask has holes and the cache page_size 4; it takes pages of 8 keys or more then"),
     "head_dim": ({"head_dim": 36}, "attn_fwd: head_dim is 36; it takes multiples of 8"),
     "format": ({"element": FP32, "kv_element": FP32}, "attn_fwd: it takes bf16 and fp16, not fp32"),
     "eight bits": ({"kv_element": E4M3}, "not e4m3; attn_fwd_mma and, for up to 256 rows of a sequence, attn_decode"),
@@ -395,15 +421,13 @@ def test_eight_bits_go_to_attn_fwd_mma(element: Element) -> None:
         select(dataclasses.replace(op, kv_element=E4M3), TYPICAL["sm_80"])
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_other_gpus(arch: str, dims: tuple[int, int]) -> None:
-    """attn_fwd_mma serves them, and small pages on Hopper, without spills."""
-    op = Decode(
-        page=16 if arch != "sm_90a" else 1, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]
-    ).operation
+    """attn_fwd_mma serves them, without spills."""
+    op = Decode(page=16, q_len=300, varlen=arch == "sm_80", total_q=300, head_dim=dims[0], head_dim_v=dims[1]).operation
     found = select(op, TYPICAL[arch])
-    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and (found.slow is not None) == (arch == "sm_90a")
+    assert found.kernel is ATTN_FWD_MMA_KVCACHE and found.config.pack_gqa and found.slow is None
     binary = compiler.compile(found.kernel.lower(op, found.config, TYPICAL[arch]).launches[0].source)
     assert not binary.spill_bytes and not binary.advisories, (binary.spill_bytes, binary.advisories)
     with pytest.raises(ProblemError, match="split is True; over caches keys are not split"):
@@ -449,9 +473,10 @@ def test_few_rows_are_not_split_over_caches() -> None:
 
 
 @pytest.mark.parametrize("dims", [pytest.param((64, 64), marks=pytest.mark.slow), (128, 128)], ids=str)
-@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("page", [0, 1, 16])
 def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
-    """In all configurations that its kind may get; numbers of heads, sequences and pages, and lengths, make no other kernel."""
+    """In all configurations that its kind may get, but for a number that a producer that copies keeps between works; numbers of
+    heads, sequences and pages, and lengths, make no other kernel."""
     mask, ragged = (And(Causal(), Window(1000, 0)), True) if page else (Causal(), False)
     op = Decode(1, 512, 32, 8, *dims, page=page, varlen=ragged, total_q=512, mask=mask, sinks=ragged).operation
     other = dataclasses.replace(op, heads=48, kv_heads=12, batch=70, kv_len=5000, pages=7, total_q=9000 if ragged else -1)
@@ -461,7 +486,7 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
         launches = [ATTN_FWD_KVCACHE.lower(each, config, TYPICAL["sm_90a"]).launches[0] for each in (op, other)]
         assert launches[0].source.key == launches[1].source.key
         binary = compiler.compile(launches[0].source)
-        assert not binary.spill_bytes and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
+        assert binary.spill_bytes <= 16 * (page == 1) and not binary.advisories, (config, binary.spill_bytes, binary.advisories)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +494,7 @@ def test_compiles_without_spills(dims: tuple[int, int], page: int) -> None:
     [
         *(((128, 192), page, kv.PagedBoxesKv) for page in (8, 16, 32)),
         *(((128, 128), page, kv.PagedPanelsKv) for page in (0, 64)),
+        *(((128, columns), page, kv.PagedCopiesKv) for page in (1, 2, 4) for columns in (40, 128)),
         *((dims, 16, kv.PagedPanelsKv) for dims in ((64, 64), (64, 128), (128, 64), (128, 136))),
     ],
 )
@@ -479,7 +505,8 @@ def test_a_box_is_a_small_page_of_two_panels_or_more(dims: tuple[int, int], page
     assert ("v_end" in names) is (wanted is kv.PagedBoxesKv)
     if page:
         begins = dataclasses.replace(op, kv_begin=True)
-        assert type(ATTN_FWD_KVCACHE.options(begins, config)["Kv"]) is kv.PagedPanelsFromKv
+        others = kv.PagedCopiesKv if wanted is kv.PagedCopiesKv else kv.PagedPanelsFromKv
+        assert type(ATTN_FWD_KVCACHE.options(begins, config)["Kv"]) is others
 
 
 def test_configurations_are_those_of_plain_tensors() -> None:
