@@ -1,5 +1,5 @@
-"""Which blocks of keys are worth attention: scores of blocks and their largest, as lists for ``attention(keys=...)``; and
-neighbourhoods on grids, whose tokens are put tile by tile.
+"""This module chooses the blocks of keys that are worth attention, as lists for ``attention(keys=...)``, and attends to
+neighbourhoods on grids, whose tokens it puts tile by tile.
 
 A block of queries is scored by the mean of its rows, a block of keys by the mean of its own (MoBA, arXiv 2502.13189; VSA, arXiv
 2505.13389), or by the largest product that any of its keys has (MiniMax-M3's indexer). A softmax over blocks makes scores of

@@ -104,7 +104,7 @@ class BlockCase:
         return np.linspace(-1, 2, self.heads).astype(self.element.lse_dtype) if self.sinks else None
 
     def times(self, i: int) -> Array:
-        """How often each pair of a sequence counts: (heads, q_len, kv_len)."""
+        """Says how often each pair of a sequence counts: (heads, q_len, kv_len)."""
         (q_len, kv_len), (used, there), (numbers, counts) = self.lengths[i], self.used_of(i), self.lists()
         found = np.zeros((self.heads, q_len, kv_len))
         for h in range(self.heads):

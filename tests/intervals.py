@@ -61,7 +61,8 @@ def _kernel(source: Source, fields: Any) -> emulator.Kernel:
 
 
 class Found:
-    """What the launch before leaves for a mask of intervals. ``packed`` are the first rows of packed sequences, of q and of k."""
+    """This runs the launch before and keeps what it leaves for a mask of intervals. ``packed`` are the first rows of packed
+    sequences, of q and of k."""
 
     def __init__(
         self, function: Any, sizes: tuple[int, int, int, int], for_gradients: bool = True, packed: Sequence[Array] | None = None,

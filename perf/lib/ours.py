@@ -35,21 +35,19 @@ def short_names(config_type: Any) -> dict[str, str]:
 
 
 def config_name(config: Any) -> str:
-    """A configuration in a few characters: the tile, if it has one, then the other fields by their first letters, such as
-    ``128x96s2q2``."""
+    """A configuration in a few characters: the tile, then the other fields by their first letters, such as ``128x96s2q2``."""
     values = ((short, getattr(config, name)) for short, name in short_names(config).items())
     rest = (f"{short}{value if isinstance(value, str) else int(value)}" for short, value in values)
-    tile = f"{config.tile_q}x{config.tile_kv}" if hasattr(config, "tile_q") else ""
-    return tile + "".join(rest)
+    return f"{config.tile_q}x{config.tile_kv}{''.join(rest)}"
 
 
 def parse_config(config_type: Any, text: str) -> Any:
     """The configuration that ``config_name`` shortens to ``text``; fields left away keep their defaults."""
-    match, names = re.fullmatch(r"(?:(\d+)x(\d+))?((?:[a-z]+\d+)*)", text), short_names(config_type)
+    match, names = re.fullmatch(r"(\d+)x(\d+)((?:[a-z]+\d+)*)", text), short_names(config_type)
     if match is None:
         raise ValueError(f"{text!r} is no configuration; write one as 128x96s2q2")
     rest = {names[letters]: int(number) for letters, number in re.findall(r"([a-z]+)(\d+)", match[3])}
-    return config_type(**({"tile_q": int(match[1]), "tile_kv": int(match[2])} if match[1] else {}), **rest)
+    return config_type(tile_q=int(match[1]), tile_kv=int(match[2]), **rest)
 
 
 def our_names(case: Case, configs: str, device: Device) -> list[str]:
@@ -168,8 +166,7 @@ def our_plan(task: Task, name: str, kernel: str | None = None) -> Callable[[], A
     """``Plan.run`` with ``out=``: the least that a call of ours costs the host."""
     inputs, out = (task.q, task.k, task.v, *task.packed[:2]), task.q.new_empty(task.o_shape)
     plan = rawattn.plan(*inputs, *task.packed[2:], **our_options(task.case, name, kernel) | task.sinks | task.functions)
-    lists = [] if task.keys is None else [x for x in task.keys.arrays if x is not None]
-    captured = (*lists, *captures.take({name: x for name, x in task.functions.items() if name != "keys"})[1])
+    captured = captures.take(task.functions)[1]
     return lambda: plan.run(*inputs, *captured, **task.sinks, out=out)
 
 
